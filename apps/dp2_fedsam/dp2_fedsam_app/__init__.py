@@ -1,0 +1,1 @@
+"""DP²-FedSAM and its baselines as one Flower app."""

@@ -1,0 +1,176 @@
+"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dp2_fedsam_app.task import task_of
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid, ServerApp
+
+from flower_ext.algorithms import (
+    Centaur,
+    DP2FedSAM,
+    DPFedAvg,
+    DPFedAvgFT,
+    DPFedSAM,
+    DPFedSAMFT,
+)
+from flower_ext.federation import FederatedStrategy, NonPrivatePlan
+from flower_ext.privacy import (
+    Budget,
+    FixedSizeSampling,
+    FullParticipation,
+    Ledger,
+    PoissonSampling,
+    ReleasePlan,
+    Sampling,
+    calibrate_noise_multiplier,
+    dp2_fedsam_theorem2_noise_multiplier,
+)
+from flower_ext.reporting import RunDirectory, new_run_path, write_report
+from flower_ext.training import LocalTraining, check_shareable
+
+SHARED_MODEL = {
+    "dp-fedavg": DPFedAvg,
+    "dp-fedavg-ft": DPFedAvgFT,
+    "dp-fedsam": DPFedSAM,
+    "dp-fedsam-ft": DPFedSAMFT,
+    "fedavg": DPFedAvg,
+}
+PERSONAL_HEAD = {"centaur": Centaur, "dp2-fedsam": DP2FedSAM, "p-fedsam": DP2FedSAM}
+WITHOUT_PRIVACY = ("fedavg", "p-fedsam")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the method that ``context.run_config`` names and leave a run directory with a report."""
+    config = context.run_config
+    method = choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD))
+    plan = plan_of(config)
+    task = task_of(context)
+    task.data(0)  # a missing data set ends the run here, with its message
+
+    run = RunDirectory.create(run_path(config, method), config=config)
+    try:
+        strategy = strategy_of(config, plan, run)
+        check_shareable(task.model(), strategy.personal)
+        initial = task.initial_params(int(config["seed"]))
+        result = strategy.start(grid, ArrayRecord(initial), num_rounds=int(config["rounds"]))
+        run.save_model(result.arrays.to_torch_state_dict())
+        run.save_guarantees(strategy.guarantees())
+        run.save_client_metrics(
+            [{"partition": i, **scores} for i, scores in sorted(strategy.client_metrics.items())]
+        )
+        status = "budget-exhausted" if strategy.stopped else "completed"
+        run.finish(status, strategy.stopped, refused=len(strategy.refusals))
+    except BaseException as error:
+        run.finish("failed", f"{type(error).__name__}: {error}")
+        raise
+    print(f"Report: {write_report(run)}", flush=True)
+
+
+def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
+    """What is sampled, clipped, noised and accounted."""
+    sampling = sampling_of(config)
+    if config["method"] in WITHOUT_PRIVACY:
+        return NonPrivatePlan(sampling=sampling)
+    rounds, delta = int(config["rounds"]), float(config["delta"]) or 1 / sampling.population
+    multiplier = float(config["noise-multiplier"])
+    if multiplier == 0:
+        target = {"epsilon": float(config["epsilon"]), "delta": delta, "rounds": rounds}
+        if choice(config, "calibration", ("provable", "published")) == "published":
+            multiplier = dp2_fedsam_theorem2_noise_multiplier(
+                **target, sampling_rate=sampling.sampling_rate
+            )
+        else:
+            multiplier = calibrate_noise_multiplier(**target, sampling=sampling)
+    return ReleasePlan(
+        sampling=sampling,
+        clipping_norm=float(config["clipping-norm"]),
+        noise_multiplier=multiplier,
+        noise_placement=choice(config, "noise-placement", ("client", "server")),
+        dropout_policy=choice(config, "dropout-policy", ("top-up", "discard")),
+        rounds=rounds,
+        delta=delta,
+    )
+
+
+def sampling_of(config: UserConfig) -> Sampling:
+    """How a round's cohort is drawn."""
+    clients, rate = int(config["clients"]), float(config["sampling-rate"])
+    match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
+        case "poisson":
+            return PoissonSampling(population=clients, rate=rate)
+        case "fixed-size":
+            return FixedSizeSampling(population=clients, size=max(1, round(rate * clients)))
+        case _:
+            return FullParticipation(population=clients)
+
+
+def strategy_of(
+    config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
+) -> FederatedStrategy:
+    """The strategy of a method; every method gets the same settings where it has them."""
+    method = str(config["method"])
+    sgd = LocalTraining(
+        epochs=int(config["local-epochs"]),
+        batch_size=int(config["batch-size"]),
+        learning_rate=float(config["learning-rate"]),
+        learning_rate_decay=float(config["learning-rate-decay"]),
+        momentum=float(config["momentum"]),
+    )
+    sam = replace(sgd, sam_radius=float(config["sam-radius"]))
+    head = replace(
+        sgd,
+        epochs=int(config["head-epochs"]),
+        learning_rate=float(config["head-learning-rate"]),
+    )
+    options = {
+        "plan": plan,
+        "server_learning_rate": float(config["server-learning-rate"]),
+        "seed": int(config["seed"]),
+        "seeded_noise": bool(config["seeded-noise"]),
+        "evaluate_every": int(config["evaluate-every"]),
+        "diagnostics": bool(config["diagnostics"]),
+        "run": run,
+        "ledger": ledger_of(config, plan, run),
+    }
+    if method in PERSONAL_HEAD:
+        return PERSONAL_HEAD[method](
+            head=head,
+            extractor=sam,
+            adapt_before_evaluation=bool(config["adapt-before-evaluation"]),
+            **options,
+        )
+    return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
+
+
+def ledger_of(
+    config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
+) -> Ledger | None:
+    """The run's ledger; it stops the run at epsilon, unless the noise was given instead."""
+    if isinstance(plan, NonPrivatePlan):
+        return None
+    given = float(config["noise-multiplier"]) > 0
+    budget = None if given else Budget(epsilon=float(config["epsilon"]), delta=plan.delta)
+    return Ledger(run.ledger_path, budget=budget)
+
+
+def run_path(config: UserConfig, method: str) -> Path:
+    """Where the run leaves its directory: as configured, or a new folder named by method and time."""
+    if config["run-directory"]:
+        return Path(str(config["run-directory"])).expanduser().absolute()
+    root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()
+    return new_run_path(root, f"{method}-{config['dataset']}", datetime.now(UTC))
+
+
+def choice(config: UserConfig, name: str, allowed: tuple[str, ...]) -> str:
+    """A configured word, checked."""
+    value = str(config[name])
+    if value not in allowed:
+        raise ValueError(f"run-config {name}={value!r}: expected one of {', '.join(allowed)}")
+    return value

@@ -1,0 +1,75 @@
+"""The learning problem that the run configuration asks for."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context
+
+from flower_ext.data import ClientData, Examples, describe, load, partition, split
+from flower_ext.privacy import seeded_generator
+from flower_ext.training import Task
+from flower_ext.training.models import build
+
+DEFAULT_MODELS = {
+    "digits": "digits-mlp",
+    "mnist": "mnist-mlp",
+    "fashion-mnist": "mnist-mlp",
+    "cifar10": "cifar10-cnn",
+    "femnist": "mnist-cnn",
+}
+
+
+def task_of(context: Context) -> Task:
+    """The task of a run, for its clients and its server alike."""
+    config = context.run_config
+    dataset = str(config["dataset"])
+    model = str(config["model"]) or DEFAULT_MODELS[dataset]
+    classes = describe(dataset).num_classes
+    partitions = (
+        str(config["partition"]),
+        int(config["clients"]),
+        int(config["classes-per-client"]),
+        float(config["dirichlet-alpha"]),
+        int(config["seed"]),
+    )
+    return Task(
+        model=lambda: build(model, num_classes=classes),
+        data=lambda client: client_data(dataset, str(config["data-folder"]), partitions, client),
+    )
+
+
+@cache
+def pool(dataset: str, folder: str) -> Examples:
+    """All examples of a data set, read once a process."""
+    return load(dataset, Path(folder) if folder else None)
+
+
+@cache
+def shares(
+    dataset: str, folder: str, partitions: tuple[str, int, int, float, int]
+) -> list[np.ndarray]:
+    """Which examples each client holds; the same in every process."""
+    kind, clients, classes, alpha, seed = partitions
+    targets = pool(dataset, folder).targets.numpy()
+    rng = seeded_generator(seed, "partition")
+    return partition(
+        kind,
+        targets,
+        num_partitions=clients,
+        classes_per_partition=classes,
+        alpha=alpha,
+        rng=rng,
+    )
+
+
+@cache
+def client_data(
+    dataset: str, folder: str, partitions: tuple[str, int, int, float, int], client: int
+) -> ClientData:
+    """One client's examples, 90 % for training and 10 % for testing."""
+    examples = pool(dataset, folder)
+    own = shares(dataset, folder, partitions)[client]
+    rng = seeded_generator(partitions[-1], "split", client)
+    train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    return ClientData(train=examples.subset(train), test=examples.subset(test))

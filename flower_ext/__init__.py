@@ -1,0 +1,1 @@
+"""Private and personalised federated learning for Flower."""

@@ -1,0 +1,127 @@
+"""DP²-FedSAM: a shared extractor trained by SAM, a personal head that never leaves the client.
+
+Source: Zhang, Guo, Gong, "DP²-FedSAM: Enhancing Differentially Private Federated Learning
+Through Personalized Sharpness-Aware Minimization", Algorithm 2.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+φ, h                  shared extractor (``arrays``), personal head (client memory)
+N, r                  ``plan.sampling``: ``population``, ``sampling_rate``
+C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
+τ_h, η_h              ``head.epochs`` (or ``steps``), ``head.learning_rate``
+τ_φ, η_φ, q           ``extractor.epochs``, ``.learning_rate``, ``.sam_radius``
+====================  =====================================================
+
+`Centaur` is the same with SGD in place of SAM; with a `NonPrivatePlan`, `DP2FedSAM` is the
+paper's P-FedSAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    NonPrivatePlan,
+)
+from flower_ext.privacy import ReleasePlan, theorem2_of_plan
+from flower_ext.training import LocalTraining, Params, difference
+
+
+def own_head(work: ClientWork) -> Params:
+    """h of this client: what it kept, or the initial one before it was ever sampled."""
+    if work.memory is not None:
+        return work.memory
+    return {n: p for n, p in work.initial_params().items() if n not in work.received}
+
+
+def local_update(work: ClientWork) -> LocalResult:
+    """Lines 5–17 of Algorithm 2: the head first, with φ frozen; then φ by SAM, with h frozen."""
+    shared, head = work.received, own_head(work)
+    model = work.train("head", {**shared, **head}, lambda name: name in head)
+    model = work.train("extractor", model, lambda name: name in shared)
+    moved = {name: model[name] for name in shared}
+    return LocalResult(
+        update=difference(moved, shared), memory={name: model[name] for name in head}
+    )
+
+
+def local_model(work: ClientWork) -> Params:
+    """(φ, h): the received extractor under the client's own head, adapted to it where asked."""
+    head = own_head(work)
+    model = {**work.received, **head}
+    if "head" not in work.training:
+        return model
+    return work.train("head", model, lambda name: name in head)
+
+
+class DP2FedSAM(FederatedStrategy):
+    """Partial sharing with sharpness-aware training under client-level DP.
+
+    Parameters
+    ----------
+    plan : ReleasePlan | NonPrivatePlan
+    personal : Sequence[str]
+        Module names of the head h; by the paper's choice the last linear layer.
+    head : LocalTraining
+        SGD on h. The paper's rate is 0.1 or 0.005: its text names the two rates the other way
+        round than its symbols do.
+    extractor : LocalTraining
+        SAM on φ, radius q.
+    adapt_before_evaluation : bool
+        Train the head on the current φ, as the client would at the start of its next round,
+        before it evaluates. Local, forgotten afterwards, at no cost in privacy. The paper
+        evaluates the head as the client last left it: ``False``.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    client = ClientMethod(name="dp2_fedsam", local_update=local_update, local_model=local_model)
+    published_claim = staticmethod(theorem2_of_plan)
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan | NonPrivatePlan,
+        personal: Sequence[str] = ("head",),
+        head: LocalTraining | None = None,
+        extractor: LocalTraining | None = None,
+        adapt_before_evaluation: bool = False,
+        **options: Any,
+    ) -> None:
+        if not personal:
+            raise ValueError("personal=(): name the module that is the head, e.g. ('head',)")
+        super().__init__(plan=plan, personal=personal, **options)
+        self.head = head or LocalTraining()
+        self.extractor = extractor or LocalTraining(sam_radius=0.1)
+        self.adapt_before_evaluation = adapt_before_evaluation
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The head first, then the extractor."""
+        return {"head": self.head, "extractor": self.extractor}
+
+    @property
+    def evaluation_training(self) -> Mapping[str, LocalTraining]:
+        """The head alone, where asked for."""
+        return {"head": self.head} if self.adapt_before_evaluation else {}
+
+
+class Centaur(DP2FedSAM):
+    """CENTAUR at client level: DP²-FedSAM with plain SGD on the extractor."""
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan | NonPrivatePlan,
+        extractor: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        extractor = replace(extractor or LocalTraining(), sam_radius=0.0)
+        super().__init__(plan=plan, extractor=extractor, **options)

@@ -1,0 +1,22 @@
+"""The Flower glue that every algorithm shares."""
+
+from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult, client_app
+from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.in_process import InProcessGrid, run_in_process
+from flower_ext.federation.memory import ClientMemory
+from flower_ext.federation.records import RefusedReply
+from flower_ext.federation.strategy import FederatedStrategy, NonPrivatePlan
+
+__all__ = [
+    "ClientMemory",
+    "ClientMethod",
+    "ClientWork",
+    "FederatedStrategy",
+    "FederationNotReady",
+    "InProcessGrid",
+    "LocalResult",
+    "NonPrivatePlan",
+    "RefusedReply",
+    "client_app",
+    "run_in_process",
+]

@@ -1,0 +1,30 @@
+"""The private names of Flower that the in-process engine needs, in one place.
+
+Each is exercised by ``tests/federation/test_in_process.py``, which fails loudly on a Flower
+version that moves them.
+"""
+
+from __future__ import annotations
+
+from flwr.app import Message
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+SERVER_NODE_ID = 1
+
+
+def empty_run(run_id: int) -> Run:
+    """A Run with nothing but its id."""
+    return Run.create_empty(run_id)
+
+
+def become_server_of(run_id: int) -> None:
+    """Let this process create messages, which Flower allows only to the task of a run."""
+    TaskIdentity.task_id = 1
+    TaskIdentity.run_id = run_id
+    TaskIdentity.node_id = SERVER_NODE_ID
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id that Flower's SuperLink would give it."""
+    message.metadata.__dict__["_message_id"] = message_id

@@ -1,0 +1,104 @@
+"""Which nodes there are, and which of them a round asks.
+
+Cohorts are drawn over *partition ids* 0 … N−1, which are the same in every run, and only once
+all N nodes are there: in simulation nodes register while the ServerApp already runs, and a cohort
+drawn from the few that are up would have another sampling rate than the one accounted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+IDENTITY = "query.identity"
+"""Message type of the question "which partition are you?"."""
+
+
+class FederationNotReady(RuntimeError):
+    """The nodes that the plan counts on are not there."""
+
+
+def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0.2) -> list[int]:
+    """Node ids, sorted, once ``expected`` of them are connected.
+
+    Raises
+    ------
+    FederationNotReady
+        Fewer (after ``timeout`` seconds) or more nodes than expected: the sampling rate would
+        not be the one accounted.
+    """
+    deadline = time.monotonic() + timeout
+    while len(nodes := sorted(grid.get_node_ids())) < expected:
+        if time.monotonic() > deadline:
+            raise FederationNotReady(
+                f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
+                "SuperNodes, or lower the population (num-supernodes) in the plan"
+            )
+        time.sleep(poll)
+    if len(nodes) > expected:
+        raise FederationNotReady(
+            f"{len(nodes)} nodes are connected but the plan counts on a population of {expected}; "
+            "set the population to the number of nodes"
+        )
+    return nodes
+
+
+def learn_partitions(grid: Grid, nodes: list[int], *, timeout: float) -> dict[int, int] | None:
+    """Node id of each partition, asked once over the wire.
+
+    None when no node knows the question: a ClientApp that was not built by this package.
+
+    Raises
+    ------
+    FederationNotReady
+        Two nodes claim one partition, one is out of range, or only some nodes answer.
+    """
+    asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
+    answers: dict[int, int] = {}
+    for reply in grid.send_and_receive(asked, timeout=timeout):
+        if reply.has_error():
+            continue
+        partition = reply.content.config_records["identity"]["partition"]
+        if not isinstance(partition, int) or not 0 <= partition < len(nodes):
+            raise FederationNotReady(
+                f"node {reply.metadata.src_node_id} says it holds partition {partition!r}; "
+                f"expected 0 … {len(nodes) - 1} (node config partition-id)"
+            )
+        if partition in answers:
+            raise FederationNotReady(
+                f"nodes {answers[partition]} and {reply.metadata.src_node_id} both hold partition "
+                f"{partition}; give each SuperNode its own partition-id in --node-config"
+            )
+        answers[partition] = reply.metadata.src_node_id
+    if not answers:
+        return None
+    if len(answers) < len(nodes):
+        missing = sorted(set(range(len(nodes))) - set(answers))
+        raise FederationNotReady(f"no node answered for partitions {missing[:10]}")
+    return answers
+
+
+def tell_partition(message: Message, partition: int) -> Message:
+    """A client's answer to ``query.identity``."""
+    identity = ConfigRecord({"partition": partition})
+    return Message(RecordDict({"identity": identity}), reply_to=message)
+
+
+def partition_of(node_config: Mapping[str, object]) -> int:
+    """This node's partition.
+
+    Raises
+    ------
+    ValueError
+        The node config has no ``partition-id``.
+    """
+    partition = node_config.get("partition-id")
+    if not isinstance(partition, int):
+        raise ValueError(
+            f"node config partition-id={partition!r}: start the SuperNode with "
+            '--node-config "partition-id=0 num-partitions=N"'
+        )
+    return partition

@@ -1,0 +1,139 @@
+"""A Grid that runs ClientApps in this process: the same Strategy and ClientApp, without Ray.
+
+For tests and research on one machine. Each client keeps its own Context; a client that raises
+answers with an error and its changes to its state are undone, as in Flower's simulation.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from itertools import count
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from flower_ext.federation import _flower_private as private
+
+CLIENT_APP_RAISED = 2
+"""Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
+
+
+class InProcessGrid(Grid):
+    """Virtual clients 0 … ``num_clients``−1 around one ClientApp.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+    num_clients : int
+    run_config : Mapping, optional
+        What clients see as ``context.run_config``.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        run_config: Mapping[str, bool | float | int | str] | None = None,
+    ) -> None:
+        if num_clients < 1:
+            raise ValueError(f"num_clients={num_clients!r}: expected an integer >= 1")
+        self._app = client_app
+        self._ids = count(1)
+        self._replies: dict[str, Message] = {}
+        self.set_run(private.empty_run(run_id=1))
+        # Node ids leave room for the server's own.
+        self.contexts = {
+            partition + 1_000: Context(
+                run_id=1,
+                node_id=partition + 1_000,
+                node_config={"partition-id": partition, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for partition in range(num_clients)
+        }
+
+    def set_run(self, run: Any) -> None:
+        """Take part in ``run``; this process may then create its messages."""
+        self._run = run
+        private.become_server_of(run.run_id)
+
+    @property
+    def run(self) -> Any:
+        """The run that this grid belongs to."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message of this run."""
+        return Message(
+            content,
+            dst_node_id=dst_node_id,
+            message_type=message_type,
+            group_id=group_id,
+            ttl=ttl,
+        )
+
+    def get_node_ids(self) -> Iterable[int]:
+        """All clients are always there."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Run each message's client at once; replies wait to be pulled."""
+        ids = []
+        for message in messages:
+            message_id = str(next(self._ids))
+            private.set_message_id(message, message_id)
+            self._replies[message_id] = self._answer(message)
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Replies to ``message_ids``, each handed out once."""
+        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Run each message's client and collect the replies; nothing waits for ``timeout``."""
+        return self.pull_messages(self.push_messages(messages))
+
+    def _answer(self, message: Message) -> Message:
+        context = self.contexts[message.metadata.dst_node_id]
+        before = RecordDict(dict(context.state))
+        try:
+            return self._app(message, context)
+        except Exception:  # whatever a ClientApp raises becomes an error reply
+            context.state = before
+            error = Error(code=CLIENT_APP_RAISED, reason=traceback.format_exc(limit=-3))
+            return Message(error, reply_to=message)
+
+
+def run_in_process(
+    server_app: ServerApp,
+    client_app: ClientApp,
+    *,
+    num_clients: int,
+    run_config: Mapping[str, bool | float | int | str] | None = None,
+) -> InProcessGrid:
+    """Run a whole Flower app in this process and return its grid (with the clients' contexts)."""
+    config = dict(run_config or {})
+    grid = InProcessGrid(client_app, num_clients, config)
+    context = Context(
+        run_id=1,
+        node_id=private.SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config=config,
+    )
+    server_app(grid, context)
+    return grid

@@ -1,0 +1,219 @@
+"""Bound what one unit contributes; carry the bound with the value.
+
+Arrays may be NumPy or torch, on any device: they are handled through the array API, without
+importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
+precision can pass unclipped.
+
+=====================  ==========================================================
+array                  outcome
+=====================  ==========================================================
+zero                   stays zero
+huge                   clipped; the norm cannot overflow
+NaN, infinite          `NonFiniteUpdate`
+0-d                    clipped like any other
+half precision         clipped; the bound holds after rounding
+integer, bool, complex `TypeError`: has no place in a bounded sum
+empty (no elements)    kept, adds nothing; an update of nothing but these: `ValueError`
+=====================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat as api
+
+from flower_ext.privacy.units import NeighboringRelation
+
+Update = Mapping[str, Any]
+"""Arrays by name: one unit's contribution to a sum, or the sum."""
+
+
+class NonFiniteUpdate(ValueError):
+    """An update holds NaN or infinite values, which no norm bounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedUpdate:
+    """One unit's contribution, of L2 norm at most ``bound`` over all its arrays.
+
+    ``norm`` is the norm before clipping. It depends on private data: never release it.
+    """
+
+    value: Update
+    bound: float
+    norm: float
+
+    @property
+    def clipped(self) -> bool:
+        """Whether clipping changed the update."""
+        return self.norm > self.bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedSum:
+    """Sum of ``count`` updates, one a unit, each of L2 norm at most ``bound``.
+
+    Guarantees
+    ----------
+    Adding, removing or zeroing one unit moves ``value`` by at most ``bound``; replacing one, by
+    at most ``2 * bound``.
+    """
+
+    value: Update
+    bound: float
+    count: int
+
+    def sensitivity(self, relation: NeighboringRelation) -> float:
+        """How far one unit can move ``value`` (L2)."""
+        return self.bound * relation.sensitivity_factor
+
+
+def check_arrays(update: Update) -> None:
+    """Refuse what cannot be bounded and noised: not an array, or not real floating-point.
+
+    Raises
+    ------
+    TypeError
+        Names the array and what to do.
+    ValueError
+        The update holds no element at all.
+    """
+    for name, array in update.items():
+        if not api.is_array_api_obj(array):
+            raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
+        if not _is_real_float(array):
+            raise TypeError(
+                f"{name!r} has dtype {array.dtype}; only real floating-point arrays can be bounded "
+                "and noised. Leave counters and indices out of the update, or convert them."
+            )
+    if sum(_size(array) for array in update.values()) == 0:
+        raise ValueError("the update holds no numbers: name at least one non-empty array")
+
+
+def l2_norm(update: Update) -> float:
+    """L2 norm over all arrays together, as a float64.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        Names the array that holds NaN or infinite values.
+    TypeError, ValueError
+        As `check_arrays`.
+    """
+    check_arrays(update)
+    largest, scaled = _scaled_norm(update)
+    return largest * scaled
+
+
+def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
+    """Scale an update onto the ball of radius ``clipping_norm``, if it lies outside.
+
+    Guarantees
+    ----------
+    ``l2_norm(result.value) <= clipping_norm``, in float64 and after rounding to each array's own
+    precision.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `l2_norm`; or ``clipping_norm`` is not a finite number above zero.
+    """
+    if not 0 < clipping_norm < math.inf:
+        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    check_arrays(update)
+    largest, scaled = _scaled_norm(update)
+    norm = largest * scaled
+    if norm <= clipping_norm:
+        return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
+    factor = (clipping_norm / largest) / scaled  # never overflows, unlike clipping_norm / norm
+    slack = 2.0**-50
+    while True:
+        value = {name: _times(array, factor) for name, array in update.items()}
+        if l2_norm(value) <= clipping_norm:
+            return BoundedUpdate(value=value, bound=clipping_norm, norm=norm)
+        factor *= 1.0 - slack  # rounding overshot: step back, further each time
+        slack = min(2 * slack, 0.5)
+
+
+def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
+    """Sum in float64; zeros like ``like`` when there are no updates.
+
+    Raises
+    ------
+    ValueError
+        Names or shapes differ from those of ``like``.
+    """
+    summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
+    for update in updates:
+        check_like(update, like)
+        for name in summed:
+            summed[name] = summed[name] + _as_float64(update[name])
+    return summed
+
+
+def sum_bounded(updates: Sequence[BoundedUpdate], *, like: Update) -> BoundedSum:
+    """Sum of bounded updates; zeros like ``like`` for an empty cohort, with bound 0.
+
+    Raises
+    ------
+    ValueError
+        As `total`, or the updates have different bounds.
+    """
+    bounds = {update.bound for update in updates}
+    if len(bounds) > 1:
+        raise ValueError(f"updates have different bounds {sorted(bounds)}: clip all to one norm")
+    value = total([update.value for update in updates], like=like)
+    return BoundedSum(value=value, bound=bounds.pop() if bounds else 0.0, count=len(updates))
+
+
+def check_like(update: Update, like: Update) -> None:
+    """Refuse an update whose names or shapes are not those of ``like``."""
+    if set(update) != set(like):
+        differing = sorted(set(update) ^ set(like))
+        raise ValueError(f"array names differ from the expected ones: {differing}")
+    for name, array in like.items():
+        if tuple(update[name].shape) != tuple(array.shape):
+            raise ValueError(
+                f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
+            )
+
+
+def _is_real_float(array: Any) -> bool:
+    return bool(api.array_namespace(array).isdtype(array.dtype, "real floating"))
+
+
+def _size(array: Any) -> int:
+    return math.prod(array.shape)
+
+
+def _as_float64(array: Any) -> Any:
+    namespace = api.array_namespace(array)
+    return namespace.astype(array, namespace.float64)
+
+
+def _scaled_norm(update: Update) -> tuple[float, float]:
+    """(m, s) with norm = m·s, m the largest magnitude: squares of x/m cannot overflow."""
+    largest = 0.0
+    for name, array in update.items():
+        if _size(array) == 0:
+            continue
+        namespace = api.array_namespace(array)
+        magnitude = float(namespace.max(namespace.abs(array)))
+        if not math.isfinite(magnitude):
+            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
+        largest = max(largest, magnitude)
+    if largest == 0.0:
+        return 0.0, 0.0
+    squares = 0.0
+    for array in update.values():
+        scaled = _as_float64(array) / largest
+        squares += float(api.array_namespace(array).sum(scaled * scaled))
+    return largest, math.sqrt(squares)
+
+
+def _times(array: Any, factor: float) -> Any:
+    return api.array_namespace(array).astype(_as_float64(array) * factor, array.dtype)

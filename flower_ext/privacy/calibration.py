@@ -1,0 +1,171 @@
+"""From a target (ε, δ) to the noise, the rounds or the sampling rate. Never overshoots.
+
+Every search keeps the side on which the accountant's ε is at most the target and returns from it,
+so ``privacy_loss(...)`` of the result is never above the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flower_ext.privacy.accounting import Accountant, privacy_loss
+from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
+from flower_ext.privacy.units import NeighboringRelation
+
+MAX_NOISE_MULTIPLIER = 1e6
+MAX_ROUNDS = 10_000_000
+
+
+class TargetOutOfReach(ValueError):
+    """No allowed value meets the target."""
+
+
+def default_relation(sampling: Sampling) -> NeighboringRelation:
+    """The relation that amplification by this sampling is proved for."""
+    fixed = isinstance(sampling, FixedSizeSampling)
+    return NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+def calibrate_noise_multiplier(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling: Sampling,
+    rounds: int,
+    relation: NeighboringRelation | None = None,
+    accountant: Accountant = "pld",
+    tolerance: float = 1e-3,
+) -> float:
+    """Smallest noise multiplier (within ``tolerance``, relative) whose ε is at most the target.
+
+    Raises
+    ------
+    TargetOutOfReach
+        Even an absurd amount of noise does not reach the target.
+    ValueError
+        ``epsilon`` not above 0, ``delta`` outside (0, 1), ``rounds`` below 1.
+    """
+    _check_target(epsilon, rounds)
+    relation = relation or default_relation(sampling)
+
+    def fits(noise_multiplier: float) -> bool:
+        loss = privacy_loss(
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            rounds=rounds,
+            delta=delta,
+            relation=relation,
+            accountant=accountant,
+        )
+        return loss.epsilon <= epsilon
+
+    safe = 1.0
+    while not fits(safe):
+        safe *= 2
+        if safe > MAX_NOISE_MULTIPLIER:
+            raise TargetOutOfReach(
+                f"epsilon={epsilon!r} at delta={delta!r} over {rounds} rounds needs a noise "
+                f"multiplier above {MAX_NOISE_MULTIPLIER:g}; raise epsilon or delta"
+            )
+    unsafe = safe / 2
+    while fits(unsafe) and unsafe > 1e-3:
+        safe, unsafe = unsafe, unsafe / 2
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+
+
+def calibrate_rounds(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling: Sampling,
+    noise_multiplier: float,
+    relation: NeighboringRelation | None = None,
+    accountant: Accountant = "pld",
+) -> int:
+    """Largest number of rounds whose ε is at most the target; 0 if not even one fits."""
+    _check_target(epsilon, rounds=1)
+    relation = relation or default_relation(sampling)
+
+    def fits(rounds: int) -> bool:
+        loss = privacy_loss(
+            sampling=sampling,
+            noise_multiplier=noise_multiplier,
+            rounds=rounds,
+            delta=delta,
+            relation=relation,
+            accountant=accountant,
+        )
+        return loss.epsilon <= epsilon
+
+    safe, unsafe = 0, 1
+    while fits(unsafe):
+        safe, unsafe = unsafe, 2 * unsafe
+        if unsafe > MAX_ROUNDS:
+            return safe
+    while unsafe - safe > 1:
+        middle = (safe + unsafe) // 2
+        safe, unsafe = (middle, unsafe) if fits(middle) else (safe, middle)
+    return safe
+
+
+def calibrate_sampling_rate(
+    *,
+    epsilon: float,
+    delta: float,
+    population: int,
+    noise_multiplier: float,
+    rounds: int,
+    accountant: Accountant = "pld",
+    tolerance: float = 1e-3,
+) -> float:
+    """Largest Poisson sampling rate (within ``tolerance``, relative) whose ε is at most the target.
+
+    Raises
+    ------
+    TargetOutOfReach
+        Not even an expected cohort of a thousandth of one unit meets the target.
+    """
+    _check_target(epsilon, rounds)
+
+    def fits(rate: float) -> bool:
+        loss = privacy_loss(
+            sampling=PoissonSampling(population, rate),
+            noise_multiplier=noise_multiplier,
+            rounds=rounds,
+            delta=delta,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            accountant=accountant,
+        )
+        return loss.epsilon <= epsilon
+
+    if fits(1.0):
+        return 1.0
+    safe, unsafe = 0.5, 1.0
+    while not fits(safe):
+        safe, unsafe = safe / 2, safe
+        if safe * population < 1e-3:
+            raise TargetOutOfReach(
+                f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
+                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise the noise"
+            )
+    return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
+
+
+def _check_target(epsilon: float, rounds: int) -> None:
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon={epsilon!r}: expected a finite number > 0")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds!r}: expected an integer >= 1")
+
+
+def _bisect(
+    fits: Callable[[float], bool], *, safe: float, unsafe: float, tolerance: float
+) -> float:
+    while abs(safe - unsafe) > tolerance * max(safe, unsafe):
+        middle = (safe + unsafe) / 2
+        if fits(middle):
+            safe = middle
+        else:
+            unsafe = middle
+    return safe

@@ -1,0 +1,237 @@
+"""A durable account of what was released: append-only, fsynced, hash-chained.
+
+`Ledger.reserve` writes the spend to disk *before* the release happens. What is reserved is spent,
+whatever follows: after a crash at any byte the ledger may count a release that did not happen,
+never miss one that did.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
+
+GENESIS = "0" * 64
+"""What the first line names as its predecessor's hash."""
+
+
+class BudgetExhausted(RuntimeError):
+    """The next release would exceed the budget; nothing was written and nothing may be released."""
+
+
+class LedgerCorrupt(RuntimeError):
+    """A line of the ledger was changed, removed or reordered."""
+
+
+class LedgerLocked(RuntimeError):
+    """Another run writes to this ledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Spend at most ``epsilon`` at ``delta``."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise ValueError(f"epsilon={self.epsilon!r}: expected a number > 0")
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta={self.delta!r}: expected a number in (0, 1)")
+
+
+class Reservation:
+    """A reserved release; what is noted on it is written when it closes."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+        self.discarded: str | None = None
+
+    def note(self, **facts: Any) -> None:
+        """Facts to keep with the release, e.g. how many answered."""
+        self.notes.update(facts)
+
+    def discard(self, reason: str) -> None:
+        """Nothing was released after all. The spend stays: clients may have uploaded."""
+        self.discarded = reason
+
+
+class Ledger:
+    """The releases of one run, one JSON object a line.
+
+    Parameters
+    ----------
+    path : Path
+        Made if it is not there; else verified and continued.
+    budget : Budget, optional
+        `reserve` refuses a release that would exceed it.
+    accountant : {"pld", "rdp"}
+
+    Raises
+    ------
+    LedgerLocked
+        Another process has it open.
+    LedgerCorrupt
+        The hash chain is broken; the message names the line.
+    """
+
+    def __init__(
+        self, path: Path, *, budget: Budget | None = None, accountant: Accountant = "pld"
+    ) -> None:
+        self.path = Path(path)
+        self.budget = budget
+        self.accountant: Accountant = accountant
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._lock()
+            entries = self._recover()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._next = len(entries)
+        self._last_hash = entries[-1]["hash"] if entries else GENESIS
+        self._spent = _reserved(entries)
+        _sync_directory(self.path.parent)
+
+    @contextmanager
+    def reserve(self, release: Release, *, round: int) -> Iterator[Reservation]:
+        """Make a spend durable, then let the body release.
+
+        Raises
+        ------
+        BudgetExhausted
+            Before anything is written.
+        """
+        self._check_budget(release, round)
+        self._append("reserve", {"round": round, "release": release.to_dict()})
+        self._spent[release] += 1
+        reservation = Reservation()
+        try:
+            yield reservation
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._append("discard", {"round": round, "reason": reason, **reservation.notes})
+            raise
+        if reservation.discarded is not None:
+            facts = {"round": round, "reason": reservation.discarded, **reservation.notes}
+            self._append("discard", facts)
+        else:
+            self._append("commit", {"round": round, **reservation.notes})
+
+    @property
+    def releases(self) -> int:
+        """How many releases were reserved."""
+        return sum(self._spent.values())
+
+    def spent(self, delta: float) -> PrivacyLoss:
+        """(ε, δ) of everything reserved so far."""
+        return privacy_loss_of(self._spent, delta=delta, accountant=self.accountant)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._file)
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """Verified entries of a ledger, without locking it; a torn last line is left out.
+
+        Raises
+        ------
+        LedgerCorrupt
+            The hash chain is broken; the message names the line.
+        """
+        return _parse(Path(path).read_bytes())[0]
+
+    def _check_budget(self, release: Release, round: int) -> None:
+        if self.budget is None:
+            return
+        after = Counter(self._spent)
+        after[release] += 1
+        delta = self.budget.delta
+        epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
+        if epsilon > self.budget.epsilon:
+            raise BudgetExhausted(
+                f"round {round} would bring the spend to ε = {epsilon:.4g} at δ = {delta:.3g}, "
+                f"above the budget of {self.budget.epsilon:g}; "
+                f"{self.releases} releases are on the ledger"
+            )
+
+    def _append(self, kind: str, facts: dict[str, Any]) -> None:
+        entry = {"seq": self._next, "kind": kind, **facts, "prev": self._last_hash}
+        entry["hash"] = _digest(entry)
+        line = (json.dumps(entry, sort_keys=True) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+        os.fsync(self._file)
+        self._next += 1
+        self._last_hash = entry["hash"]
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LedgerLocked(
+                f"{self.path} is in use by another run; give each run its own directory"
+            ) from None
+
+    def _recover(self) -> list[dict[str, Any]]:
+        """Verified entries. A torn last line never became durable, so its release never began."""
+        entries, whole = _parse(self.path.read_bytes())
+        if os.fstat(self._file).st_size > whole:
+            os.ftruncate(self._file, whole)
+            os.fsync(self._file)
+        return entries
+
+
+def _digest(entry: dict[str, Any]) -> str:
+    content = {name: value for name, value in entry.items() if name != "hash"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Entries of all whole lines, and how many bytes those take."""
+    whole = content.rfind(b"\n") + 1
+    entries: list[dict[str, Any]] = []
+    previous = GENESIS
+    for number, line in enumerate(content[:whole].splitlines()):
+        try:
+            entry = json.loads(line)
+            sound = (
+                entry["hash"] == _digest(entry)
+                and entry["prev"] == previous
+                and entry["seq"] == number
+            )
+        except (ValueError, KeyError, TypeError):
+            sound = False
+        if not sound:
+            raise LedgerCorrupt(
+                f"line {number + 1} was changed, or one before it removed; "
+                "restore the file from a copy, or begin a new run"
+            )
+        entries.append(entry)
+        previous = entry["hash"]
+    return entries, whole
+
+
+def _reserved(entries: list[dict[str, Any]]) -> Counter[Release]:
+    return Counter(
+        Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
+    )
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

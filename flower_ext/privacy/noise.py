@@ -1,0 +1,109 @@
+"""Noise that protects: Gaussian for sums, gamma-direction for objective perturbation.
+
+All noise is drawn in float64 and added in float64; only the noised value is rounded back to the
+array's precision, which is post-processing. Floating-point Gaussians are not proof against attacks
+on low-order bits (Mironov 2012): guarantees list that as an assumption.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import array_api_compat as api
+import numpy as np
+
+from flower_ext.privacy.bounds import NonFiniteUpdate, Update, check_arrays
+from flower_ext.privacy.randomness import secure_generator, seeded_generator
+
+
+class NoiseSource(Protocol):
+    """Adds noise to arrays."""
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether nobody can reproduce the noise."""
+        ...
+
+    def add_gaussian(self, update: Update, stddev: float) -> dict[str, Any]:
+        """``update`` + N(0, stddev² I), each array in its own type, precision and device.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            An array holds NaN or infinite values, before or after.
+        TypeError, ValueError
+            An array is not floating-point; ``stddev`` is not a finite number >= 0.
+        """
+        ...
+
+    def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
+        """A vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
+
+        Its direction is uniform and its norm Gamma(dimension, scale) distributed: the noise of
+        objective perturbation (Chaudhuri, Monteleoni, Sarwate 2011).
+        """
+        ...
+
+
+class _GeneratorNoise:
+    """Noise from NumPy generators; subclasses say where a generator comes from."""
+
+    def _generator(self) -> np.random.Generator:
+        raise NotImplementedError
+
+    def add_gaussian(self, update: Update, stddev: float) -> dict[str, Any]:
+        """``update`` + N(0, stddev² I) (see `NoiseSource`)."""
+        if not 0 <= stddev < math.inf:
+            raise ValueError(f"stddev={stddev!r}: expected a finite number >= 0")
+        check_arrays(update)
+        rng = self._generator()
+        return {name: _noised(name, array, stddev, rng) for name, array in update.items()}
+
+    def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
+        """A vector with density ∝ exp(−‖b‖₂ / scale) (see `NoiseSource`)."""
+        if dimension < 1:
+            raise ValueError(f"dimension={dimension!r}: expected an integer >= 1")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale!r}: expected a finite number > 0")
+        rng = self._generator()
+        direction = rng.standard_normal(dimension)
+        radius = rng.gamma(shape=dimension, scale=scale)
+        return np.asarray(radius * direction / np.linalg.norm(direction))
+
+
+class SecureNoise(_GeneratorNoise):
+    """Noise under a fresh key of the operating system for every release: the default."""
+
+    is_secure = True
+
+    def _generator(self) -> np.random.Generator:
+        return secure_generator()
+
+
+class SeededNoise(_GeneratorNoise):
+    """Reproducible noise, for simulation only: whoever knows the seed can take it off again.
+
+    One object gives one stream; successive releases from it differ.
+    """
+
+    is_secure = False
+
+    def __init__(self, seed: int, *path: str | int) -> None:
+        self._rng = seeded_generator(seed, *path)
+
+    def _generator(self) -> np.random.Generator:
+        return self._rng
+
+
+def _noised(name: str, array: Any, stddev: float, rng: np.random.Generator) -> Any:
+    namespace = api.array_namespace(array)
+    noise = namespace.asarray(
+        stddev * rng.standard_normal(tuple(array.shape)), device=api.device(array)
+    )
+    noised = namespace.astype(namespace.astype(array, namespace.float64) + noise, array.dtype)
+    if not bool(namespace.all(namespace.isfinite(noised))):
+        raise NonFiniteUpdate(
+            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"
+        )
+    return noised

@@ -1,0 +1,145 @@
+"""How a round's cohort is drawn. The same object draws and is accounted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+def _check_population(population: int) -> None:
+    if population < 1:
+        raise ValueError(f"population={population!r}: expected an integer >= 1")
+
+
+@dataclass(frozen=True)
+class PoissonSampling:
+    """Each of ``population`` units takes part independently with probability ``rate``.
+
+    The cohort may be empty; an empty cohort is a release like any other.
+    """
+
+    population: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check_population(self.population)
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate={self.rate!r}: expected a number in (0, 1]")
+
+    @property
+    def sampling_rate(self) -> float:
+        """Probability that one unit takes part in a round."""
+        return self.rate
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """Public constant by which a round's sum is divided."""
+        return self.population * self.rate
+
+    def draw(self, rng: np.random.Generator) -> list[int]:
+        """Indices of the cohort, ascending."""
+        return np.flatnonzero(rng.random(self.population) < self.rate).tolist()
+
+    def describe(self) -> str:
+        """The sampler in words."""
+        return f"Poisson sampling at rate {self.rate:g} of {self.population}"
+
+
+@dataclass(frozen=True)
+class FixedSizeSampling:
+    """Exactly ``size`` of ``population`` units, uniformly, without replacement."""
+
+    population: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_population(self.population)
+        if not 1 <= self.size <= self.population:
+            raise ValueError(
+                f"size={self.size!r}: expected an integer from 1 to population={self.population}"
+            )
+
+    @property
+    def sampling_rate(self) -> float:
+        """Probability that one unit takes part in a round."""
+        return self.size / self.population
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """Public constant by which a round's sum is divided."""
+        return float(self.size)
+
+    def draw(self, rng: np.random.Generator) -> list[int]:
+        """Indices of the cohort, ascending."""
+        return sorted(rng.choice(self.population, self.size, replace=False).tolist())
+
+    def describe(self) -> str:
+        """The sampler in words."""
+        return f"fixed-size sampling of {self.size} from {self.population}, without replacement"
+
+
+@dataclass(frozen=True)
+class FullParticipation:
+    """All ``population`` units, every round."""
+
+    population: int
+
+    def __post_init__(self) -> None:
+        _check_population(self.population)
+
+    @property
+    def sampling_rate(self) -> float:
+        """Probability that one unit takes part in a round."""
+        return 1.0
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """Public constant by which a round's sum is divided."""
+        return float(self.population)
+
+    def draw(self, rng: np.random.Generator) -> list[int]:
+        """Indices of the cohort, ascending; ``rng`` is not used."""
+        return list(range(self.population))
+
+    def describe(self) -> str:
+        """The sampler in words."""
+        return f"all {self.population} in every round"
+
+
+Sampling = PoissonSampling | FixedSizeSampling | FullParticipation
+
+_KINDS: dict[str, type[Sampling]] = {
+    "poisson": PoissonSampling,
+    "fixed-size": FixedSizeSampling,
+    "everyone": FullParticipation,
+}
+
+
+def sampling_to_dict(sampling: Sampling) -> dict[str, Any]:
+    """JSON-ready form, undone by `sampling_from_dict`."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(sampling, cls))
+    return {"kind": kind, **asdict(sampling)}
+
+
+def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
+    """A sampler from its JSON form.
+
+    Raises
+    ------
+    ValueError
+        Unknown kind or unfit numbers.
+    """
+    fields = dict(facts)
+    kind = fields.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"sampling kind={kind!r}: expected one of {', '.join(_KINDS)}")
+    return _KINDS[kind](**fields)
+
+
+def size_for_rate(population: int, rate: float) -> int:
+    """Whole cohort size nearest to ``rate * population``, at least one."""
+    return max(1, math.floor(rate * population + 0.5))

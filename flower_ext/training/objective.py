@@ -1,0 +1,55 @@
+"""A local objective is a loss plus terms.
+
+A term is any function of the parameters being trained. Terms add up, so a method composes its
+objective instead of writing another training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Term(Protocol):
+    """A differentiable addition to the loss."""
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Value of the term (a scalar) at ``params``, the parameters being trained."""
+        ...
+
+
+def _require_finite(name: str, value: float) -> None:
+    if not (value >= 0 and value < float("inf")):
+        raise ValueError(f"{name}={value!r}: expected a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proximal:
+    """(weight / 2) ‖w − anchor‖², over the names that are trained (FedProx, Ditto)."""
+
+    weight: float
+    anchor: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        _require_finite("weight", self.weight)
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Value of the term at ``params``."""
+        squares = [(p - self.anchor[name]).square().sum() for name, p in params.items()]
+        return 0.5 * self.weight * torch.stack(squares).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """⟨direction, w⟩, over the trained names (objective perturbation, control variates)."""
+
+    direction: Mapping[str, Tensor]
+
+    def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
+        """Value of the term at ``params``."""
+        products = [(p * self.direction[name]).sum() for name, p in params.items()]
+        return torch.stack(products).sum()

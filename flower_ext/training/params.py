@@ -1,0 +1,52 @@
+"""Model parameters as plain dictionaries: the form in which they train, travel and are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+"""Parameter (and buffer) tensors by their names in the model."""
+
+
+def clone(params: Mapping[str, Tensor]) -> Params:
+    """Detached copies of all tensors."""
+    return {name: tensor.detach().clone() for name, tensor in params.items()}
+
+
+def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
+    """The same parameters on ``device``."""
+    return {name: tensor.to(device) for name, tensor in params.items()}
+
+
+def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
+    """``after − before`` for every name of ``after``."""
+    return {name: after[name] - before[name] for name in after}
+
+
+def matches(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a parameter belongs to one of the modules (or parameters) named by ``prefixes``."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params, Params]:
+    """Divide a model θ into its shared part φ and its personal part h.
+
+    Raises
+    ------
+    ValueError
+        A prefix names no parameter, or nothing is left to share.
+    """
+    for prefix in personal:
+        if not any(matches(name, [prefix]) for name in params):
+            modules = sorted({name.rpartition(".")[0] or name for name in params})
+            raise ValueError(
+                f"personal={prefix!r} names no parameter of this model; its modules are {modules}"
+            )
+    kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
+    shared = {name: tensor for name, tensor in params.items() if name not in kept}
+    if not shared:
+        raise ValueError(f"personal={tuple(personal)} leaves no parameter to share")
+    return shared, kept

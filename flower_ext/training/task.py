@@ -1,0 +1,57 @@
+"""What a user writes once and every method uses: model, loss and the data of each partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flower_ext.data import ClientData
+from flower_ext.training.params import Params, clone
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> float:
+    """Fraction of rows of ``outputs`` (n, classes) whose largest entry is the target."""
+    return float((outputs.argmax(dim=1) == targets).float().mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A federated learning problem.
+
+    Parameters
+    ----------
+    model : Callable[[], nn.Module]
+        Builds a fresh model. Parameter names matter: ``personal`` prefixes refer to them.
+    data : Callable[[int], ClientData]
+        Training and test examples of partition ``i``.
+    loss : Callable[[Tensor, Tensor], Tensor]
+        Mean loss of a batch, from model outputs and targets.
+    metrics : Mapping[str, Callable[[Tensor, Tensor], float]]
+        Named quality measures over all test outputs of one client.
+    device : str
+        ``"auto"`` takes a CUDA device where there is one.
+    """
+
+    model: Callable[[], nn.Module]
+    data: Callable[[int], ClientData]
+    loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(
+        default_factory=lambda: {"accuracy": accuracy}
+    )
+    device: str = "auto"
+
+    def torch_device(self) -> torch.device:
+        """The device on which this process trains."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def initial_params(self, seed: int) -> Params:
+        """Parameters and buffers of a fresh model; the same ones for the same seed, everywhere."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return clone(self.model().state_dict())

@@ -1,0 +1,50 @@
+"""Layers that may not be shared: running statistics are data, and no clipping covers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flower_ext.training.params import matches
+
+
+class UnshareableModel(ValueError):
+    """A layer of the shared part keeps statistics of the data."""
+
+
+def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
+    """Refuse a model whose shared part holds BatchNorm layers or other data-dependent buffers.
+
+    Raises
+    ------
+    UnshareableModel
+        Names the layer and how to mend it.
+    """
+    for name, module in model.named_modules():
+        if matches(name, personal):
+            continue
+        if isinstance(module, _BatchNorm):
+            raise UnshareableModel(
+                f"layer {name!r} ({type(module).__name__}) keeps running statistics of the data, "
+                "which neither clipping nor noise covers. Use GroupNorm in its place, call "
+                "flower_ext.training.replace_batch_norm(model), or make the layer personal: "
+                f"personal=(..., {name!r})."
+            )
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        if buffers:
+            raise UnshareableModel(
+                f"layer {name!r} ({type(module).__name__}) has buffers {buffers}, which would "
+                "leave the client un-noised. Register them with persistent=False if they are "
+                "constants, or make the layer personal."
+            )
+
+
+def replace_batch_norm(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with GroupNorm in place of every BatchNorm (Opacus' validator)."""
+    fixed = ModuleValidator.fix(model)
+    if not isinstance(fixed, nn.Module):
+        raise TypeError(f"Opacus returned {type(fixed).__name__} instead of a module")
+    return fixed

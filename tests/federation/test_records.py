@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+
+from flower_ext.federation import RefusedReply, records
+from flower_ext.federation._flower_private import become_server_of
+from flower_ext.training import LocalTraining, UnshareableModel
+
+BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
+
+
+def reply(content: RecordDict | Error) -> Message:
+    become_server_of(1)
+    question = Message(RecordDict(), dst_node_id=7, message_type="train", group_id="1")
+    return Message(content, reply_to=question)
+
+
+def update(**changes: np.ndarray) -> RecordDict:
+    arrays = {"w": np.full((2, 3), 0.1, np.float32), "b": np.array(0.2, np.float32)} | changes
+    return RecordDict({"update": ArrayRecord({n: Array(a) for n, a in arrays.items()})})
+
+
+def read(content: RecordDict | Error, *, trust_models: bool = False) -> records.Update:
+    return records.read_update(reply(content), base=BASE, trust_models=trust_models)
+
+
+def test_tensors_survive_the_wire_bit_for_bit():
+    params = {"a": torch.randn(3, 2), "b": torch.tensor(1.5), "c": torch.randn(0, 4)}
+    back = records.to_params(records.to_record(params))
+    assert all(torch.equal(back[n], params[n]) for n in params)
+    assert list(back) == list(params)
+
+
+def test_a_well_formed_update_is_read():
+    np.testing.assert_array_equal(read(update()).arrays["b"], np.float32(0.2))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (Error(code=2, reason="out of memory"), "client failed: out of memory"),
+        (RecordDict(), "no array record 'update'"),
+        (update(extra=np.zeros(1, np.float32)), "unexpected \\['extra'\\]"),
+        (update(w=np.zeros((3, 2), np.float32)), "expected float32\\(2, 3\\)"),
+        (update(w=np.zeros((2, 3), np.float64)), "is float64"),
+        (update(b=np.array(np.nan, np.float32)), "NaN or infinite"),
+        (update(b=np.array(-np.inf, np.float32)), "NaN or infinite"),
+    ],
+)
+def test_malformed_updates_are_refused_with_the_reason(content, reason):
+    with pytest.raises(RefusedReply, match=reason):
+        read(content)
+
+
+def test_an_array_whose_bytes_differ_from_its_header_is_refused():
+    content = update()
+    honest = content.array_records["update"]["w"]
+    short = Array(np.zeros(2, np.float32))
+    for data in (b"", b"garbage", short.data):
+        forged = Array(dtype=honest.dtype, shape=honest.shape, stype=honest.stype, data=data)
+        record = ArrayRecord({"w": forged, "b": content.array_records["update"]["b"]})
+        with pytest.raises(RefusedReply, match="cannot be read|other data"):
+            read(RecordDict({"update": record}))
+
+
+def test_a_pickled_object_is_refused_not_executed():
+    import io
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (pytest.fail, ("executed",))
+
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Bomb()], dtype=object), allow_pickle=True)
+    assert pickle  # the payload is one
+    honest = update().array_records["update"]["w"]
+    forged = Array(
+        dtype=honest.dtype, shape=honest.shape, stype=honest.stype, data=buffer.getvalue()
+    )
+    content = RecordDict(
+        {"update": ArrayRecord({"w": forged, "b": update().array_records["update"]["b"]})}
+    )
+    with pytest.raises(RefusedReply, match="cannot be read"):
+        read(content)
+
+
+def test_whole_models_are_read_as_differences_only_where_the_server_bounds():
+    model = RecordDict({"arrays": update().array_records["update"]})
+    with pytest.raises(RefusedReply, match="no array record 'update'"):
+        read(model)
+    got = read(model, trust_models=True).arrays
+    np.testing.assert_allclose(got["w"], 0.1 - BASE["w"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, 2.0]])
+def test_metrics_that_are_not_finite_numbers_are_refused(value):
+    content = RecordDict({"metrics": MetricRecord({"accuracy": value})})
+    with pytest.raises(RefusedReply, match="not a finite number"):
+        records.read_metrics(reply(content), required=())
+
+
+def test_missing_metrics_are_refused():
+    content = RecordDict({"metrics": MetricRecord({"loss": 1.0})})
+    with pytest.raises(RefusedReply, match="\\['accuracy'\\] are missing"):
+        records.read_metrics(reply(content), required=("accuracy",))
+
+
+@pytest.mark.parametrize("name", ["bn.running_mean", "bn.num_batches_tracked"])
+def test_running_statistics_may_not_be_shared(name):
+    with pytest.raises(UnshareableModel, match="GroupNorm in layer 'bn'"):
+        records.shared_arrays(ArrayRecord({name: Array(np.zeros(2, np.float32))}))
+
+
+def test_integer_arrays_may_not_be_shared():
+    with pytest.raises(UnshareableModel, match="'count' has dtype int64"):
+        records.shared_arrays(ArrayRecord({"count": Array(np.zeros(2, np.int64))}))
+
+
+def test_training_settings_survive_the_wire():
+    trainings = {"head": LocalTraining(steps=3), "extractor": LocalTraining(sam_radius=0.1)}
+    assert records.read_trainings(RecordDict(dict(records.training_records(trainings)))) == trainings
+
+
+def test_payload_counts_array_bytes():
+    message = reply(update())
+    expected = sum(len(a.data) for a in message.content.array_records["update"].values())
+    assert records.payload_bytes(message) == expected > 7 * 4

@@ -1,0 +1,262 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.training import LocalTraining, Proximal, Task, evaluate, minimise, train
+from flower_ext.training.local import batches, perturbation
+from flower_ext.training.objective import Linear
+
+
+def examples(n: int = 30, features: int = 4, classes: int = 3, seed: int = 0) -> Examples:
+    generator = torch.Generator().manual_seed(seed)
+    return Examples(
+        features=torch.randn(n, features, generator=generator),
+        targets=torch.randint(classes, (n,), generator=generator),
+    )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.extractor(x)))
+
+
+def task() -> Task:
+    data = examples()
+    return Task(model=Net, data=lambda i: ClientData(train=data, test=data), device="cpu")
+
+
+def plain_sgd(params, data, training, seed):
+    """The plainest loop: torch's own SGD on the same batches."""
+    model = Net()
+    model.load_state_dict(params)
+    optimiser = torch.optim.SGD(
+        model.parameters(), lr=training.learning_rate, momentum=training.momentum
+    )
+    for x, y in batches(data, training, torch.Generator().manual_seed(seed)):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return model.state_dict()
+
+
+def plain_sam(params, data, training, seed):
+    """SAM written with .grad and in-place additions, norm over all parameters."""
+    model = Net()
+    model.load_state_dict(params)
+    optimiser = torch.optim.SGD(
+        model.parameters(), lr=training.learning_rate, momentum=training.momentum
+    )
+    for x, y in batches(data, training, torch.Generator().manual_seed(seed)):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        with torch.no_grad():
+            climbed = [training.sam_radius * p.grad / norm for p in model.parameters()]
+            for p, e in zip(model.parameters(), climbed, strict=True):
+                p.add_(e)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for p, e in zip(model.parameters(), climbed, strict=True):
+                p.sub_(e)
+        optimiser.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("training", "reference"),
+    [
+        (LocalTraining(epochs=3, batch_size=7, learning_rate=0.3, momentum=0.7), plain_sgd),
+        (LocalTraining(steps=5, batch_size=8, learning_rate=0.3), plain_sgd),
+        (
+            LocalTraining(epochs=2, batch_size=7, learning_rate=0.3, momentum=0.5, sam_radius=0.2),
+            plain_sam,
+        ),
+    ],
+)
+def test_training_equals_a_plain_torch_loop(training, reference):
+    params = task().initial_params(seed=3)
+    data = examples()
+    ours = train(task(), params, data, training, generator=torch.Generator().manual_seed(5))
+    theirs = reference(params, data, training, seed=5)
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(expected, params[name])
+
+
+def test_sam_step_on_a_quadratic_has_its_closed_form():
+    """F(w) = ½ wᵀAw: gradient at w + q Aw/‖Aw‖ is A(w + q Aw/‖Aw‖)."""
+    curvature = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
+    start = {
+        "a": torch.tensor([1.0, -2.0], dtype=torch.float64),
+        "b": torch.tensor([0.5], dtype=torch.float64),
+    }
+
+    def loss_at(params, x, y):
+        w = torch.cat([params["a"], params["b"]])
+        return 0.5 * w @ curvature @ w
+
+    training = LocalTraining(steps=1, batch_size=1, learning_rate=0.01, sam_radius=0.3)
+    moved = minimise(loss_at, start, examples(n=1), training, torch.Generator())
+    w = torch.cat(list(start.values()))
+    gradient = curvature @ w
+    expected = w - 0.01 * curvature @ (w + 0.3 * gradient / gradient.norm())
+    torch.testing.assert_close(torch.cat(list(moved.values())), expected)
+
+
+def test_sam_perturbation_has_the_radius_over_the_whole_group():
+    gradient = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    ascent = perturbation(gradient, radius=0.5)
+    assert torch.cat([p.flatten() for p in ascent]).norm() == pytest.approx(0.5)
+    assert float(ascent[0][0]) == pytest.approx(0.3)  # not 0.5: the norm is not per array
+
+
+def test_sam_stays_finite_where_the_gradient_vanishes():
+    assert all(torch.equal(p, torch.zeros(2)) for p in perturbation([torch.zeros(2)], 0.5))
+
+
+def test_sam_perturbs_only_what_it_trains():
+    params = task().initial_params(seed=3)
+    training = LocalTraining(epochs=1, batch_size=30, learning_rate=0.1, sam_radius=0.4)
+    moved = train(
+        task(),
+        params,
+        examples(),
+        training,
+        trained=lambda name: name.startswith("extractor"),
+        generator=torch.Generator(),
+    )
+    model = Net()
+    model.load_state_dict(params)
+    data = examples()
+    shared = list(model.extractor.parameters())
+    gradient = torch.autograd.grad(
+        nn.functional.cross_entropy(model(data.features), data.targets), shared
+    )
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient))
+    with torch.no_grad():
+        for p, g in zip(shared, gradient, strict=True):
+            p.add_(0.4 * g / norm)
+    climbed = torch.autograd.grad(
+        nn.functional.cross_entropy(model(data.features), data.targets), shared
+    )
+    torch.testing.assert_close(
+        moved["extractor.weight"], params["extractor.weight"] - 0.1 * climbed[0]
+    )
+    assert torch.equal(moved["head.weight"], params["head.weight"])
+    assert torch.equal(moved["head.bias"], params["head.bias"])
+
+
+def test_training_leaves_its_inputs_untouched():
+    params = task().initial_params(seed=3)
+    before = {name: p.clone() for name, p in params.items()}
+    train(task(), params, examples(), LocalTraining(), generator=torch.Generator())
+    assert all(torch.equal(params[name], before[name]) for name in before)
+
+
+def test_zero_epochs_change_nothing():
+    params = task().initial_params(seed=3)
+    moved = train(
+        task(), params, examples(), LocalTraining(epochs=0), generator=torch.Generator()
+    )
+    assert all(torch.equal(moved[name], params[name]) for name in params)
+
+
+def test_same_generator_seed_gives_same_batches_and_every_example_once_an_epoch():
+    training = LocalTraining(epochs=2, batch_size=7)
+    data = Examples(features=torch.arange(30.0)[:, None], targets=torch.arange(30))
+    seen = [y for _, y in batches(data, training, torch.Generator().manual_seed(1))]
+    again = [y for _, y in batches(data, training, torch.Generator().manual_seed(1))]
+    assert all(torch.equal(a, b) for a, b in zip(seen, again, strict=True))
+    first, second = torch.cat(seen[:5]), torch.cat(seen[5:])
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(30))
+    assert not torch.equal(first, second)
+
+
+def test_proximal_term_pulls_towards_its_anchor_as_in_its_gradient():
+    anchor = {"w": torch.tensor([1.0, 1.0])}
+    w = torch.tensor([3.0, -1.0], requires_grad=True)
+    value = Proximal(weight=0.5, anchor=anchor)({"w": w})
+    assert float(value) == pytest.approx(0.25 * (4 + 4))
+    (gradient,) = torch.autograd.grad(value, w)
+    torch.testing.assert_close(gradient, 0.5 * (w.detach() - anchor["w"]))
+
+
+def test_linear_term_adds_its_direction_to_the_gradient():
+    params = task().initial_params(seed=3)
+    training = LocalTraining(steps=1, batch_size=30, learning_rate=0.1)
+    direction = {name: torch.full_like(p, 2.0) for name, p in params.items()}
+    runs = [
+        train(task(), params, examples(), training, terms=terms, generator=torch.Generator())
+        for terms in ([], [Linear(direction=direction)])
+    ]
+    for name in params:
+        torch.testing.assert_close(runs[0][name] - runs[1][name], 0.1 * direction[name])
+
+
+def test_learning_rate_decays_by_round():
+    training = LocalTraining(learning_rate=0.1, learning_rate_decay=0.99)
+    assert training.in_round(1).learning_rate == pytest.approx(0.1)
+    assert training.in_round(11).learning_rate == pytest.approx(0.1 * 0.99**10)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", -1),
+        ("steps", -1),
+        ("batch_size", 0),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("learning_rate_decay", 1.5),
+        ("momentum", 1.0),
+        ("sam_radius", -0.1),
+        ("sam_radius", float("inf")),
+    ],
+)
+def test_bad_settings_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field}=.*expected"):
+        LocalTraining(**{field: value})
+
+
+def test_evaluation_in_pieces_equals_evaluation_at_once():
+    params = task().initial_params(seed=3)
+    whole = evaluate(task(), params, examples())
+    pieces = evaluate(task(), params, examples(), batch_size=4)
+    assert whole == pytest.approx(pieces)
+    assert set(whole) == {"loss", "accuracy"}
+
+
+def test_selecting_nothing_to_train_is_an_error():
+    params = task().initial_params(seed=3)
+    with pytest.raises(ValueError, match="selects no parameter"):
+        train(
+            task(),
+            params,
+            examples(),
+            LocalTraining(),
+            trained=lambda name: False,
+            generator=torch.Generator(),
+        )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_training_equals_cpu_training():
+    data = examples()
+    params = task().initial_params(seed=3)
+    on_gpu = Task(model=Net, data=lambda i: ClientData(train=data, test=data), device="cuda")
+    training = LocalTraining(epochs=2, sam_radius=0.1, momentum=0.5)
+    results = [
+        train(t, params, data, training, generator=torch.Generator().manual_seed(2))
+        for t in (task(), on_gpu)
+    ]
+    for name in params:
+        torch.testing.assert_close(results[0][name], results[1][name].cpu(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,31 @@
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.training import UnshareableModel, check_shareable, replace_batch_norm
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_batch_norm_in_the_shared_part_is_refused_with_its_name_and_the_fix():
+    with pytest.raises(UnshareableModel, match=r"layer '1' \(BatchNorm2d\).*GroupNorm"):
+        check_shareable(network())
+
+
+def test_personal_batch_norm_is_allowed():
+    check_shareable(network(), personal=("1",))
+
+
+def test_the_fix_makes_a_model_shareable_that_computes_the_same_shapes():
+    fixed = replace_batch_norm(network())
+    check_shareable(fixed)
+    assert fixed(torch.randn(3, 1, 3, 3)).shape == (3, 2)
+
+
+def test_any_other_buffer_is_refused():
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("seen", torch.zeros(1))
+    with pytest.raises(UnshareableModel, match="buffers \\['seen'\\]"):
+        check_shareable(nn.Sequential(layer))

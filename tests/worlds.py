@@ -1,0 +1,42 @@
+"""Small real learning problems that the tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.training import Task
+
+CLASSES = 4
+FEATURES = 6
+
+
+class Net(nn.Module):
+    """A two-layer network whose last layer is the personal head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = nn.Linear(FEATURES, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.extractor(x)))
+
+
+def client_data(client: int) -> ClientData:
+    """Two classes a client, whose labels mean different things to different clients."""
+    generator = torch.Generator().manual_seed(client)
+    targets = torch.randint(2, (40,), generator=generator)
+    features = torch.randn(40, FEATURES, generator=generator)
+    features[:, 0] += 3.0 * targets
+    labels = (targets + client) % CLASSES
+    return ClientData(
+        train=Examples(features=features[:30], targets=labels[:30]),
+        test=Examples(features=features[30:], targets=labels[30:]),
+    )
+
+
+def task() -> Task:
+    """The problem as every method takes it."""
+    return Task(model=Net, data=client_data, device="cpu")
