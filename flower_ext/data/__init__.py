@@ -1,0 +1,20 @@
+"""Data sets and how they are divided among clients."""
+
+from flower_ext.data.datasets import DataNotFound, DatasetInfo, describe, load, names
+from flower_ext.data.examples import ClientData, Examples
+from flower_ext.data.partition import dirichlet, iid, partition, pathological, split
+
+__all__ = [
+    "ClientData",
+    "DataNotFound",
+    "DatasetInfo",
+    "Examples",
+    "describe",
+    "dirichlet",
+    "iid",
+    "load",
+    "names",
+    "partition",
+    "pathological",
+    "split",
+]

@@ -1,0 +1,246 @@
+"""Data sets by name, as one pool of examples that a partition then divides.
+
+``digits`` comes with scikit-learn. The others are read from a local folder (the argument, or the
+environment variable FLOWER_EXT_DATA) in their usual files, or from flwr-datasets when that is
+installed and online.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flower_ext.data.examples import Examples
+
+FOLDER_VARIABLE = "FLOWER_EXT_DATA"
+
+
+class DataNotFound(FileNotFoundError):
+    """A data set is not where it was looked for; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """Facts that models need, and where a data set may be found.
+
+    ``files`` are alternatives, each a set of paths below the data folder that suffices.
+    """
+
+    num_classes: int
+    input_shape: tuple[int, ...]
+    hub: str | None = None
+    columns: tuple[str, str] = ("image", "label")
+    files: tuple[tuple[str, ...], ...] = ()
+
+
+def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
+    names = [
+        f"{part}-{kind}-ubyte.gz"
+        for part in ("train", "t10k")
+        for kind in ("images-idx3", "labels-idx1")
+    ]
+    return tuple(
+        tuple(str(Path(folder) / name.removesuffix(suffix)) for name in names)
+        for folder in folders
+        for suffix in ("", ".gz")
+    )
+
+
+_DATASETS = {
+    "digits": DatasetInfo(num_classes=10, input_shape=(1, 8, 8)),
+    "mnist": DatasetInfo(
+        num_classes=10,
+        input_shape=(1, 28, 28),
+        hub="ylecun/mnist",
+        files=_idx_files("mnist", "MNIST/raw"),
+    ),
+    "fashion-mnist": DatasetInfo(
+        num_classes=10,
+        input_shape=(1, 28, 28),
+        hub="zalando-datasets/fashion_mnist",
+        files=_idx_files("fashion_mnist", "FashionMNIST/raw"),
+    ),
+    "cifar10": DatasetInfo(
+        num_classes=10,
+        input_shape=(3, 32, 32),
+        hub="uoft-cs/cifar10",
+        columns=("img", "label"),
+        files=(
+            ("cifar10.npz",),
+            ("cifar10/cifar10.npz",),
+            tuple(
+                f"cifar-10-batches-py/{name}"
+                for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+            ),
+        ),
+    ),
+    "femnist": DatasetInfo(
+        num_classes=10,
+        input_shape=(1, 28, 28),
+        hub="flwrlabs/femnist",
+        columns=("image", "character"),
+        files=(("femnist_digits_12clients/femnist_digits_12clients.npz",),),
+    ),
+}
+
+
+def names() -> list[str]:
+    """Names that `load` knows."""
+    return list(_DATASETS)
+
+
+def describe(name: str) -> DatasetInfo:
+    """Facts about a data set.
+
+    Raises
+    ------
+    ValueError
+        Unknown name; the message lists the known ones.
+    """
+    if name not in _DATASETS:
+        raise ValueError(f"dataset={name!r}: expected one of {', '.join(_DATASETS)}")
+    return _DATASETS[name]
+
+
+def load(name: str, folder: Path | None = None) -> Examples:
+    """All examples of a data set: features float32 (n, channels, height, width), targets int64.
+
+    Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
+    ``femnist`` holds the digits of FEMNIST.
+
+    Raises
+    ------
+    DataNotFound
+        Neither the folder nor flwr-datasets has it; names the files and three ways to get them.
+    ValueError
+        Unknown name, or a file that is not what it should be.
+    """
+    info = describe(name)
+    if name == "digits":
+        return _digits()
+    given = folder or os.environ.get(FOLDER_VARIABLE)
+    if given is not None:
+        root = Path(given).expanduser()
+        for paths in info.files:
+            found = [root / path for path in paths]
+            if not all(path.is_file() for path in found):
+                found = [root / Path(path).name for path in paths]  # the data set's own folder
+            if all(path.is_file() for path in found):
+                return _examples(name, *_READERS[name](found))
+    return _examples(name, *_from_hub(name, info, given))
+
+
+def _examples(name: str, images: np.ndarray, labels: np.ndarray) -> Examples:
+    """From uint8 (n, height, width[, channels])."""
+    if len(images) != len(labels):
+        raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels")
+    pixels = torch.from_numpy(np.ascontiguousarray(images)).float() / 255
+    pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+    if name == "cifar10":
+        # Published channel statistics of the 50,000 training images.
+        mean = torch.tensor([0.4914, 0.4822, 0.4465]).view(1, 3, 1, 1)
+        deviation = torch.tensor([0.2470, 0.2435, 0.2616]).view(1, 3, 1, 1)
+        pixels = (pixels - mean) / deviation
+    return Examples(pixels, torch.from_numpy(labels.astype(np.int64)))
+
+
+def _digits() -> Examples:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    pixels = torch.from_numpy(bunch.images.astype(np.float32) / 16).unsqueeze(1)
+    return Examples(pixels, torch.from_numpy(bunch.target.astype(np.int64)))
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An idx file of unsigned bytes, gzipped or not.
+
+    Raises
+    ------
+    ValueError
+        The header does not fit the content.
+    """
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as stream:
+        zero, kind, dimensions = struct.unpack(">HBB", stream.read(4))
+        shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
+        content = np.frombuffer(stream.read(), dtype=np.uint8)
+    if zero != 0 or kind != 8 or content.size != np.prod(shape):
+        raise ValueError(f"{path} is not an idx file of unsigned bytes with shape {shape}")
+    return content.reshape(shape)
+
+
+def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    arrays = [read_idx(path) for path in paths]
+    return np.concatenate(arrays[0::2]), np.concatenate(arrays[1::2])
+
+
+def _read_cifar10(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    if paths[0].suffix == ".npz":
+        with np.load(paths[0]) as arrays:
+            images = np.concatenate([arrays["x_train"], arrays["x_test"]])
+            labels = np.concatenate([arrays["y_train"], arrays["y_test"]])
+        return images, labels.reshape(-1)
+    batches = [_unpickle_batch(path) for path in paths]
+    images = np.concatenate([np.asarray(batch[b"data"], dtype=np.uint8) for batch in batches])
+    labels = np.concatenate([np.asarray(batch[b"labels"]) for batch in batches])
+    return images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+
+
+def _unpickle_batch(path: Path) -> dict[bytes, Any]:
+    with path.open("rb") as stream:
+        batch: dict[bytes, Any] = pickle.load(stream, encoding="bytes")
+    return batch
+
+
+def _read_npz(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    with np.load(paths[0]) as arrays:
+        return arrays["x"], arrays["y"]
+
+
+_READERS: dict[str, Callable[[list[Path]], tuple[np.ndarray, np.ndarray]]] = {
+    "mnist": _read_idx_pairs,
+    "fashion-mnist": _read_idx_pairs,
+    "cifar10": _read_cifar10,
+    "femnist": _read_npz,
+}
+
+
+def _from_hub(
+    name: str, info: DatasetInfo, folder: str | Path | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """All splits of a data set through flwr-datasets (downloads it)."""
+    alternatives = "\n  or ".join(", ".join(paths) for paths in info.files)
+    looked = f"the folder {folder}" if folder else f"no folder ({FOLDER_VARIABLE} is not set)"
+    help_text = (
+        f"{name!r} was not found in {looked}. Give it in one of three ways:\n"
+        f"  1. a folder with {alternatives}\n"
+        f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
+        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub};\n"
+        "  3. dataset='digits', which is always there."
+    )
+    try:
+        from flwr_datasets import FederatedDataset
+    except ImportError as error:
+        raise DataNotFound(help_text) from error
+    image, label = info.columns
+    try:
+        source = FederatedDataset(dataset=info.hub, partitioners={"train": 1})
+        splits = ["train"] if name == "femnist" else ["train", "test"]
+        rows = [source.load_split(split) for split in splits]
+    except Exception as error:  # many libraries below this raise many types when offline
+        raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error
+    if name == "femnist":
+        rows = [table.filter(lambda row: row[label] < 10) for table in rows]
+    images = np.stack([np.asarray(row[image]) for table in rows for row in table])
+    labels = np.asarray([row[label] for table in rows for row in table])
+    return images, labels

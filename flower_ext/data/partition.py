@@ -1,0 +1,175 @@
+"""Who holds which examples.
+
+Each function takes the targets of a pool and returns one array of indices a client; no example
+is given twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def partition(
+    kind: str,
+    targets: np.ndarray,
+    *,
+    num_partitions: int,
+    rng: np.random.Generator,
+    classes_per_partition: int = 2,
+    alpha: float = 0.5,
+) -> list[np.ndarray]:
+    """Divide a pool by the name of a scheme: ``pathological``, ``dirichlet`` or ``iid``."""
+    match kind:
+        case "pathological":
+            return pathological(
+                targets,
+                num_partitions=num_partitions,
+                classes_per_partition=classes_per_partition,
+                rng=rng,
+            )
+        case "dirichlet":
+            return dirichlet(targets, num_partitions=num_partitions, alpha=alpha, rng=rng)
+        case "iid":
+            return iid(targets, num_partitions=num_partitions, rng=rng)
+    raise ValueError(f"partition={kind!r}: expected pathological, dirichlet or iid")
+
+
+def pathological(
+    targets: np.ndarray,
+    *,
+    num_partitions: int,
+    classes_per_partition: int,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
+    """(N, S): every client holds exactly S classes, disjoint examples, near-equal sizes.
+
+    Every class is held by N·S/K clients, up to one, and shared out evenly among them.
+
+    Raises
+    ------
+    ValueError
+        S is not between 1 and the number of classes, N·S is below it (a class would be left
+        out), or a class has too few examples for its holders.
+    """
+    classes = np.unique(targets)
+    _check_count(targets, num_partitions)
+    if not 1 <= classes_per_partition <= len(classes):
+        raise ValueError(
+            f"classes_per_partition={classes_per_partition!r}: expected 1 … {len(classes)}"
+        )
+    slots = num_partitions * classes_per_partition
+    if slots < len(classes):
+        raise ValueError(
+            f"{num_partitions} clients of {classes_per_partition} classes cannot hold "
+            f"{len(classes)} classes; raise one of the two"
+        )
+    held = _deal_classes(len(classes), num_partitions, classes_per_partition, rng)
+    pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
+    for number, label in enumerate(classes):
+        holders = np.flatnonzero(held[:, number])
+        examples = rng.permutation(np.flatnonzero(targets == label))
+        if len(examples) < 2 * len(holders):
+            raise ValueError(
+                f"class {label} has {len(examples)} examples for {len(holders)} clients, fewer "
+                "than two each; take fewer clients or fewer classes a client"
+            )
+        for holder, piece in zip(holders, np.array_split(examples, len(holders)), strict=True):
+            pieces[holder].append(piece)
+    return [np.sort(np.concatenate(piece)) for piece in pieces]
+
+
+def _deal_classes(
+    num_classes: int, num_partitions: int, classes_per_partition: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Boolean (clients, classes): S classes a client, each class held equally often up to one.
+
+    Each client takes the S classes held least so far, ties broken at random.
+    """
+    held = np.zeros((num_partitions, num_classes), dtype=bool)
+    for client in rng.permutation(num_partitions):
+        load = held.sum(axis=0) + rng.random(num_classes)
+        held[client, np.argsort(load)[:classes_per_partition]] = True
+    return held
+
+
+def dirichlet(
+    targets: np.ndarray,
+    *,
+    num_partitions: int,
+    alpha: float,
+    rng: np.random.Generator,
+    min_size: int = 10,
+    attempts: int = 100,
+) -> list[np.ndarray]:
+    """Each class is spread over the clients by a Dirichlet(alpha) draw (Hsu et al. 2019).
+
+    Drawn again until every client holds ``min_size`` examples.
+
+    Raises
+    ------
+    ValueError
+        ``alpha`` is not above 0, or no draw of ``attempts`` gave everybody enough.
+    """
+    _check_count(targets, num_partitions)
+    if not 0 < alpha < np.inf:
+        raise ValueError(f"alpha={alpha!r}: expected a finite number > 0")
+    for _ in range(attempts):
+        pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
+        for label in np.unique(targets):
+            examples = rng.permutation(np.flatnonzero(targets == label))
+            shares = rng.dirichlet(np.full(num_partitions, alpha))
+            cuts = np.round(np.cumsum(shares)[:-1] * len(examples)).astype(int)
+            for client, piece in enumerate(np.split(examples, cuts)):
+                pieces[client].append(piece)
+        divided = [np.sort(np.concatenate(piece)) for piece in pieces]
+        if min(map(len, divided)) >= min_size:
+            return divided
+    raise ValueError(
+        f"{attempts} draws with alpha={alpha:g} left a client with fewer than {min_size} "
+        f"examples; raise alpha or take fewer than {num_partitions} clients"
+    )
+
+
+def iid(
+    targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Equal random shares."""
+    _check_count(targets, num_partitions)
+    return [
+        np.sort(share) for share in np.array_split(rng.permutation(len(targets)), num_partitions)
+    ]
+
+
+def split(
+    indices: np.ndarray,
+    targets: np.ndarray,
+    *,
+    train_fraction: float = 0.9,
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Divide one client's examples for training and testing, class by class, neither part empty.
+
+    Raises
+    ------
+    ValueError
+        Fewer than two examples, or ``train_fraction`` outside (0, 1).
+    """
+    if not 0 < train_fraction < 1:
+        raise ValueError(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
+    if len(indices) < 2:
+        raise ValueError(f"{len(indices)} examples cannot be divided into training and test")
+    # Every class's examples at random but evenly spread places in (0, 1): the last ones test.
+    place = np.empty(len(indices))
+    for label in np.unique(targets[indices]):
+        own = np.flatnonzero(targets[indices] == label)
+        place[own] = (rng.permutation(len(own)) + rng.random()) / len(own)
+    order = np.argsort(place, kind="stable")
+    cut = min(max(1, round(train_fraction * len(indices))), len(indices) - 1)
+    return np.sort(indices[order[:cut]]), np.sort(indices[order[cut:]])
+
+
+def _check_count(targets: np.ndarray, num_partitions: int) -> None:
+    if not 1 <= num_partitions <= len(targets):
+        raise ValueError(
+            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, the examples there are"
+        )

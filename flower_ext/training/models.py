@@ -1,0 +1,156 @@
+"""Models of the experiments, each an ``extractor`` and a ``head``: its last linear layer.
+
+None has BatchNorm, whose statistics could not be shared; ResNet-18 uses GroupNorm instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class HeadedModel(nn.Module):
+    """``head(extractor(x))``."""
+
+    def __init__(self, extractor: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (n, classes)."""
+        logits: Tensor = self.head(self.extractor(x))
+        return logits
+
+
+def _perceptron(inputs: int, hidden: tuple[int, ...], num_classes: int) -> HeadedModel:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width in hidden:
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        inputs = width
+    return HeadedModel(nn.Sequential(*layers), nn.Linear(inputs, num_classes))
+
+
+def digits_mlp(num_classes: int = 10) -> HeadedModel:
+    """64–32–classes for 8×8 digits: 2,410 parameters with ten classes."""
+    return _perceptron(64, (32,), num_classes)
+
+
+def mnist_mlp(num_classes: int = 10) -> HeadedModel:
+    """784–64–32–classes for 28×28 grey images: 52,650 parameters with ten classes."""
+    return _perceptron(784, (64, 32), num_classes)
+
+
+def mnist_cnn(num_classes: int = 10) -> HeadedModel:
+    """Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 with ten classes."""
+    extractor = nn.Sequential(
+        nn.Conv2d(1, 8, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 62),
+        nn.ReLU(),
+    )
+    return HeadedModel(extractor, nn.Linear(62, num_classes))
+
+
+def cifar10_cnn(num_classes: int = 10) -> HeadedModel:
+    """The CNN of DP²-FedSAM, Section 5.1: exactly 667,402 parameters with ten classes."""
+    extractor = nn.Sequential(
+        nn.Conv2d(3, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(128, 256, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(1024, 256),
+        nn.ReLU(),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+    )
+    return HeadedModel(extractor, nn.Linear(128, num_classes))
+
+
+class _Residual(nn.Module):
+    """Two 3×3 convolutions with GroupNorm around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolve1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(32, outputs)
+        self.convolve2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(32, outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norm1(self.convolve1(x)))
+        return functional.relu(self.norm2(self.convolve2(y)) + self.shortcut(x))
+
+
+class _AsColour(nn.Module):
+    """Grey images as three equal channels; colour images as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
+
+
+def resnet18(num_classes: int = 10) -> HeadedModel:
+    """ResNet-18 with GroupNorm: exactly 11,181,642 parameters with ten classes.
+
+    That count of DP²-FedSAM's FEMNIST model is ResNet-18 with three input channels and ten
+    outputs, so grey images are repeated over the channels.
+    """
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    extractor = nn.Sequential(
+        _AsColour(),
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.GroupNorm(32, 64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        *(_Residual(*width) for width in widths),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    return HeadedModel(extractor, nn.Linear(512, num_classes))
+
+
+_MODELS: dict[str, Callable[[int], HeadedModel]] = {
+    "digits-mlp": digits_mlp,
+    "mnist-mlp": mnist_mlp,
+    "mnist-cnn": mnist_cnn,
+    "cifar10-cnn": cifar10_cnn,
+    "resnet18": resnet18,
+}
+
+
+def build(name: str, *, num_classes: int = 10) -> HeadedModel:
+    """A model by name.
+
+    Raises
+    ------
+    ValueError
+        Unknown name; the message lists the known ones.
+    """
+    if name not in _MODELS:
+        raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)}")
+    return _MODELS[name](num_classes)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of trainable scalars."""
+    return sum(torch.numel(p) for p in model.parameters())
