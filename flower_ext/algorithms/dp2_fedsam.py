@@ -30,7 +30,7 @@ from flower_ext.federation import (
     LocalResult,
     NonPrivatePlan,
 )
-from flower_ext.privacy import ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import Guarantee, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params, difference
 
 
@@ -83,7 +83,6 @@ class DP2FedSAM(FederatedStrategy):
     """
 
     client = ClientMethod(name="dp2_fedsam", local_update=local_update, local_model=local_model)
-    published_claim = staticmethod(theorem2_of_plan)
 
     def __init__(
         self,
@@ -101,6 +100,12 @@ class DP2FedSAM(FederatedStrategy):
         self.head = head or LocalTraining()
         self.extractor = extractor or LocalTraining(sam_radius=0.1)
         self.adapt_before_evaluation = adapt_before_evaluation
+
+    def published_claim(self) -> Guarantee | None:
+        """Theorem 2 of DP²-FedSAM, by which the paper calibrates all its methods."""
+        if not isinstance(self.plan, ReleasePlan):
+            return None
+        return theorem2_of_plan(self.plan, self.participations.rounds)
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

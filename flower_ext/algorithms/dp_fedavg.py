@@ -29,7 +29,7 @@ from flower_ext.federation import (
     LocalResult,
     NonPrivatePlan,
 )
-from flower_ext.privacy import ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import Guarantee, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params, difference
 
 
@@ -63,7 +63,6 @@ class DPFedAvg(FederatedStrategy):
 
     client = ClientMethod(name="dp_fedavg", local_update=local_update, local_model=local_model)
     any_client_app = True
-    published_claim = staticmethod(theorem2_of_plan)
 
     def __init__(
         self,
@@ -76,6 +75,12 @@ class DPFedAvg(FederatedStrategy):
         super().__init__(plan=plan, **options)
         self.local = local or LocalTraining()
         self.fine_tuning = fine_tuning
+
+    def published_claim(self) -> Guarantee | None:
+        """Theorem 2 of DP²-FedSAM, by which the paper calibrates all its methods."""
+        if not isinstance(self.plan, ReleasePlan):
+            return None
+        return theorem2_of_plan(self.plan, self.participations.rounds)
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

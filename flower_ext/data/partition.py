@@ -130,9 +130,7 @@ def dirichlet(
     )
 
 
-def iid(
-    targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator
-) -> list[np.ndarray]:
+def iid(targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Equal random shares."""
     _check_count(targets, num_partitions)
     return [

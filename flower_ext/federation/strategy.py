@@ -28,6 +28,7 @@ from flower_ext.privacy import (
     Guarantee,
     Ledger,
     NoiseSource,
+    Participations,
     ReleasePlan,
     RoundDiscarded,
     Sampling,
@@ -85,8 +86,6 @@ class FederatedStrategy(Strategy):
     client: ClassVar[ClientMethod]
     any_client_app: ClassVar[bool] = False
     """Whether a ClientApp that knows nothing of this package can take part."""
-    published_claim: ClassVar[Callable[[ReleasePlan, int], Guarantee] | None] = None
-    """The privacy theorem of the method's paper, for a plan and a number of rounds."""
 
     def __init__(
         self,
@@ -119,10 +118,9 @@ class FederatedStrategy(Strategy):
         self.ledger = ledger
         self.run = run
         self.refusals: list[str] = []
-        self.participations: dict[int, int] = {}
+        self.participations = Participations()
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.stopped: str | None = None
-        self.releases = 0
         self._nodes: dict[int, int] = {}
         self._foreign = False
         self._cohort: list[int] = []
@@ -147,6 +145,10 @@ class FederatedStrategy(Strategy):
         """A ClientApp that answers this method's messages (see `federation.client_app`)."""
         return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)
 
+    def published_claim(self) -> Guarantee | None:
+        """What the method's paper promises after the releases so far."""
+        return None
+
     # Training -----------------------------------------------------------------------------
 
     def configure_train(
@@ -168,20 +170,17 @@ class FederatedStrategy(Strategy):
             if self.ledger is not None:
                 entry = self.ledger.reserve(self.plan.release, round=server_round)
                 self._reservation = self._release.enter_context(entry)
-            self.releases += 1
             facts = {
                 "clipping-norm": self.plan.clipping_norm,
                 "noise-stddev": self.plan.client_noise_stddev(max(1, len(self._cohort))),
                 "seeded-noise": self.seeded_noise,
             }
-        for partition in self._cohort:
-            self.participations[partition] = self.participations.get(partition, 0) + 1
-        content = {
+        content: dict[str, ArrayRecord | ConfigRecord] = {
             records.MODEL: records.to_record(self._base),
             records.ROUND: self._facts(server_round, facts),
             **records.training_records(_in_round(self.training, server_round)),
         }
-        return self._ask("train", self._cohort, content | {"config": config}, server_round)
+        return self._ask("train", self._cohort, {**content, "config": config}, server_round)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -197,6 +196,7 @@ class FederatedStrategy(Strategy):
         ):
             updates.append(update)
         self._row["answered"] = len(updates)
+        self.participations.record(self._cohort, len(updates))
         self._row["messages"] = 2 * len(self._cohort)
         if self.diagnostics and updates:
             norms = [u.metrics["update-norm"] for u in updates if "update-norm" in u.metrics]
@@ -253,13 +253,13 @@ class FederatedStrategy(Strategy):
         if self.evaluate_every == 0 or server_round % self.evaluate_every:
             return []
         self._connect(grid)
-        content = {
+        content: dict[str, ArrayRecord | ConfigRecord] = {
             records.MODEL: records.to_record(records.shared_arrays(self._shared(arrays))),
             records.ROUND: self._facts(server_round, {}),
             **records.training_records(_in_round(self.evaluation_training, server_round)),
         }
         return self._ask(
-            "evaluate", sorted(self._nodes), content | {"config": config}, server_round
+            "evaluate", sorted(self._nodes), {**content, "config": config}, server_round
         )
 
     def aggregate_evaluate(
@@ -442,16 +442,27 @@ class FederatedStrategy(Strategy):
 
         The provable ones use the participations of this very run, which depend on nobody's data.
         """
-        if not isinstance(self.plan, ReleasePlan) or self.releases == 0:
+        if not isinstance(self.plan, ReleasePlan) or self.participations.rounds == 0:
             return []
-        claim = self.published_claim
-        published = [] if claim is None else [claim(self.plan, self.releases)]
-        return published + client_level_guarantees(
+        claim = self.published_claim()
+        return ([] if claim is None else [claim]) + client_level_guarantees(
             self.plan,
-            rounds=self.releases,
-            max_participations=max(self.participations.values(), default=0),
+            self.participations,
             secure_noise=not self.seeded_noise,
+            not_covered=self._not_covered(),
         )
+
+    def _not_covered(self) -> list[str]:
+        """What leaves the clients outside the guarantee in this run."""
+        exposed = ["that a client answered or not, and when"]
+        if self.evaluate_every:
+            exposed.append(
+                "scores and test-set sizes that clients report un-noised at evaluation "
+                "(evaluate_every=0 turns this off)"
+            )
+        if self.diagnostics:
+            exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
+        return exposed
 
     def _record(self, server_round: int, num_rounds: int) -> None:
         """One line in the log and in the run directory."""
@@ -460,11 +471,11 @@ class FederatedStrategy(Strategy):
             mean, worst = self._row["accuracy_mean"], self._row["accuracy_worst_decile"]
             parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
         if isinstance(self.plan, ReleasePlan) and (evaluated or server_round == num_rounds):
-            spent = privacy_loss_of({self.plan.release: self.releases}, delta=self.plan.delta)
+            rounds = self.participations.rounds
+            spent = privacy_loss_of({self.plan.release: rounds}, delta=self.plan.delta)
             self._row["epsilon_provable"] = spent.epsilon
             parts.append(f"ε {spent.epsilon:.2f} provable")
-            if self.published_claim is not None:
-                claim = self.published_claim(self.plan, self.releases)
+            if (claim := self.published_claim()) is not None:
                 self._row["epsilon_published"] = claim.epsilon
                 parts.append(f"{claim.epsilon:.2f} published")
         if "answered" in self._row:

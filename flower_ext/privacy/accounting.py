@@ -43,6 +43,10 @@ EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: no accountant's slack where every release is a Gaussian."""
 
 
+RDP_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
+"""Integer orders: dp-accounting's fractional ones do not always converge when sub-sampled."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Release:
     """The facts of one noised sum that accounting needs.
@@ -253,7 +257,7 @@ def _rdp_epsilon(
     delta: float,
     relation: dp_accounting.NeighboringRelation,
 ) -> float:
-    accountant = rdp.RdpAccountant(neighboring_relation=relation)
+    accountant = rdp.RdpAccountant(RDP_ORDERS, relation)
     for event, count in events:
         accountant.compose(event, count)
     return float(accountant.get_epsilon(delta))

@@ -120,7 +120,9 @@ def test_integer_arrays_may_not_be_shared():
 
 def test_training_settings_survive_the_wire():
     trainings = {"head": LocalTraining(steps=3), "extractor": LocalTraining(sam_radius=0.1)}
-    assert records.read_trainings(RecordDict(dict(records.training_records(trainings)))) == trainings
+    assert (
+        records.read_trainings(RecordDict(dict(records.training_records(trainings)))) == trainings
+    )
 
 
 def test_payload_counts_array_bytes():

@@ -164,9 +164,7 @@ def test_training_leaves_its_inputs_untouched():
 
 def test_zero_epochs_change_nothing():
     params = task().initial_params(seed=3)
-    moved = train(
-        task(), params, examples(), LocalTraining(epochs=0), generator=torch.Generator()
-    )
+    moved = train(task(), params, examples(), LocalTraining(epochs=0), generator=torch.Generator())
     assert all(torch.equal(moved[name], params[name]) for name in params)
 
 

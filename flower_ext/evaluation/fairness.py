@@ -1,0 +1,48 @@
+"""How a quality is spread over clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Summary of one value a client.
+
+    ``worst_decile`` is the mean of the lowest tenth of the clients (at least one), and
+    ``jain_index`` (Σx)² / (n Σx²): 1 when all are equal, 1/n when one has everything.
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    median: float
+    worst_decile: float
+    jain_index: float
+
+
+def summarize(values: Mapping[int, float] | Sequence[float]) -> Distribution:
+    """Summary over clients, each counting once.
+
+    Raises
+    ------
+    ValueError
+        No values, or one that is not finite.
+    """
+    numbers = list(values.values()) if isinstance(values, Mapping) else list(values)
+    array = np.sort(np.asarray(numbers, dtype=np.float64))
+    if array.size == 0 or not np.isfinite(array).all():
+        raise ValueError(f"expected at least one value, all finite; got {array.size} values")
+    squares = float(np.sum(array**2))
+    return Distribution(
+        mean=float(array.mean()),
+        std=float(array.std()),
+        minimum=float(array[0]),
+        median=float(np.median(array)),
+        worst_decile=float(array[: math.ceil(array.size / 10)].mean()),
+        jain_index=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
+    )

@@ -1,0 +1,227 @@
+"""The command line: ``flower-ext calibrate`` and ``flower-ext report``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flower_ext.privacy import (
+    Accountant,
+    FixedSizeSampling,
+    FullParticipation,
+    NeighboringRelation,
+    PoissonSampling,
+    Sampling,
+    TargetOutOfReach,
+    calibrate_noise_multiplier,
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+    privacy_loss,
+    size_for_rate,
+)
+from flower_ext.reporting.comparison import write_comparison
+from flower_ext.reporting.report import write_report
+from flower_ext.reporting.run import NotARun, RunDirectory
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Private and personalised federated learning for Flower.",
+)
+console = Console()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to account the same run."""
+
+    name: str
+    relation: NeighboringRelation
+    view: str
+    basis: str
+    epsilon_at: Callable[[float], float]
+    noise_for: Callable[[float], float]
+
+
+@app.command()
+def calibrate(
+    population: Annotated[int, typer.Option(min=1, help="N: clients in the federation.")],
+    rounds: Annotated[int, typer.Option(min=1, help="T: planned rounds.")],
+    epsilon: Annotated[float | None, typer.Option(help="Target ε: prints the noise.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="σ instead of ε: prints what it gives.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
+    sampling_rate: Annotated[
+        float | None, typer.Option(help="r: share of clients a round.")
+    ] = None,
+    cohort_size: Annotated[int | None, typer.Option(help="rN instead of the rate.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Noise for a target ε, or ε for a given noise: by the paper and by every sound accountant.
+
+    The noise multiplier σ is the standard deviation of the noise on a round's sum over the
+    clipping norm C. The unit is one client.
+
+    Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2
+    """
+    if (epsilon is None) == (noise_multiplier is None):
+        raise typer.BadParameter("give either --epsilon or --noise-multiplier")
+    if (sampling_rate is None) == (cohort_size is None):
+        raise typer.BadParameter("give either --sampling-rate or --cohort-size")
+    rate = sampling_rate if cohort_size is None else cohort_size / population
+    delta = 1 / population if delta is None else delta
+    try:
+        assert rate is not None
+        ways = _ways(population, rate, rounds, delta)
+        if epsilon is not None:
+            noises = {way.name: way.noise_for(epsilon) for way in ways}
+        else:
+            noises = {ways[0].name: noise_multiplier or 0.0}
+        rows: list[dict[str, Any]] = [
+            {
+                "calibrated by": way.name,
+                "basis": way.basis,
+                "relation": way.relation.value,
+                "adversary sees": way.view,
+                "noise_multiplier": noises[way.name],
+                "epsilon": {other.name: other.epsilon_at(noises[way.name]) for other in ways},
+            }
+            for way in ways
+            if way.name in noises
+        ]
+    except (ValueError, TargetOutOfReach) as error:
+        raise typer.BadParameter(str(error)) from error
+    if as_json:
+        facts = {"unit": "client", "population": population, "sampling_rate": rate}
+        console.print_json(json.dumps({**facts, "rounds": rounds, "delta": delta, "rows": rows}))
+        return
+    console.print(
+        f"Unit: one client of {population} · r = {rate:g} · T = {rounds} · δ = {delta:.3g}\n"
+    )
+    if epsilon is not None:
+        _print_noise(rows, epsilon)
+    _print_epsilon(ways, rows)
+    _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
+    output: Annotated[Path, typer.Option(help="Where a comparison of several runs goes.")] = Path(
+        "comparison"
+    ),
+) -> None:
+    """(Re)write the report of a run; compare several, grouped by method.
+
+    Example: flower-ext report runs/20260101-120000-dp2-fedsam-digits
+    """
+    try:
+        opened = [RunDirectory.open(path) for path in runs]
+        if len(opened) == 1:
+            path = write_report(opened[0])
+        else:
+            output.mkdir(parents=True, exist_ok=True)
+            path = write_comparison(opened, output, title="Comparison of runs")
+    except NotARun as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(str(path.absolute()), soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point of ``flower-ext``."""
+    app()
+
+
+def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
+    add_remove, replace_one = (
+        NeighboringRelation.ADD_OR_REMOVE_ONE,
+        NeighboringRelation.REPLACE_ONE,
+    )
+    theorem: dict[str, Any] = {"sampling_rate": rate, "rounds": rounds, "delta": delta}
+
+    def sound(
+        name: str,
+        sampling: Sampling,
+        relation: NeighboringRelation,
+        view: str,
+        accountant: Accountant,
+    ) -> Way:
+        facts: dict[str, Any] = {
+            "sampling": sampling,
+            "relation": relation,
+            "rounds": rounds,
+            "delta": delta,
+            "accountant": accountant,
+        }
+        return Way(
+            name=name,
+            relation=relation,
+            view=view,
+            basis="provable",
+            epsilon_at=lambda s: privacy_loss(noise_multiplier=s, **facts).epsilon,
+            noise_for=lambda e: calibrate_noise_multiplier(epsilon=e, **facts),
+        )
+
+    poisson = PoissonSampling(population, rate)
+    fixed = FixedSizeSampling(population, size_for_rate(population, rate))
+    everyone = FullParticipation(population)
+    return [
+        Way(
+            name="Theorem 2 (DP²-FedSAM)",
+            relation=add_remove,
+            view="each upload (claimed)",
+            basis="published",
+            epsilon_at=lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
+            noise_for=lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
+        ),
+        sound("Poisson, PLD", poisson, add_remove, "released models", "pld"),
+        sound("Poisson, RDP", poisson, add_remove, "released models", "rdp"),
+        sound("fixed size, RDP", fixed, replace_one, "released models", "pld"),
+        sound("cohorts known", everyone, add_remove, "sums, in every round", "pld"),
+    ]
+
+
+def _print_noise(rows: list[dict[str, Any]], epsilon: float) -> None:
+    table = Table(title=f"Noise for ε = {epsilon:g}", title_justify="left")
+    for column in ("calibrated by", "basis", "relation", "adversary sees", "noise multiplier σ"):
+        table.add_column(column)
+    for row in rows:
+        words = [str(row[c]) for c in ("calibrated by", "basis", "relation", "adversary sees")]
+        table.add_row(*words, f"{row['noise_multiplier']:.4f}")
+    console.print(table)
+
+
+def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
+    table = Table(title="What each σ gives under each accounting", title_justify="left")
+    table.add_column("σ")
+    for way in ways:
+        table.add_column(f"ε, {way.name}")
+    for row in rows:
+        epsilons = [f"{row['epsilon'][way.name]:.3g}" for way in ways]
+        table.add_row(f"{row['noise_multiplier']:.4f}", *epsilons)
+    console.print(table)
+
+
+def _print_failed_conditions(
+    rate: float, rounds: int, delta: float, noise_multiplier: float
+) -> None:
+    claim = dp2_fedsam_theorem2(
+        noise_multiplier=noise_multiplier, sampling_rate=rate, rounds=rounds, delta=delta
+    )
+    console.print(f"Conditions of Theorem 2 not met at σ = {noise_multiplier:.4f}:")
+    for condition in claim.conditions:
+        if not condition.holds:
+            console.print(f"  ✗ {condition.text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Figures of a run: each an SVG, with the same numbers as CSV beside it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from flower_ext.reporting.run import RunDirectory
+
+# Okabe and Ito's palette: distinct also to colour-blind readers.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("solid", "dashed", "dashdot", "dotted")
+
+Line = tuple[Sequence[float], Sequence[float]]
+
+
+def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
+    """Draw what the run measured; returns each figure's title and SVG file name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, str] = {}
+
+    def add(
+        name: str, title: str, ylabel: str, lines: dict[str, Line], *, log: bool = False
+    ) -> None:
+        lines = {label: line for label, line in lines.items() if line[0]}
+        if lines:
+            _lines(folder, name, title, ylabel, lines, log=log)
+            drawn[title] = f"{name}.svg"
+
+    accuracy = {
+        "mean over clients": run.series("accuracy_mean"),
+        "worst tenth of clients": run.series("accuracy_worst_decile"),
+    }
+    add("accuracy", "Test accuracy of the clients' models", "accuracy", accuracy)
+    published, provable = run.series("epsilon_published"), run.series("epsilon_provable")
+    spread = max([*published[1], 0.0]) > 20 * max([*provable[1], 1e-9])
+    epsilon = {"published": published, "provable": provable}
+    add("epsilon", "Privacy spent", "ε", epsilon, log=spread)
+    add(
+        "traffic",
+        "Model arrays sent",
+        "megabytes, cumulative",
+        {
+            "to clients": _cumulative(run.series("bytes_down")),
+            "from clients": _cumulative(run.series("bytes_up")),
+        },
+    )
+    norm = {"mean over the cohort": run.series("update_norm_mean")}
+    add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
+    if scores := [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]:
+        _histogram(folder, "fairness", "How accuracy is spread over clients", "accuracy", scores)
+        drawn["How accuracy is spread over clients"] = "fairness.svg"
+    return drawn
+
+
+def draw_comparison(
+    folder: Path,
+    name: str,
+    title: str,
+    ylabel: str,
+    groups: Mapping[str, Sequence[Line]],
+) -> Path:
+    """Mean line and one-standard-deviation band for each group of equal-length runs."""
+    figure, axes = _canvas(title, "round", ylabel)
+    table: list[tuple[str, float, float, float]] = []
+    for number, (label, lines) in enumerate(groups.items()):
+        rounds = np.asarray(lines[0][0])
+        values = np.asarray([line[1] for line in lines])
+        mean, deviation = values.mean(axis=0), values.std(axis=0)
+        colour = COLOURS[number % len(COLOURS)]
+        dash = DASHES[number // len(COLOURS) % len(DASHES)]
+        axes.plot(rounds, mean, label=label, color=colour, linestyle=dash)
+        axes.fill_between(rounds, mean - deviation, mean + deviation, color=colour, alpha=0.15)
+        table += [
+            (label, float(r), float(m), float(d))
+            for r, m, d in zip(rounds, mean, deviation, strict=True)
+        ]
+    axes.legend(frameon=False)
+    return _save(figure, folder, name, ("method", "round", "mean", "std"), table)
+
+
+def _cumulative(line: Line) -> Line:
+    return line[0], (np.cumsum(line[1]) / 1e6).tolist()
+
+
+def _lines(
+    folder: Path, name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool
+) -> None:
+    figure, axes = _canvas(title, "round", ylabel)
+    for number, (label, (x, y)) in enumerate(lines.items()):
+        axes.plot(x, y, label=label, color=COLOURS[number], linestyle=DASHES[number])
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    if len(lines) > 1:
+        axes.legend(frameon=False)
+    rows = [(label, a, b) for label, (x, y) in lines.items() for a, b in zip(x, y, strict=True)]
+    _save(figure, folder, name, ("line", "round", ylabel), rows)
+
+
+def _histogram(folder: Path, name: str, title: str, xlabel: str, values: Sequence[float]) -> None:
+    figure, axes = _canvas(title, xlabel, "clients")
+    axes.hist(values, bins=np.linspace(0, 1, 21).tolist(), color=COLOURS[0], edgecolor="white")
+    mean = float(np.mean(values))
+    axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
+    axes.legend(frameon=False)
+    _save(figure, folder, name, ("client", xlabel), list(enumerate(values)))
+
+
+def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def _save(
+    figure: Figure,
+    folder: Path,
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    # No date and a fixed salt: the same run draws the same bytes.
+    drawing = io.StringIO()
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(drawing, format="svg", metadata={"Date": None})
+    path = folder / f"{name}.svg"
+    path.write_text(drawing.getvalue())
+    with (folder / f"{name}.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    return path

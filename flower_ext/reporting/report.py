@@ -1,0 +1,209 @@
+"""The report of a run: ``report.md``, and ``report.html`` with the figures inside."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from flower_ext.evaluation import summarize
+from flower_ext.privacy import Guarantee
+from flower_ext.reporting.figures import draw_figures
+from flower_ext.reporting.run import RunDirectory
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 0.92em; }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: left;
+  vertical-align: top; }
+figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; }
+blockquote { margin: 1rem 0; padding: 0.1rem 1rem; border-left: 4px solid #D55E00;
+  background: #fdf3ec; }
+code { background: #f4f4f4; padding: 0.1em 0.3em; }
+"""
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
+    figures = draw_figures(run, run.path / "figures")
+    text = "\n\n".join(_sections(run, figures)) + "\n"
+    (run.path / "report.md").write_text(text)
+    path = run.path / "report.html"
+    path.write_text(to_html(text, title=_title(run), folder=run.path))
+    return path
+
+
+def to_html(text: str, *, title: str, folder: Path) -> str:
+    """A Markdown report as one HTML page: no markup passes, SVG figures are put inside."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+
+    def inline(match: re.Match[str]) -> str:
+        svg = (folder / match["source"]).read_text()
+        return f"<figure>{svg[svg.index('<svg') :]}</figure>"
+
+    body = re.sub(r'<p><img src="(?P<source>[\w/.-]+\.svg)"[^>]*></p>', inline, body)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}</body></html>\n"
+    )
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _title(run: RunDirectory) -> str:
+    config = run.config
+    return f"{config.get('method', 'Run')} on {config.get('dataset', 'unknown data')}"
+
+
+def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
+    guarantees = run.guarantees()
+    sections = [f"# {_title(run)}", *_outcome(run), "## Privacy", *_privacy(run, guarantees)]
+    if figures:
+        sections.append("## Figures")
+        sections += [f"![{title}](figures/{file})" for title, file in figures.items()]
+        sections.append("The numbers of each figure are in `figures/`, as CSV.")
+    sections += ["## Rounds", _rounds(run)]
+    sections += ["## Configuration", table(("setting", "value"), sorted(run.config.items()))]
+    sections += ["## Versions", table(("package", "version"), run.facts["versions"].items())]
+    return sections
+
+
+def _outcome(run: RunDirectory) -> list[str]:
+    facts = run.facts
+    lines = []
+    if facts["status"] != "completed":
+        reason = f": {facts['reason']}" if facts.get("reason") else ""
+        lines.append(f"> **This run is {facts['status']}**{reason}")
+    scores = [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]
+    if scores:
+        spread = summarize(scores)
+        lines.append(
+            table(
+                ("accuracy of the clients' models", "value"),
+                [
+                    ("mean over clients", f"{spread.mean:.4f}"),
+                    ("standard deviation over clients", f"{spread.std:.4f}"),
+                    ("worst tenth of clients", f"{spread.worst_decile:.4f}"),
+                    ("Jain's fairness index", f"{spread.jain_index:.4f}"),
+                    ("clients", len(scores)),
+                ],
+            )
+        )
+    return lines
+
+
+def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
+    if not guarantees:
+        return ["**No privacy is promised**: the run neither clipped nor noised, or made no round."]
+    parts = [
+        table(
+            ("ε", "δ", "basis", "unit", "relation", "adversary sees", "accountant", "conditions"),
+            [
+                (
+                    _epsilon(g),
+                    f"{g.delta:.3g}",
+                    g.basis,
+                    g.unit.value,
+                    g.relation.value,
+                    g.view.value,
+                    g.accountant,
+                    _conditions(g),
+                )
+                for g in guarantees
+            ],
+        ),
+        "Sign the line whose adversary is yours, and only if its conditions and assumptions hold.",
+    ]
+    published = [g for g in guarantees if g.basis == "published"]
+    if published and not all(g.conditions_hold for g in published):
+        parts.append(
+            "> **The published ε is a claim of the paper, not a promise of this run.** "
+            "Conditions of its theorem are not met (below); the provable lines do not need them."
+        )
+    for g in guarantees:
+        parts.append(f"### {g.basis.capitalize()}, {g.view.value}: {g.source}")
+        items = [f"- {'✓' if c.holds else '**✗ not met**'} — {c.text}" for c in g.conditions]
+        items += [f"- assumes: {text}" for text in g.assumptions]
+        items += [f"- not covered: {text}" for text in g.not_covered]
+        if items:
+            parts.append("\n".join(items))
+    parts += _ledger(run)
+    return parts
+
+
+def _ledger(run: RunDirectory) -> list[str]:
+    entries = run.ledger()
+    if not entries:
+        return []
+    kinds = Counter(entry["kind"] for entry in entries)
+    short = [e for e in entries if e.get("topped_up_stddev", 0) > 0]
+    open_ = kinds["reserve"] - kinds["commit"] - kinds["discard"]
+    return [
+        "### Ledger",
+        table(
+            ("releases reserved", "committed", "discarded", "left open", "topped up by the server"),
+            [(kinds["reserve"], kinds["commit"], kinds["discard"], open_, len(short))],
+        ),
+        f"Every reserved release counts as spent. Last hash: `{entries[-1]['hash'][:16]}…`",
+    ]
+
+
+def _rounds(run: RunDirectory) -> str:
+    rows = run.metrics()
+    if not rows:
+        return "No round was completed."
+
+    def total(name: str) -> float:
+        return sum(row.get(name, 0) for row in rows)
+
+    asked, answered = total("cohort"), total("answered")
+    return table(
+        (
+            "rounds",
+            "clients asked",
+            "answered",
+            "refused",
+            "discarded",
+            "MB down",
+            "MB up",
+            "seconds",
+        ),
+        [
+            (
+                len(rows),
+                f"{asked:.0f}",
+                f"{answered:.0f}",
+                f"{total('refused'):.0f}",
+                f"{total('discarded'):.0f}",
+                f"{total('bytes_down') / 1e6:.2f}",
+                f"{total('bytes_up') / 1e6:.2f}",
+                f"{total('seconds'):.1f}",
+            )
+        ],
+    )
+
+
+def _epsilon(guarantee: Guarantee) -> str:
+    return "**none**" if math.isinf(guarantee.epsilon) else f"**{guarantee.epsilon:.3f}**"
+
+
+def _conditions(guarantee: Guarantee) -> str:
+    failed = sum(not condition.holds for condition in guarantee.conditions)
+    if not guarantee.conditions:
+        return "see assumptions"
+    return f"**✗ {failed} not met**" if failed else "✓ all met"
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,195 @@
+"""The directory that a run leaves behind.
+
+``run.json`` (configuration, versions, status), ``metrics.jsonl`` (one line a round),
+``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``model.safetensors``, and the report.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from flower_ext.privacy import Guarantee, Ledger
+
+Status = Literal["running", "completed", "budget-exhausted", "failed"]
+
+_PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
+
+
+class NotARun(ValueError):
+    """A path is no run directory, or may not become one."""
+
+
+class RunDirectory:
+    """Files of one run; make with `create`, read with `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
+        """Make a new run directory.
+
+        Raises
+        ------
+        NotARun
+            The path exists and is not an empty directory: nothing is ever overwritten.
+        """
+        path = Path(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise NotARun(f"run directory {path} is not empty; name a new one")
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run._write_facts(
+            {
+                "config": dict(config),
+                "status": "running",
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "versions": _versions(),
+            }
+        )
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """An existing run directory.
+
+        Raises
+        ------
+        NotARun
+            There is no ``run.json``.
+        """
+        if not (Path(path) / "run.json").is_file():
+            raise NotARun(f"{path} holds no run.json: it is not a run directory")
+        return cls(Path(path))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Contents of ``run.json``."""
+        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        return facts
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration."""
+        config: dict[str, Any] = self.facts["config"]
+        return config
+
+    @property
+    def ledger_path(self) -> Path:
+        """Where the run's ledger is."""
+        return self.path / "ledger.jsonl"
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Verified ledger entries; none for a run without privacy."""
+        return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
+
+    def log(self, round: int, **metrics: float) -> None:
+        """Append one round's metrics.
+
+        Raises
+        ------
+        ValueError
+            A metric is not finite.
+        """
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metric {name}={value!r} of round {round} is not finite")
+        with (self.path / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"round": round, **metrics}) + "\n")
+
+    def metrics(self) -> list[dict[str, float]]:
+        """All rounds' metrics, in order."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """(rounds, values) of one metric, where it was measured."""
+        rows = [row for row in self.metrics() if name in row]
+        return [row["round"] for row in rows], [row[name] for row in rows]
+
+    def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
+        """Write ``guarantee.json``."""
+        self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
+
+    def guarantees(self) -> list[Guarantee]:
+        """What protects the clients; none for a run without privacy."""
+        path = self.path / "guarantee.json"
+        if not path.exists():
+            return []
+        return [Guarantee.from_dict(facts) for facts in json.loads(path.read_text())]
+
+    def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Write ``clients.csv``: the last evaluation, one row a client."""
+        if not rows:
+            return
+        with (self.path / "clients.csv").open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def client_metrics(self) -> list[dict[str, float]]:
+        """The last evaluation, one row a client."""
+        path = self.path / "clients.csv"
+        if not path.exists():
+            return []
+        with path.open(newline="") as stream:
+            return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+
+    def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
+        """Write the global model as ``model.safetensors``, whole or not at all."""
+        tensors = {
+            name: torch.as_tensor(value).detach().cpu().contiguous()
+            for name, value in params.items()
+        }
+        with tempfile.TemporaryDirectory(dir=self.path) as folder:
+            draft = Path(folder) / "model"
+            save_file(tensors, draft)
+            draft.replace(self.path / "model.safetensors")
+
+    def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
+        """Record how the run ended."""
+        finished = datetime.now(UTC).isoformat(timespec="seconds")
+        facts = {"status": status, "reason": reason, "finished": finished, "summary": summary}
+        self._write_facts({**self.facts, **facts})
+
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
+        self._write_json("run.json", facts)
+
+    def _write_json(self, name: str, value: Any) -> None:
+        draft = self.path / f".{name}.draft"
+        with draft.open("w") as stream:
+            json.dump(value, stream, indent=2, ensure_ascii=False)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(self.path / name)
+
+
+def new_run_path(root: Path, name: str, started: datetime) -> Path:
+    """A path below ``root`` that does not exist yet, named by what ran and when."""
+    stem = f"{started:%Y%m%d-%H%M%S}-{name}"
+    candidates = (root / (stem if n == 0 else f"{stem}-{n}") for n in range(1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
