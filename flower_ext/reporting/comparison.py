@@ -42,8 +42,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
                 _epsilon(members, "published"),
             )
         )
-    header = ("method", "runs", "accuracy", "worst tenth", "std over clients")
-    header += ("ε provable (released models)", "ε published")
+    header = ["method", "runs", "accuracy", "worst tenth", "std over clients"]
+    header += ["ε provable (released models)", "ε published"]
     draw_comparison(
         folder / "figures",
         "accuracy",

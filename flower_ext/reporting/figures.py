@@ -26,7 +26,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     drawn: dict[str, str] = {}
 
     def add(
-        name: str, title: str, ylabel: str, lines: dict[str, Line], *, log: bool = False
+        name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool = False
     ) -> None:
         lines = {label: line for label, line in lines.items() if line[0]}
         if lines:

@@ -173,7 +173,7 @@ def evaluate(
     weights = to_device(params, device)
     examples = examples.to(device)
     outputs = torch.cat(
-        [functional_call(model, weights, (x,)) for x in examples.features.split(batch_size)]
+        [functional_call(model, weights, (x,)) for x in torch.split(examples.features, batch_size)]
     )
     targets = examples.targets
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
