@@ -271,6 +271,6 @@ def _pld_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: flo
         for event, count in events:
             accountant.compose(event, count)
         epsilon = float(accountant.get_epsilon(delta))
-        if epsilon > 1:
+        if epsilon > 0.1:
             break
     return epsilon

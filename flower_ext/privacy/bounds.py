@@ -32,6 +32,10 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
+_MARGIN = 1.0 - 1e-12
+"""Room for the rounding of the norm itself, whatever the order of its summation."""
+
+
 class NonFiniteUpdate(ValueError):
     """An update holds NaN or infinite values, which no norm bounds."""
 
@@ -114,8 +118,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
 
     Guarantees
     ----------
-    ``l2_norm(result.value) <= clipping_norm``, in float64 and after rounding to each array's own
-    precision.
+    ``l2_norm(result.value) <= clipping_norm``, after rounding to each array's own precision.
 
     Raises
     ------
@@ -127,13 +130,14 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     check_arrays(update)
     largest, scaled = _scaled_norm(update)
     norm = largest * scaled
-    if norm <= clipping_norm:
+    target = clipping_norm * _MARGIN
+    if norm <= target:
         return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
-    factor = (clipping_norm / largest) / scaled  # never overflows, unlike clipping_norm / norm
+    factor = (target / largest) / scaled  # never overflows, unlike target / norm
     slack = 2.0**-50
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
-        if l2_norm(value) <= clipping_norm:
+        if l2_norm(value) <= target:
             return BoundedUpdate(value=value, bound=clipping_norm, norm=norm)
         factor *= 1.0 - slack  # rounding overshot: step back, further each time
         slack = min(2 * slack, 0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opacus.validators import ModuleValidator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -44,6 +43,8 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with GroupNorm in place of every BatchNorm (Opacus' validator)."""
+    from opacus.validators import ModuleValidator  # here: it configures the root logger
+
     fixed = ModuleValidator.fix(model)
     if not isinstance(fixed, nn.Module):
         raise TypeError(f"Opacus returned {type(fixed).__name__} instead of a module")

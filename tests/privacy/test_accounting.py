@@ -1,0 +1,193 @@
+import itertools
+import math
+
+import pytest
+
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    NeighboringRelation,
+    PoissonSampling,
+    Release,
+    participations_loss,
+    privacy_curve,
+    privacy_loss,
+    privacy_loss_of,
+)
+
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE = NeighboringRelation.REPLACE_ONE
+SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+
+POISSON = PoissonSampling(100, 0.1)
+FIXED = FixedSizeSampling(100, 10)
+EVERYONE = FullParticipation(100)
+
+
+def epsilon(sampling, relation=ADD_OR_REMOVE, *, sigma=1.0, rounds=200, delta=1e-3, **how):
+    return privacy_loss(
+        sampling=sampling,
+        noise_multiplier=sigma,
+        rounds=rounds,
+        delta=delta,
+        relation=relation,
+        **how,
+    ).epsilon
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """δ(ε) of a Gaussian mechanism of sensitivity/σ = mu (Balle and Wang, Theorem 8)."""
+    from scipy.special import log_ndtr
+
+    first = math.exp(log_ndtr(mu / 2 - epsilon / mu))
+    return first - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))
+
+
+def test_the_same_noise_under_three_samplings_gives_the_known_numbers():
+    assert epsilon(POISSON) == pytest.approx(7.10, abs=0.01)
+    assert epsilon(FIXED) == pytest.approx(142.8, abs=0.1)  # add or remove: no amplification
+    assert epsilon(FIXED, REPLACE) == pytest.approx(153.1, abs=0.1)  # sensitivity 2C
+
+
+SETTINGS = [
+    (rate, sigma, rounds, delta)
+    for rate, sigma, rounds, delta in itertools.product(
+        (0.01, 0.05, 0.1, 0.3), (0.7, 1.0, 2.0, 5.0), (10, 100), (1e-2, 1e-5)
+    )
+    if not (rate > 0.2 and sigma < 1)
+]
+
+
+def test_pld_agrees_with_an_independent_accountant_on_sixty_settings():
+    from opacus.accountants import PRVAccountant
+
+    assert len(SETTINGS) >= 50
+    for rate, sigma, rounds, delta in SETTINGS:
+        other = PRVAccountant()
+        other.history = [(sigma, rate, rounds)]
+        theirs = other.get_epsilon(delta, eps_error=0.004, delta_error=delta / 1000)
+        sampling = PoissonSampling(1000, rate)
+        ours = epsilon(sampling, sigma=sigma, rounds=rounds, delta=delta)
+        assert ours == pytest.approx(theirs, abs=0.02), (rate, sigma, rounds, delta)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("rounds", [1, 50])
+def test_gaussian_composition_meets_its_delta_exactly(sigma, rounds):
+    eps = epsilon(EVERYONE, sigma=sigma, rounds=rounds, delta=1e-4)
+    mu = math.sqrt(rounds) / sigma
+    assert gaussian_delta(mu, eps) <= 1e-4
+    assert gaussian_delta(mu, eps) == pytest.approx(1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_replacing_one_is_sensitivity_two_under_both_accountants(accountant):
+    doubled = epsilon(EVERYONE, REPLACE, sigma=3.0, rounds=5, accountant=accountant)
+    halved = epsilon(EVERYONE, ADD_OR_REMOVE, sigma=1.5, rounds=5, accountant=accountant)
+    assert doubled == halved
+    assert doubled > 1.5 * epsilon(EVERYONE, sigma=3.0, rounds=5, accountant=accountant)
+
+
+def test_replace_one_of_one_gaussian_is_not_the_halved_number():
+    """dp-accounting's accountants give 9.997 and 4.729 for the same question; one is right."""
+    assert epsilon(EVERYONE, REPLACE, rounds=1, delta=1e-5) == pytest.approx(9.997, abs=0.01)
+    rdp = epsilon(EVERYONE, REPLACE, rounds=1, delta=1e-5, accountant="rdp")
+    assert rdp == pytest.approx(9.997, rel=0.1)
+
+
+@pytest.mark.parametrize("sampling", [POISSON, PoissonSampling(100, 0.02)])
+def test_rdp_is_never_below_pld(sampling):
+    for sigma in (0.8, 1.5, 4.0):
+        assert epsilon(sampling, sigma=sigma, accountant="rdp") >= epsilon(sampling, sigma=sigma)
+
+
+def test_zeroing_one_is_accounted_like_removing_one():
+    assert epsilon(EVERYONE, SPECIAL) == epsilon(EVERYONE, ADD_OR_REMOVE)
+
+
+@pytest.mark.parametrize("relation", [REPLACE, SPECIAL])
+def test_poisson_with_another_relation_is_refused_rather_than_guessed(relation):
+    with pytest.raises(ValueError, match="Poisson sampling: no accountant covers it"):
+        epsilon(POISSON, relation)
+
+
+def test_amplification_never_hurts_and_the_smaller_bound_is_taken():
+    for sigma in (0.2, 1.0, 5.0):
+        assert epsilon(FIXED, REPLACE, sigma=sigma) <= epsilon(EVERYONE, REPLACE, sigma=sigma)
+    assert epsilon(FIXED, REPLACE, sigma=5.0) < 0.3 * epsilon(EVERYONE, REPLACE, sigma=5.0)
+
+
+def test_more_rounds_cost_more_and_no_rounds_cost_nothing():
+    release = Release(sampling=POISSON, noise_multiplier=1.0, relation=ADD_OR_REMOVE)
+    curve = privacy_curve(release, [0, 1, 10, 100], delta=1e-3)
+    assert curve[0] == 0.0
+    assert curve == sorted(curve)
+    assert len(set(curve)) == 4
+
+
+def test_no_noise_means_no_privacy():
+    assert epsilon(POISSON, sigma=0.0) == math.inf
+
+
+def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst():
+    weak = Release(sampling=POISSON, noise_multiplier=0.9, relation=ADD_OR_REMOVE)
+    strong = Release(
+        sampling=PoissonSampling(100, 0.05), noise_multiplier=2.0, relation=ADD_OR_REMOVE
+    )
+    both = privacy_loss_of({weak: 10, strong: 10}, delta=1e-3).epsilon
+    assert privacy_loss_of({weak: 10}, delta=1e-3).epsilon < both
+    assert both < privacy_loss_of({weak: 20}, delta=1e-3).epsilon
+    assert privacy_loss_of([weak] * 10 + [strong] * 10, delta=1e-3).epsilon == both
+
+
+def test_releases_under_different_relations_are_not_composed():
+    mixed = [
+        Release(sampling=EVERYONE, noise_multiplier=1.0, relation=relation)
+        for relation in (ADD_OR_REMOVE, REPLACE)
+    ]
+    with pytest.raises(ValueError, match="different relations"):
+        privacy_loss_of(mixed, delta=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "relation", "accountant", "named"),
+    [
+        (POISSON, ADD_OR_REMOVE, "pld", "PLD"),
+        (POISSON, ADD_OR_REMOVE, "rdp", "RDP"),
+        (FIXED, REPLACE, "pld", "RDP (sampling without replacement)"),
+        (EVERYONE, ADD_OR_REMOVE, "pld", "exact Gaussian composition"),
+    ],
+)
+def test_the_answer_names_the_accountant_that_gave_it(sampling, relation, accountant, named):
+    loss = privacy_loss(
+        sampling=sampling,
+        noise_multiplier=4.0,
+        rounds=10,
+        delta=1e-3,
+        relation=relation,
+        accountant=accountant,
+    )
+    assert loss.accountant == named
+
+
+def test_participations_compose_like_full_rounds_and_weights_like_more_noise():
+    def of(sigma, participations):
+        return participations_loss(
+            noise_multiplier=sigma, participations=participations, relation=SPECIAL, delta=1e-3
+        ).epsilon
+
+    assert of(2.0, 9) == epsilon(EVERYONE, SPECIAL, sigma=2.0, rounds=9)
+    assert of(2.0, 36) == pytest.approx(of(1.0, 9))  # a weight of four is half the noise
+    assert of(2.0, 0) == 0.0
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-3, math.nan])
+def test_unfit_deltas_are_refused(delta):
+    with pytest.raises(ValueError, match="delta"):
+        epsilon(POISSON, delta=delta)
+
+
+def test_releases_survive_json():
+    for sampling, relation in ((POISSON, ADD_OR_REMOVE), (FIXED, REPLACE), (EVERYONE, SPECIAL)):
+        release = Release(sampling=sampling, noise_multiplier=1.3, relation=relation)
+        assert Release.from_dict(release.to_dict()) == release

@@ -1,0 +1,200 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from flower_ext.privacy import (
+    BoundedUpdate,
+    NeighboringRelation,
+    NonFiniteUpdate,
+    clip,
+    l2_norm,
+    sum_bounded,
+)
+
+ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+REPLACE = NeighboringRelation.REPLACE_ONE
+
+
+def exact_norm(update) -> float:
+    """Norm in extended precision, by another route than the code's."""
+    parts = [np.asarray(torch.as_tensor(a).double()).ravel() for a in update.values()]
+    return float(np.sqrt(np.sum(np.concatenate(parts).astype(np.longdouble) ** 2)))
+
+
+FLOATS = [
+    np.float16,
+    np.float32,
+    np.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+
+
+def array_of(values, dtype):
+    if isinstance(dtype, torch.dtype):
+        return torch.as_tensor(values, dtype=dtype)
+    return np.asarray(values, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_clipping_bounds_the_norm_over_all_arrays_in_every_precision(dtype):
+    rng = np.random.default_rng(0)
+    for scale in (1e-3, 1.0, 30.0):
+        update = {
+            "a": array_of(scale * rng.standard_normal((50, 20)), dtype),
+            "b": array_of(scale * rng.standard_normal(7), dtype),
+        }
+        for bound in (1e-2, 0.3, 5.0):
+            clipped = clip(update, bound)
+            assert exact_norm(clipped.value) <= bound
+            assert clipped.norm == pytest.approx(exact_norm(update))
+            assert all(clipped.value[n].dtype == update[n].dtype for n in update)
+            if clipped.clipped:
+                assert exact_norm(clipped.value) > 0.9 * bound
+
+
+def test_an_update_inside_the_ball_is_unchanged():
+    update = {"a": np.array([0.3, -0.4], np.float32)}
+    assert clip(update, 0.51).value["a"] is update["a"]
+    assert not clip(update, 0.51).clipped
+
+
+def test_clipping_keeps_the_direction():
+    update = {"a": np.array([3.0, 0.0]), "b": np.array(4.0)}
+    clipped = clip(update, 1.0).value
+    np.testing.assert_allclose(clipped["a"], [0.6, 0.0])
+    np.testing.assert_allclose(clipped["b"], 0.8)
+
+
+def test_a_zero_update_stays_zero():
+    clipped = clip({"a": np.zeros(3, np.float32)}, 0.1)
+    assert not clipped.value["a"].any()
+    assert clipped.norm == 0.0
+
+
+@pytest.mark.parametrize(
+    "huge",
+    [
+        np.full(1000, 1e300),
+        np.full(1000, 3e38, np.float32),
+        np.full(1000, 6e4, np.float16),
+        np.array(np.finfo(np.float64).max),
+        torch.full((1000,), 3e38),
+        torch.full((1000,), 1e300, dtype=torch.float64),
+        torch.full((1000,), 3e38, dtype=torch.bfloat16),
+    ],
+)
+def test_huge_values_are_clipped_not_overflowed(huge):
+    clipped = clip({"a": huge}, 0.5)
+    assert 0.4 < exact_norm(clipped.value) <= 0.5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_non_finite_values_are_refused_by_name(value, dtype):
+    update = {"fine": array_of([1.0], dtype), "broken": array_of([1.0, value], dtype)}
+    with pytest.raises(NonFiniteUpdate, match="'broken'"):
+        clip(update, 1.0)
+    with pytest.raises(NonFiniteUpdate, match="'broken'"):
+        l2_norm(update)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zero_dimensional_arrays_are_clipped(dtype):
+    clipped = clip({"a": array_of(7.0, dtype)}, 0.5)
+    assert float(clipped.value["a"]) == pytest.approx(0.5, rel=1e-2)
+    assert exact_norm(clipped.value) <= 0.5
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(3),
+        np.array([True]),
+        np.array([1j]),
+        torch.arange(3),
+        torch.tensor([True]),
+        torch.tensor([1j]),
+    ],
+)
+def test_arrays_that_are_not_real_floats_are_refused_by_name(array):
+    with pytest.raises(TypeError, match="'count' has dtype"):
+        clip({"count": array}, 1.0)
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0], "x", None])
+def test_things_that_are_not_arrays_are_refused(value):
+    with pytest.raises(TypeError, match="not an array"):
+        clip({"a": value}, 1.0)
+
+
+def test_empty_arrays_pass_beside_others_but_not_alone():
+    clipped = clip({"none": np.zeros((0, 4)), "a": np.array([2.0])}, 1.0)
+    assert clipped.value["none"].shape == (0, 4)
+    assert float(clipped.value["a"][0]) == pytest.approx(1.0)
+    for update in ({}, {"none": np.zeros(0)}):
+        with pytest.raises(ValueError, match="no numbers"):
+            clip(update, 1.0)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf])
+def test_unfit_clipping_norms_are_refused(bound):
+    with pytest.raises(ValueError, match="clipping_norm"):
+        clip({"a": np.ones(1)}, bound)
+
+
+def test_measured_sensitivity_never_exceeds_the_reported_one():
+    """12,000 neighbour pairs: random ones, and ones built to be as far apart as allowed."""
+    rng = np.random.default_rng(1)
+    for trial in range(6_000):
+        units, size = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+        bound = float(10 ** rng.uniform(-3, 2))
+        dtype = rng.choice([np.float16, np.float32, np.float64])
+        raw = rng.standard_normal((units + 1, size)) * 10 ** rng.uniform(-2, 2)
+        if trial % 2:  # adversarial: the replacing unit is the replaced one's opposite, both huge
+            raw[-1] = raw[0] = 1e3 * raw[0] / max(np.abs(raw[0]).max(), 1e-9)
+            raw[-1] *= -1
+        updates = [clip({"a": row.astype(dtype)}, bound) for row in raw]
+        like = {"a": raw[0]}
+        with_it = sum_bounded(updates[:units], like=like)
+        without = sum_bounded(updates[1:units], like=like)
+        replaced = sum_bounded([updates[-1], *updates[1:units]], like=like)
+        slack = 1e-12 * units * bound  # float64 rounding of the sums themselves
+        moved = exact_norm({"a": with_it.value["a"] - without.value["a"]})
+        assert moved <= with_it.sensitivity(ADD_OR_REMOVE) + slack
+        moved = exact_norm({"a": with_it.value["a"] - replaced.value["a"]})
+        assert moved <= with_it.sensitivity(REPLACE) + slack
+        if trial % 2 and dtype is np.float64:
+            assert moved > 1.99 * bound  # the pairs do reach the bound: the test has teeth
+
+
+def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replacement():
+    like = {"a": np.ones(3, np.float32)}
+    empty = sum_bounded([], like=like)
+    assert empty.count == 0
+    assert not empty.value["a"].any()
+    one = sum_bounded([clip(like, 0.7)], like=like)
+    assert one.sensitivity(ADD_OR_REMOVE) == 0.7
+    assert one.sensitivity(NeighboringRelation.REPLACE_SPECIAL) == 0.7
+    assert one.sensitivity(REPLACE) == 1.4
+
+
+def test_sums_of_unlike_updates_are_refused():
+    like = {"a": np.ones(3)}
+    with pytest.raises(ValueError, match="names differ"):
+        sum_bounded([clip({"b": np.ones(3)}, 1.0)], like=like)
+    with pytest.raises(ValueError, match="shape"):
+        sum_bounded([clip({"a": np.ones(2)}, 1.0)], like=like)
+    with pytest.raises(ValueError, match="different bounds"):
+        sum_bounded([clip(like, 1.0), clip(like, 2.0)], like=like)
+
+
+def test_the_norm_before_clipping_is_kept_apart():
+    update = clip({"a": np.array([3.0, 4.0])}, 1.0)
+    assert isinstance(update, BoundedUpdate)
+    assert update.norm == pytest.approx(5.0)
+    assert update.clipped

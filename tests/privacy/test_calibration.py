@@ -1,0 +1,94 @@
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    TargetOutOfReach,
+    calibrate_noise_multiplier,
+    calibrate_rounds,
+    calibrate_sampling_rate,
+    default_relation,
+    privacy_loss,
+)
+
+
+def random_settings(number: int, seed: int):
+    rng = np.random.default_rng(seed)
+    for _ in range(number):
+        population = int(rng.integers(20, 2000))
+        rate = float(10 ** rng.uniform(-2, -0.3))
+        yield {
+            "epsilon": float(10 ** rng.uniform(-0.7, 1.2)),
+            "delta": float(10 ** rng.uniform(-6, -1)),
+            "sampling": [
+                PoissonSampling(population, rate),
+                FixedSizeSampling(population, max(1, round(population * rate))),
+                FullParticipation(population),
+            ][int(rng.integers(3))],
+            "rounds": int(10 ** rng.uniform(0, 2.5)),
+            "accountant": ["pld", "rdp"][int(rng.integers(2))],
+        }
+
+
+def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would():
+    for setting in random_settings(100, seed=0):
+        target = setting["epsilon"]
+        sigma = calibrate_noise_multiplier(**setting)
+        facts = {name: value for name, value in setting.items() if name != "epsilon"}
+        facts["relation"] = default_relation(setting["sampling"])
+        assert privacy_loss(noise_multiplier=sigma, **facts).epsilon <= target, setting
+        if sigma > 0.01:
+            less = privacy_loss(noise_multiplier=0.99 * sigma, **facts).epsilon
+            assert less > target, setting
+
+
+def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would():
+    for setting in random_settings(60, seed=1):
+        facts = {name: value for name, value in setting.items() if name != "rounds"}
+        rounds = calibrate_rounds(noise_multiplier=5.0, **facts)
+        target = facts.pop("epsilon")
+        facts |= {"relation": default_relation(setting["sampling"]), "noise_multiplier": 5.0}
+        assert privacy_loss(rounds=rounds, **facts).epsilon <= target, setting
+        assert privacy_loss(rounds=rounds + 1, **facts).epsilon > target, setting
+
+
+def test_no_calibrated_sampling_rate_exceeds_its_target():
+    for setting in random_settings(40, seed=2):
+        population = setting.pop("sampling").population
+        target = setting["epsilon"]
+        try:
+            rate = calibrate_sampling_rate(population=population, noise_multiplier=2.0, **setting)
+        except TargetOutOfReach:
+            continue
+        facts = {name: value for name, value in setting.items() if name != "epsilon"}
+        sampling = PoissonSampling(population, rate)
+        facts |= {
+            "sampling": sampling,
+            "relation": default_relation(sampling),
+            "noise_multiplier": 2.0,
+        }
+        assert privacy_loss(**facts).epsilon <= target, setting
+
+
+def test_an_unreachable_target_is_an_error_that_says_what_to_change():
+    with pytest.raises(TargetOutOfReach, match="raise epsilon or delta"):
+        calibrate_noise_multiplier(
+            epsilon=1e-9, delta=1e-9, sampling=FullParticipation(10), rounds=10_000
+        )
+
+
+def test_not_even_one_round_may_fit():
+    sampling = FullParticipation(10)
+    assert calibrate_rounds(epsilon=0.1, delta=1e-5, sampling=sampling, noise_multiplier=0.5) == 0
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
+def test_unfit_targets_are_refused(epsilon):
+    with pytest.raises(ValueError, match="epsilon"):
+        calibrate_noise_multiplier(
+            epsilon=epsilon, delta=1e-3, sampling=FullParticipation(10), rounds=1
+        )

@@ -1,0 +1,120 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise
+from tests.privacy.test_bounds import FLOATS, array_of
+
+DRAWS = 1_000_000
+
+
+def has_stddev(sample: np.ndarray, stddev: float) -> bool:
+    """Whether a sample's variance is within 0.5 % of ``stddev²``, its mean within five errors.
+
+    At 10⁶ draws the variance of a right sample strays by 0.14 % (one standard error).
+    """
+    variance_fits = abs(sample.var() / stddev**2 - 1) < 0.005
+    return bool(variance_fits and abs(sample.mean()) < 5 * stddev / math.sqrt(sample.size))
+
+
+@pytest.mark.parametrize("noise", [SecureNoise(), SeededNoise(3, "test")])
+@pytest.mark.parametrize("stddev", [1e-6, 0.3, 1e4])
+def test_gaussian_noise_has_the_stddev_asked_for_and_the_check_would_see_two_percent(noise, stddev):
+    update = {"a": np.zeros((1000, 500)), "b": np.zeros(DRAWS // 2)}
+    sample = np.concatenate([a.ravel() for a in noise.add_gaussian(update, stddev).values()])
+    assert has_stddev(sample, stddev)
+    for factor in (0.98, 1.02):
+        assert not has_stddev(sample * math.sqrt(factor), stddev)
+
+
+def test_noise_is_gaussian_and_independent_across_coordinates_and_arrays():
+    noised = SecureNoise().add_gaussian({"a": np.zeros(50_000), "b": np.zeros(50_000)}, 2.0)
+    assert stats.kstest(noised["a"] / 2.0, "norm").pvalue > 1e-6
+    assert abs(np.corrcoef(noised["a"], noised["b"])[0, 1]) < 0.03
+    assert abs(np.corrcoef(noised["a"][1:], noised["a"][:-1])[0, 1]) < 0.03
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_precision_is_noised_and_keeps_its_type(dtype):
+    update = {"a": array_of(np.zeros(20_000), dtype), "scalar": array_of(0.0, dtype)}
+    noised = SecureNoise().add_gaussian(update, 1.0)
+    for name, array in noised.items():
+        assert type(array) is type(update[name]) or isinstance(array, np.floating | np.ndarray)
+        assert array.dtype == update[name].dtype
+        assert tuple(array.shape) == tuple(update[name].shape)
+        assert bool((array != 0).any() if array.ndim else array != 0)
+    assert float(torch.as_tensor(noised["a"]).double().std()) == pytest.approx(1.0, rel=0.05)
+
+
+def test_an_empty_array_stays_empty_beside_others():
+    noised = SecureNoise().add_gaussian({"none": np.zeros((0, 2)), "a": np.zeros(2)}, 1.0)
+    assert noised["none"].shape == (0, 2)
+
+
+@pytest.mark.parametrize("array", [np.arange(3), np.array([True]), torch.arange(3)])
+def test_arrays_that_cannot_carry_noise_are_refused(array):
+    with pytest.raises(TypeError, match="'count' has dtype"):
+        SecureNoise().add_gaussian({"count": array}, 1.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_values_do_not_pass_noised(value):
+    with pytest.raises(NonFiniteUpdate, match="'a'"):
+        SecureNoise().add_gaussian({"a": np.array([value])}, 1.0)
+
+
+def test_noise_that_overflows_the_precision_is_refused():
+    with pytest.raises(NonFiniteUpdate, match="float16"):
+        SecureNoise().add_gaussian({"a": np.zeros(1000, np.float16)}, 1e6)
+
+
+@pytest.mark.parametrize("stddev", [-1.0, math.nan, math.inf])
+def test_unfit_stddevs_are_refused(stddev):
+    with pytest.raises(ValueError, match="stddev"):
+        SecureNoise().add_gaussian({"a": np.zeros(1)}, stddev)
+
+
+def test_noise_leaves_its_input_untouched():
+    update = {"a": np.ones(5), "b": torch.ones(5)}
+    SecureNoise().add_gaussian(update, 1.0)
+    assert (update["a"] == 1).all()
+    assert (update["b"] == 1).all()
+
+
+def test_seeded_noise_repeats_by_path_and_moves_on_within_one_source():
+    zeros = {"a": np.zeros(100)}
+    first, again = SeededNoise(7, "x", 1), SeededNoise(7, "x", 1)
+    one = first.add_gaussian(zeros, 1.0)["a"]
+    np.testing.assert_array_equal(one, again.add_gaussian(zeros, 1.0)["a"])
+    assert not np.array_equal(one, first.add_gaussian(zeros, 1.0)["a"])
+    assert not np.array_equal(one, SeededNoise(7, "x", 2).add_gaussian(zeros, 1.0)["a"])
+
+
+def test_secure_noise_never_repeats():
+    zeros = {"a": np.zeros(100)}
+    noise = SecureNoise()
+    draws = [noise.add_gaussian(zeros, 1.0)["a"].tobytes() for _ in range(50)]
+    assert len(set(draws)) == 50
+    assert noise.is_secure
+    assert not SeededNoise(1).is_secure
+
+
+def test_gamma_direction_has_a_gamma_norm_and_no_preferred_direction():
+    noise = SeededNoise(5)
+    dimension, scale = 4, 0.7
+    draws = np.array([noise.gamma_direction(dimension, scale) for _ in range(20_000)])
+    norms = np.linalg.norm(draws, axis=1)
+    assert stats.kstest(norms, stats.gamma(dimension, scale=scale).cdf).pvalue > 1e-4
+    assert stats.kstest(norms, stats.gamma(dimension, scale=1.05 * scale).cdf).pvalue < 1e-6
+    directions = draws / norms[:, None]
+    assert np.abs(directions.mean(axis=0)).max() < 5 / math.sqrt(dimension * 20_000)
+    np.testing.assert_allclose(directions.T @ directions / 20_000, np.eye(4) / 4, atol=0.01)
+
+
+@pytest.mark.parametrize(("dimension", "scale"), [(0, 1.0), (3, 0.0), (3, math.inf)])
+def test_unfit_gamma_parameters_are_refused(dimension, scale):
+    with pytest.raises(ValueError, match="dimension|scale"):
+        SecureNoise().gamma_direction(dimension, scale)
