@@ -22,14 +22,14 @@ def random_settings(number: int, seed: int):
         population = int(rng.integers(20, 2000))
         rate = float(10 ** rng.uniform(-2, -0.3))
         yield {
-            "epsilon": float(10 ** rng.uniform(-0.7, 1.2)),
-            "delta": float(10 ** rng.uniform(-6, -1)),
+            "epsilon": float(10 ** rng.uniform(-0.5, 1.2)),
+            "delta": float(10 ** rng.uniform(-5, -1)),
             "sampling": [
                 PoissonSampling(population, rate),
                 FixedSizeSampling(population, max(1, round(population * rate))),
                 FullParticipation(population),
             ][int(rng.integers(3))],
-            "rounds": int(10 ** rng.uniform(0, 2.5)),
+            "rounds": int(10 ** rng.uniform(0, 2)),
             "accountant": ["pld", "rdp"][int(rng.integers(2))],
         }
 

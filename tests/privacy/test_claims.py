@@ -1,0 +1,181 @@
+import math
+
+import pytest
+
+from flower_ext.privacy import (
+    AdversaryView,
+    FixedSizeSampling,
+    FullParticipation,
+    Guarantee,
+    NeighboringRelation,
+    Participations,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+    client_level_guarantees,
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+    privacy_loss,
+    theorem2_of_plan,
+)
+
+
+def plan(sampling=None, **changes) -> ReleasePlan:
+    facts = {
+        "sampling": sampling or PoissonSampling(100, 0.1),
+        "clipping_norm": 0.1,
+        "noise_multiplier": 1.2,
+        "rounds": 60,
+        "delta": 1e-2,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def by_view(plan, participations, **how):
+    return {g.view: g for g in client_level_guarantees(plan, participations, **how)}
+
+
+def test_theorem_2_and_its_noise_multiplier_undo_each_other():
+    for epsilon in (0.3, 1.0, 2.0, 8.0):
+        facts = {"sampling_rate": 0.05, "rounds": 200, "delta": 1e-3}
+        sigma = dp2_fedsam_theorem2_noise_multiplier(epsilon=epsilon, **facts)
+        claim = dp2_fedsam_theorem2(noise_multiplier=sigma, **facts)
+        assert claim.epsilon == pytest.approx(epsilon)
+        # Eq. 26 as printed.
+        needed = 7 * 0.05**2 * 200 * (epsilon + 2 * math.log(1e3)) / epsilon**2
+        assert sigma**2 == pytest.approx(needed)
+
+
+def holds(text: str, **facts) -> bool:
+    claim = dp2_fedsam_theorem2(**facts)
+    (condition,) = [c for c in claim.conditions if c.text.startswith(text)]
+    return condition.holds
+
+
+def test_each_condition_of_theorem_2_is_seen_to_hold_and_to_fail():
+    mild = {"sampling_rate": 0.01, "rounds": 10, "delta": 1e-3}
+    assert holds("σ² ≥ 0.7", noise_multiplier=0.84, **mild)
+    assert not holds("σ² ≥ 0.7", noise_multiplier=0.83, **mild)
+    assert holds("ε < 2 ln", noise_multiplier=2.0, **mild)
+    assert not holds("ε < 2 ln", noise_multiplier=1.0, sampling_rate=1.0, rounds=99, delta=0.1)
+    assert holds("α ≤", noise_multiplier=3.0, sampling_rate=0.001, rounds=200_000, delta=1e-2)
+    assert not holds("α ≤", noise_multiplier=3.0, **mild)
+
+
+def test_the_published_claim_says_that_it_does_not_fit_its_own_setting():
+    claim = theorem2_of_plan(plan(), 60)
+    assert claim.basis == "published"
+    assert not claim.conditions_hold
+    failed = [c.text for c in claim.conditions if not c.holds]
+    assert any("replacing one moves the sum by 2C" in text for text in failed)
+    assert any("single uploads" in text for text in failed)
+
+
+def test_a_stronger_adversary_is_promised_less():
+    seen = Participations()
+    for number in range(60):
+        seen.record([number % 100, (number + 1) % 100, *range(50, 58)], answered=10)
+    guarantees = by_view(plan(), seen)
+    models = guarantees[AdversaryView.RELEASED_MODELS].epsilon
+    sums = guarantees[AdversaryView.SUM_ONLY].epsilon
+    uploads = guarantees[AdversaryView.EACH_UPLOAD].epsilon
+    assert models < sums < uploads
+
+
+def test_each_view_is_accounted_as_it_says():
+    seen = Participations()
+    for _ in range(9):
+        seen.record([0, 1, 2, 3], answered=4)
+    seen.record([1, 2, 3, 4], answered=4)
+    guarantees = by_view(plan(), seen)
+    gaussian = {
+        "sampling": FullParticipation(100),
+        "relation": NeighboringRelation.REPLACE_SPECIAL,
+        "delta": 1e-2,
+    }
+    assert guarantees[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(
+        privacy_loss(
+            sampling=PoissonSampling(100, 0.1),
+            noise_multiplier=1.2,
+            rounds=10,
+            delta=1e-2,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        ).epsilon
+    )
+    assert guarantees[AdversaryView.SUM_ONLY].epsilon == pytest.approx(
+        privacy_loss(noise_multiplier=1.2, rounds=10, **gaussian).epsilon
+    )
+    # One upload carries noise σ/√4.
+    assert guarantees[AdversaryView.EACH_UPLOAD].epsilon == pytest.approx(
+        privacy_loss(noise_multiplier=0.6, rounds=10, **gaussian).epsilon
+    )
+
+
+def test_noise_that_the_server_topped_up_does_not_count_against_the_server():
+    complete, half = Participations(), Participations()
+    complete.record([0, 1], answered=2)
+    half.record([0, 1], answered=1)
+    views = [by_view(plan(), seen) for seen in (complete, half)]
+    sums = [v[AdversaryView.SUM_ONLY].epsilon for v in views]
+    models = [v[AdversaryView.RELEASED_MODELS].epsilon for v in views]
+    assert sums[1] > sums[0]
+    assert models[1] == models[0]
+
+
+def test_server_side_noise_promises_nothing_against_the_server():
+    guarantees = by_view(plan(noise_placement="server"), Participations.worst_case(60, 10))
+    assert math.isfinite(guarantees[AdversaryView.RELEASED_MODELS].epsilon)
+    for view in (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD):
+        assert math.isinf(guarantees[view].epsilon)
+        assert "No (ε, δ) is promised" in guarantees[view].statement()
+
+
+def test_fixed_size_sampling_is_accounted_with_twice_the_bound():
+    fixed = plan(FixedSizeSampling(100, 10), noise_multiplier=5.0)
+    models = by_view(fixed, Participations.worst_case(60, 10))[AdversaryView.RELEASED_MODELS]
+    assert models.relation is NeighboringRelation.REPLACE_ONE
+    assert "sensitivity 2C" in models.source
+
+
+def test_seeded_noise_is_named_as_simulation_in_every_guarantee():
+    seen = Participations.worst_case(60, 10)
+    for secure, word in ((True, "cryptographic generator"), (False, "SIMULATION")):
+        for guarantee in client_level_guarantees(plan(), seen, secure_noise=secure):
+            assert any(word in text for text in guarantee.assumptions)
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
+    seen = Participations.worst_case(60, 10)
+    guarantees = client_level_guarantees(
+        plan(noise_placement=placement), seen, not_covered=["test scores"]
+    )
+    for g in [theorem2_of_plan(plan(), 60), *guarantees]:
+        text = g.statement()
+        for word in (g.unit.value, g.relation.value, g.basis, g.accountant, g.source, "δ", "sees"):
+            assert word in text or math.isinf(g.epsilon)
+        assert g.unit is PrivacyUnit.CLIENT
+        assert Guarantee.from_dict(g.to_dict()) == g
+    assert "Not covered: test scores" in guarantees[0].statement()
+
+
+def test_unknown_fields_of_a_guarantee_are_refused():
+    facts = theorem2_of_plan(plan(), 60).to_dict() | {"epsilon_really": 1.0}
+    with pytest.raises(ValueError, match="epsilon_really"):
+        Guarantee.from_dict(facts)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("noise_multiplier", 0.0),
+        ("sampling_rate", 0.0),
+        ("sampling_rate", 1.5),
+        ("rounds", 0),
+        ("delta", 1.0),
+    ],
+)
+def test_unfit_parameters_of_theorem_2_are_refused_by_name(field, value):
+    facts = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "rounds": 10, "delta": 1e-2}
+    with pytest.raises(ValueError, match=f"{field}="):
+        dp2_fedsam_theorem2(**{**facts, field: value})

@@ -1,0 +1,197 @@
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flower_ext.privacy import (
+    Budget,
+    BudgetExhausted,
+    Ledger,
+    LedgerCorrupt,
+    LedgerLocked,
+    NeighboringRelation,
+    PoissonSampling,
+    Release,
+    calibrate_rounds,
+)
+
+SAMPLING = PoissonSampling(100, 0.1)
+RELEASE = Release(
+    sampling=SAMPLING, noise_multiplier=1.0, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
+)
+
+
+def filled(path, rounds=3) -> bytes:
+    ledger = Ledger(path)
+    for number in range(rounds):
+        with ledger.reserve(RELEASE, round=number) as entry:
+            entry.note(answered=number)
+    ledger.close()
+    return path.read_bytes()
+
+
+def reserved(path) -> int:
+    ledger = Ledger(path)
+    try:
+        return ledger.releases
+    finally:
+        ledger.close()
+
+
+def kinds(path):
+    return [entry["kind"] for entry in Ledger.read(path)]
+
+
+def test_a_release_is_reserved_before_and_committed_after_its_body(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    with ledger.reserve(RELEASE, round=1) as entry:
+        assert kinds(path) == ["reserve"]  # already durable while the body runs
+        entry.note(answered=9)
+    assert kinds(path) == ["reserve", "commit"]
+    assert Ledger.read(path)[1]["answered"] == 9
+
+
+def test_what_is_reserved_is_spent_whatever_follows(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    with pytest.raises(KeyError), ledger.reserve(RELEASE, round=1):
+        raise KeyError("lost")
+    with ledger.reserve(RELEASE, round=2) as entry:
+        entry.discard("too few answered")
+    assert kinds(path) == ["reserve", "discard", "reserve", "discard"]
+    assert ledger.releases == 2
+    assert "too few answered" in path.read_text()
+
+
+def test_the_budget_stops_before_anything_is_written(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    fitting = calibrate_rounds(epsilon=2.0, delta=1e-2, sampling=SAMPLING, noise_multiplier=1.0)
+    ledger = Ledger(path, budget=Budget(epsilon=2.0, delta=1e-2))
+    for number in range(fitting):
+        with ledger.reserve(RELEASE, round=number):
+            pass
+    before = path.read_bytes()
+    with pytest.raises(BudgetExhausted, match=f"above the budget of 2; {fitting} releases"):
+        ledger.reserve(RELEASE, round=fitting).__enter__()
+    assert path.read_bytes() == before
+    assert ledger.spent(1e-2).epsilon <= 2.0
+
+
+def test_a_resumed_ledger_counts_what_was_spent_before(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    filled(path, rounds=3)
+    ledger = Ledger(path)
+    assert ledger.releases == 3
+    with ledger.reserve(RELEASE, round=3):
+        pass
+    assert ledger.releases == 4
+    assert len(Ledger.read(path)) == 8
+
+
+def test_two_runs_cannot_share_a_ledger(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    with pytest.raises(LedgerLocked, match="in use by another run"):
+        Ledger(path)
+    code = f"from flower_ext.privacy import Ledger; Ledger({str(path)!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "LedgerLocked" in other.stderr
+    ledger.close()
+    Ledger(path).close()
+
+
+def test_a_changed_byte_anywhere_is_detected(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    content = filled(path)
+    for position in range(len(content) - 1):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        path.write_bytes(bytes(changed))
+        with pytest.raises(LedgerCorrupt, match="line \\d"):
+            Ledger.read(path)
+
+
+def test_removed_or_swapped_lines_are_detected(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    lines = filled(path).splitlines(keepends=True)
+    for broken in (lines[1:], lines[:2] + lines[3:], [lines[1], lines[0], *lines[2:]]):
+        path.write_bytes(b"".join(broken))
+        with pytest.raises(LedgerCorrupt):
+            Ledger(path)
+
+
+def test_a_forged_line_with_its_own_hash_breaks_the_chain(tmp_path):
+    import hashlib
+
+    path = tmp_path / "ledger.jsonl"
+    lines = filled(path).splitlines()
+    forged = json.loads(lines[2])
+    forged["release"]["noise_multiplier"] = 100.0
+    body = {k: v for k, v in forged.items() if k != "hash"}
+    forged["hash"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    lines[2] = json.dumps(forged, sort_keys=True).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(LedgerCorrupt, match="line 4"):
+        Ledger(path)
+
+
+def test_truncation_at_any_byte_keeps_every_whole_reservation(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    content = filled(path)
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        whole = content[:length].decode().count('"kind": "reserve"')
+        torn = not content[:length].endswith(b"\n") and length > 0
+        assert reserved(path) in ({whole, whole - 1} if torn else {whole})
+        assert path.read_bytes() == content[: content[:length].rfind(b"\n") + 1]
+
+
+def test_the_ledger_is_private_to_its_owner(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    filled(path)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def _release_for_ever(ledger_path, witness_path):
+    """Reserve, release (a durable line elsewhere), commit; until killed."""
+    witness = os.open(witness_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    ledger = Ledger(ledger_path)
+    number = 0
+    while True:
+        with ledger.reserve(RELEASE, round=number):
+            os.write(witness, b"released\n")
+            os.fsync(witness)
+        number += 1
+
+
+def test_kill_9_at_120_moments_never_undercounts_what_was_released(tmp_path):
+    ledger_path, witness_path = tmp_path / "ledger.jsonl", tmp_path / "witness"
+    context = multiprocessing.get_context("fork")
+    moments = random.Random(0)
+    left_open = 0
+    for _ in range(120):
+        worker = context.Process(target=_release_for_ever, args=(ledger_path, witness_path))
+        worker.start()
+        time.sleep(moments.uniform(0.002, 0.03))
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+        released = witness_path.read_text().count("\n") if witness_path.exists() else 0
+        spent = reserved(ledger_path) if ledger_path.exists() else 0
+        assert spent >= released
+        entries = kinds(ledger_path) if ledger_path.exists() else []
+        left_open = entries.count("reserve") - entries.count("commit")
+    assert released > 100  # real work was interrupted,
+    assert left_open > 0  # and some of it between reserve and commit
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.1), (-1.0, 0.1), (1.0, 0.0), (1.0, 1.0)])
+def test_unfit_budgets_are_refused(epsilon, delta):
+    with pytest.raises(ValueError, match="epsilon|delta"):
+        Budget(epsilon=epsilon, delta=delta)

@@ -1,0 +1,28 @@
+from flower_ext.privacy import Participations
+
+
+def test_the_most_exposed_unit_counts():
+    seen = Participations()
+    seen.record([0, 1], answered=2)
+    seen.record([1, 2, 3, 4], answered=4)
+    seen.record([], answered=0)
+    assert seen.rounds == 3
+    assert seen.in_sums == 2.0  # unit 1 was in two sums
+    assert seen.in_uploads == 2 + 4  # each of its uploads had 1/2 and 1/4 of the noise
+
+
+def test_a_sum_short_of_noise_weighs_more_and_an_unanswered_round_nothing():
+    seen = Participations()
+    seen.record([0, 1, 2, 3], answered=1)
+    seen.record([0, 1], answered=0)
+    assert seen.in_sums == 4.0
+    assert seen.in_uploads == 4.0
+
+
+def test_the_worst_case_takes_part_in_every_round():
+    worst = Participations.worst_case(rounds=7, cohort_size=3)
+    assert (worst.rounds, worst.in_sums, worst.in_uploads) == (7, 7.0, 21.0)
+
+
+def test_nothing_happened_yet():
+    assert (Participations().in_sums, Participations().in_uploads) == (0.0, 0.0)
