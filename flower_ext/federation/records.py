@@ -25,6 +25,8 @@ UPDATE = "update"
 ROUND = "round"
 """Record of the facts of a round."""
 METRICS = "metrics"
+CONFIG = "config"
+"""What the user passes to ``start``, for ClientApps of their own."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 

@@ -180,7 +180,7 @@ class FederatedStrategy(Strategy):
             records.ROUND: self._facts(server_round, facts),
             **records.training_records(_in_round(self.training, server_round)),
         }
-        return self._ask("train", self._cohort, {**content, "config": config}, server_round)
+        return self._ask("train", self._cohort, {**content, records.CONFIG: config}, server_round)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -259,7 +259,7 @@ class FederatedStrategy(Strategy):
             **records.training_records(_in_round(self.evaluation_training, server_round)),
         }
         return self._ask(
-            "evaluate", sorted(self._nodes), {**content, "config": config}, server_round
+            "evaluate", sorted(self._nodes), {**content, records.CONFIG: config}, server_round
         )
 
     def aggregate_evaluate(

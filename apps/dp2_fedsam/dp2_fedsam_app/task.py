@@ -24,8 +24,8 @@ def task_of(context: Context) -> Task:
     """The task of a run, for its clients and its server alike."""
     config = context.run_config
     dataset = str(config["dataset"])
-    model = str(config["model"]) or DEFAULT_MODELS[dataset]
     classes = describe(dataset).num_classes
+    model = str(config["model"]) or DEFAULT_MODELS[dataset]
     partitions = (
         str(config["partition"]),
         int(config["clients"]),

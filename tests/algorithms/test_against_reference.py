@@ -1,0 +1,160 @@
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import (
+    Centaur,
+    DP2FedSAM,
+    DPFedAvg,
+    DPFedAvgFT,
+    DPFedSAM,
+    DPFedSAMFT,
+)
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.privacy import FixedSizeSampling, ReleasePlan
+from flower_ext.training import LocalTraining, evaluate
+from tests.algorithms.reference import batch_order, descend, federated
+from tests.worlds import Net, client_data, task
+
+SEED, ROUNDS, CLIENTS = 4, 3, 5
+PLAN = ReleasePlan(
+    sampling=FixedSizeSampling(CLIENTS, 3),
+    clipping_norm=0.3,
+    noise_multiplier=0.4,
+    rounds=ROUNDS,
+    delta=0.1,
+)
+SGD = LocalTraining(
+    epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5, learning_rate_decay=0.9
+)
+SAM = LocalTraining(
+    epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5, learning_rate_decay=0.9, sam_radius=0.2
+)
+HEAD = LocalTraining(epochs=1, batch_size=10, learning_rate=0.3, learning_rate_decay=0.9)
+COMMON = {
+    "plan": PLAN,
+    "seed": SEED,
+    "seeded_noise": True,
+    "server_learning_rate": 0.8,
+    "evaluate_every": ROUNDS,
+}
+
+
+def run(strategy):
+    grid = InProcessGrid(
+        type(strategy).client_app(task(), allow_seeded_noise=True), num_clients=CLIENTS
+    )
+    start = ArrayRecord(task().initial_params(SEED))
+    result = strategy.start(grid, start, num_rounds=ROUNDS)
+    assert strategy.refusals == []
+    return records.to_params(result.arrays), grid
+
+
+def close(ours, theirs):
+    assert set(ours) == set(theirs)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training"),
+    [(DPFedAvg, SGD), (DPFedAvgFT, SGD), (DPFedSAM, SAM), (DPFedSAMFT, SAM)],
+)
+def test_whole_model_methods_equal_the_plain_loop(strategy, training):
+    ours, _ = run(strategy(local=training, **COMMON))
+    theirs, _ = federated(
+        PLAN, seed=SEED, rounds=ROUNDS, phases=[("", training)], shared="", server_rate=0.8
+    )
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize(("strategy", "radius"), [(DP2FedSAM, 0.2), (Centaur, 0.0)])
+def test_personal_head_methods_equal_the_plain_loop_and_so_do_their_heads(strategy, radius):
+    ours, grid = run(strategy(head=HEAD, extractor=SAM, **COMMON))
+    extractor = SAM if radius else SGD
+    theirs, heads = federated(
+        PLAN,
+        seed=SEED,
+        rounds=ROUNDS,
+        phases=[("head", HEAD), ("extractor", extractor)],
+        shared="extractor",
+        server_rate=0.8,
+    )
+    close(ours, theirs)
+    kept = {
+        int(context.node_config["partition-id"]): records.to_params(record)
+        for context in grid.contexts.values()
+        for record in context.state.array_records.values()
+    }
+    assert set(kept) == set(heads)
+    for client, head in heads.items():
+        close(kept[client], head)
+
+
+def test_the_methods_differ_from_one_another():
+    finals = [
+        run(DPFedAvg(local=SGD, **COMMON))[0],
+        run(DPFedSAM(local=SAM, **COMMON))[0],
+        run(Centaur(head=HEAD, extractor=SAM, **COMMON))[0],
+        run(DP2FedSAM(head=HEAD, extractor=SAM, **COMMON))[0],
+    ]
+    weights = [final["extractor.weight"] for final in finals]
+    for i, one in enumerate(weights):
+        assert all(not torch.allclose(one, other, atol=1e-4) for other in weights[i + 1 :])
+
+
+def test_fine_tuned_evaluation_trains_the_downloaded_model_first_and_forgets_it():
+    strategy = DPFedAvgFT(local=SGD, **COMMON)
+    final, grid = run(strategy)
+    for client in range(CLIENTS):
+        model = Net()
+        model.load_state_dict(final)
+        descend(
+            model,
+            "",
+            client_data(client).train,
+            epochs=SGD.epochs,
+            batch=SGD.batch_size,
+            rate=SGD.in_round(ROUNDS).learning_rate,
+            momentum=SGD.momentum,
+            radius=0.0,
+            generator=batch_order(SEED, client, ROUNDS, "evaluate"),
+        )
+        expected = evaluate(task(), model.state_dict(), client_data(client).test)
+        assert strategy.client_metrics[client]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert all(not context.state.array_records for context in grid.contexts.values())
+
+
+@pytest.mark.parametrize("adapt", [False, True])
+def test_personal_evaluation_uses_the_own_head_adapted_only_where_asked(adapt):
+    strategy = DP2FedSAM(head=HEAD, extractor=SAM, adapt_before_evaluation=adapt, **COMMON)
+    final, grid = run(strategy)
+    context = next(c for c in grid.contexts.values() if c.state.array_records)
+    client = int(context.node_config["partition-id"])
+    (record,) = context.state.array_records.values()
+    model = Net()
+    model.load_state_dict({**final, **records.to_params(record)})
+    if adapt:
+        descend(
+            model,
+            "head",
+            client_data(client).train,
+            epochs=HEAD.epochs,
+            batch=HEAD.batch_size,
+            rate=HEAD.in_round(ROUNDS).learning_rate,
+            momentum=0.0,
+            radius=0.0,
+            generator=batch_order(SEED, client, ROUNDS, "evaluate"),
+        )
+    expected = evaluate(task(), model.state_dict(), client_data(client).test)
+    assert strategy.client_metrics[client]["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+def test_a_sam_method_without_a_radius_is_refused():
+    with pytest.raises(ValueError, match="radius > 0"):
+        DPFedSAM(plan=PLAN, local=LocalTraining(sam_radius=0.0))
+
+
+def test_a_personal_method_without_a_personal_part_is_refused():
+    with pytest.raises(ValueError, match="name the module that is the head"):
+        DP2FedSAM(plan=PLAN, personal=())

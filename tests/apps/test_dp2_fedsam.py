@@ -1,0 +1,123 @@
+"""The whole app in this process: every method, its run directory, and what happens on bad input."""
+
+import json
+
+import pytest
+from safetensors.numpy import load_file
+
+from flower_ext.data import DataNotFound
+from flower_ext.federation import run_in_process
+from flower_ext.privacy import Ledger
+from flower_ext.reporting import NotARun, RunDirectory
+from tests.apps.app import config, parts
+
+METHODS = (
+    "dp2-fedsam",
+    "centaur",
+    "dp-fedavg",
+    "dp-fedavg-ft",
+    "dp-fedsam",
+    "dp-fedsam-ft",
+    "fedavg",
+    "p-fedsam",
+)
+
+
+def run(path, **overrides):
+    server, client = parts()
+    facts = {"clients": 8, "rounds": 3, "sampling_rate": 0.5, "evaluate_every": 2, **overrides}
+    settings = config(run_directory=str(path), **facts)
+    run_in_process(server, client, num_clients=settings["clients"], run_config=settings)
+    return RunDirectory.open(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
+    run_ = run(tmp_path / "run", method=method)
+    files = {p.name for p in run_.path.iterdir()}
+    expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv", "guarantee.json"}
+    assert expected | {"report.md", "report.html", "figures"} <= files
+    assert run_.facts["status"] == "completed"
+    assert run_.facts["versions"]["flwr"]
+    rows = run_.metrics()
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert "accuracy_mean" in rows[1]
+    assert "accuracy_worst_decile" in rows[1]
+    private = method not in ("fedavg", "p-fedsam")
+    assert ("epsilon_provable" in rows[1]) == private
+    assert ("epsilon_published" in rows[1]) == private
+    assert bool(run_.guarantees()) == private
+    assert ("ledger.jsonl" in files) == private
+    personal = method in ("dp2-fedsam", "centaur", "p-fedsam")
+    names = set(load_file(run_.path / "model.safetensors"))
+    assert any(name.startswith("head") for name in names) == (not personal)
+    assert len(run_.client_metrics()) == 8
+    for svg in (run_.path / "figures").glob("*.svg"):
+        assert svg.with_suffix(".csv").exists()
+
+
+def test_the_run_spends_what_it_was_given_and_the_ledger_agrees(tmp_path):
+    run_ = run(tmp_path / "run", epsilon=3.0)
+    models = run_.guarantees()[1]
+    assert 2.97 < models.epsilon <= 3.0
+    entries = Ledger.read(run_.ledger_path)
+    assert [e["kind"] for e in entries] == ["reserve", "commit"] * 3
+
+
+def test_the_published_calibration_gives_the_published_epsilon(tmp_path):
+    run_ = run(tmp_path / "run", calibration="published", epsilon=3.0)
+    assert run_.guarantees()[0].epsilon == pytest.approx(3.0)
+
+
+def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
+    """Two classes a client without noise: own heads do better than one model for all."""
+    facts = {"clients": 20, "rounds": 8, "evaluate_every": 8}
+    accuracies = {
+        method: run(tmp_path / method, method=method, **facts).metrics()[-1]["accuracy_mean"]
+        for method in ("p-fedsam", "fedavg")
+    }
+    assert accuracies["p-fedsam"] > max(0.8, accuracies["fedavg"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"method": "fedsam2"}, "method='fedsam2': expected one of"),
+        ({"sampling": "often"}, "sampling='often': expected one of poisson"),
+        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
+        ({"partition": "even"}, "partition='even': expected pathological"),
+        ({"classes_per_client": 11}, "classes_per_partition=11"),
+        ({"epsilon": -1.0}, r"epsilon=-1\.0: expected a finite number > 0"),
+        ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
+        ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
+        ({"model": "gpt"}, "model='gpt'"),
+        ({"noise_placement": "moon"}, "noise-placement='moon'"),
+    ],
+)
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path / "run", **overrides)
+
+
+def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
+        run(tmp_path / "run", dataset="mnist", data_folder=str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_says_so_in_its_directory(tmp_path):
+    server, client = parts()
+    settings = config(run_directory=str(tmp_path / "run"), clients=8, rounds=1)
+    with pytest.raises(RuntimeError, match="7 of 8|9 nodes"):
+        run_in_process(server, client, num_clients=9, run_config=settings)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["status"] == "failed"
+    assert "9 nodes are connected" in facts["reason"]
+
+
+def test_a_run_directory_is_never_overwritten(tmp_path):
+    run(tmp_path / "run", rounds=1)
+    with pytest.raises(NotARun, match="not empty; name a new one"):
+        run(tmp_path / "run", rounds=1)

@@ -1,0 +1,441 @@
+"""The shared Strategy, seen through DP-FedAvg and DP²-FedSAM on real ClientApps in this process."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg
+from flower_ext.federation import FederationNotReady, InProcessGrid, NonPrivatePlan, records
+from flower_ext.privacy import (
+    AdversaryView,
+    Budget,
+    FixedSizeSampling,
+    FullParticipation,
+    Ledger,
+    PoissonSampling,
+    ReleasePlan,
+    calibrate_rounds,
+)
+from flower_ext.reporting import RunDirectory
+from flower_ext.training import LocalTraining, UnshareableModel
+from tests.worlds import Net, task
+
+CLIENTS = 6
+FAST = LocalTraining(epochs=1, batch_size=10)
+
+
+def plan(**changes) -> ReleasePlan:
+    facts = {
+        "sampling": FixedSizeSampling(CLIENTS, 4),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.1,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def initial() -> ArrayRecord:
+    return ArrayRecord(task().initial_params(0))
+
+
+def grid_of(app: ClientApp | None = None, clients: int = CLIENTS) -> InProcessGrid:
+    app = app or DP2FedSAM.client_app(task(), allow_seeded_noise=True)
+    return InProcessGrid(app, num_clients=clients)
+
+
+def average_app(app: ClientApp | None = None) -> ClientApp:
+    return app or DPFedAvg.client_app(task(), allow_seeded_noise=True)
+
+
+class Recorder(InProcessGrid):
+    """Keeps every message of a run, both ways."""
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.sent, self.received = [], []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.sent += messages
+        self.received += replies
+        return replies
+
+
+def all_arrays(message: Message):
+    if not message.has_content():
+        return
+    for record in message.content.array_records.values():
+        yield from record.items()
+
+
+def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_value():
+    grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST)
+    strategy.start(grid, initial(), num_rounds=3)
+    heads = [
+        records.to_arrays(record)
+        for context in grid.contexts.values()
+        for record in context.state.array_records.values()
+    ]
+    assert len(heads) >= 4
+    moved = [not np.array_equal(h["head.weight"], initial()["head.weight"].numpy()) for h in heads]
+    assert all(moved)  # there is something to leak
+    secrets = {array.tobytes() for head in heads for array in head.values()}
+    seen = 0
+    for message in grid.sent + grid.received:
+        if not message.has_content():
+            continue
+        for name, array in all_arrays(message):
+            seen += 1
+            assert not name.startswith("head")
+            assert not any(secret in array.data for secret in secrets)
+        for kind in (message.content.config_records, message.content.metric_records):
+            for record in kind.values():
+                assert not any("head" in key and key != "training.head" for key in record)
+    assert seen > 20
+
+
+def test_a_client_keeps_its_head_when_it_is_not_sampled():
+    grid = grid_of()
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=3)
+    strategy.start(grid, initial(), num_rounds=1)
+    before = {n: dict(c.state.array_records) for n, c in grid.contexts.items()}
+    absent = [n for n, records_ in before.items() if not records_]
+    present = [n for n, records_ in before.items() if records_]
+    assert len(absent) == 2
+    assert len(present) == 4
+    strategy.configure_evaluate(2, initial(), ConfigRecord(), grid)
+    after = {n: dict(c.state.array_records) for n, c in grid.contexts.items()}
+    assert after == before
+
+
+def test_nothing_but_the_noised_update_leaves_a_client_in_training():
+    grid = Recorder(DP2FedSAM.client_app(task()), num_clients=CLIENTS)
+    DP2FedSAM(plan=plan(), evaluate_every=0, head=FAST, extractor=FAST).start(grid, initial())
+    replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
+    assert replies
+    for reply in replies:
+        assert set(reply.content.keys()) == {records.UPDATE}
+
+
+def test_clipping_and_noise_are_on_the_update_as_the_plan_says():
+    grid = Recorder(average_app(), num_clients=CLIENTS)
+    wide = plan(noise_multiplier=50.0)
+    DPFedAvg(plan=wide, local=FAST, evaluate_every=0).start(grid, initial(), num_rounds=20)
+    uploads = [
+        np.concatenate([a.numpy().ravel() for _, a in all_arrays(m)])
+        for m in grid.received
+        if m.metadata.message_type.startswith("train")
+    ]
+    measured = np.concatenate(uploads).std()
+    assert measured == pytest.approx(wide.client_noise_stddev(4), rel=0.03)
+
+    silent = plan(noise_multiplier=1e-9)
+    grid = Recorder(average_app(), num_clients=CLIENTS)
+    DPFedAvg(plan=silent, local=LocalTraining(learning_rate=5.0), evaluate_every=0).start(
+        grid, initial(), num_rounds=1
+    )
+    norms = [
+        np.sqrt(sum(np.sum(a.numpy() ** 2.0) for _, a in all_arrays(m)))
+        for m in grid.received
+        if m.metadata.message_type.startswith("train")
+    ]
+    assert max(norms) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_differs():
+    def final(seed):
+        strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=seed, seeded_noise=True)
+        return strategy.start(grid_of(), initial(), num_rounds=2).arrays["extractor.weight"].data
+
+    assert final(5) == final(5)
+    assert final(5) != final(6)
+
+
+def test_secure_noise_never_repeats_even_under_a_seed():
+    def final():
+        strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, seed=5)
+        return strategy.start(grid_of(), initial(), num_rounds=1).arrays["extractor.weight"].data
+
+    assert final() != final()
+
+
+def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_it():
+    for app, veto in (
+        (DP2FedSAM.client_app(task()), False),
+        (DP2FedSAM.client_app(task(), allow_seeded_noise=True), True),
+    ):
+        grid = grid_of(app)
+        for context in grid.contexts.values():
+            context.node_config["require-secure-noise"] = veto
+        strategy = DP2FedSAM(
+            plan=plan(), head=FAST, extractor=FAST, seed=1, seeded_noise=True, evaluate_every=0
+        )
+        strategy.start(grid, initial(), num_rounds=1)
+        assert len(strategy.refusals) == 4
+        assert "does not allow" in strategy.refusals[0]
+
+
+def test_cohorts_are_drawn_over_partitions_reproducibly():
+    def cohorts(seed):
+        strategy = DPFedAvg(
+            plan=plan(sampling=PoissonSampling(CLIENTS, 0.5)), local=FAST, seed=seed
+        )
+        drawn = []
+        for server_round in range(1, 6):
+            messages = strategy.configure_train(
+                server_round, initial(), ConfigRecord(), grid_of(average_app())
+            )
+            drawn.append([m.metadata.dst_node_id for m in messages])
+        return drawn
+
+    assert cohorts(1) == cohorts(1)
+    assert cohorts(1) != cohorts(2)
+
+
+def test_messages_come_as_a_list_for_a_deployed_superlink():
+    strategy = DPFedAvg(plan=plan(), local=FAST)
+    grid = grid_of(average_app())
+    assert isinstance(strategy.configure_train(1, initial(), ConfigRecord(), grid), list)
+    assert isinstance(strategy.configure_evaluate(1, initial(), ConfigRecord(), grid), list)
+
+
+class Late(InProcessGrid):
+    """Nodes appear one by one."""
+
+    polls = 0
+
+    def get_node_ids(self):
+        self.polls += 1
+        return list(super().get_node_ids())[: self.polls]
+
+
+def test_a_run_waits_for_all_nodes_before_it_samples():
+    grid = Late(average_app(), num_clients=CLIENTS)
+    strategy = DPFedAvg(plan=plan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    assert len(strategy.configure_train(1, initial(), ConfigRecord(), grid)) == CLIENTS
+
+
+@pytest.mark.parametrize(("clients", "said"), [(4, "4 of 6 nodes"), (7, "7 nodes are connected")])
+def test_a_population_that_is_not_there_is_an_error_that_says_what_to_change(clients, said):
+    strategy = DPFedAvg(plan=plan(), local=FAST, timeout=0.3)
+    with pytest.raises(FederationNotReady, match=said):
+        strategy.start(grid_of(average_app(), clients), initial(), num_rounds=1)
+
+
+def test_two_nodes_with_one_partition_are_an_error():
+    grid = grid_of(average_app())
+    for context in list(grid.contexts.values())[:2]:
+        context.node_config["partition-id"] = 3
+    with pytest.raises(FederationNotReady, match="both hold partition 3"):
+        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+
+
+class Tampering(InProcessGrid):
+    """Changes the replies of chosen partitions on their way back."""
+
+    tamper = {}
+
+    def send_and_receive(self, messages, *, timeout=None):
+        out = []
+        for reply in super().send_and_receive(messages, timeout=timeout):
+            how = self.tamper.get(reply.metadata.src_node_id - 1_000)
+            train = reply.metadata.message_type.startswith("train")
+            out += how(reply) if how and train else [reply]
+        return out
+
+
+def broken(value):
+    def change(reply):
+        record = reply.content.array_records["update"]
+        name = next(iter(record))
+        record[name] = Array(np.full(record[name].shape, value, np.float32))
+        return [reply]
+
+    return change
+
+
+def stale(reply):
+    reply.metadata.__dict__["_group_id"] = "0"
+    return [reply]
+
+
+def stranger(reply):
+    reply.metadata.__dict__["_src_node_id"] = 5
+    return [reply]
+
+
+@pytest.mark.parametrize("policy", ["top-up", "discard"])
+def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(policy, tmp_path):
+    grid = Tampering(average_app(), num_clients=CLIENTS)
+    grid.tamper = {
+        0: broken(np.nan),
+        1: broken(np.inf),
+        2: stale,
+        3: stranger,
+        4: lambda reply: [],  # lost
+        5: lambda reply: [reply, reply],  # duplicated: counts once
+    }
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = DPFedAvg(
+        plan=plan(sampling=FullParticipation(CLIENTS), dropout_policy=policy),
+        local=FAST,
+        ledger=ledger,
+        run=(run := RunDirectory.create(tmp_path / "run", {})),
+    )
+    before = initial()
+    result = strategy.start(grid, before, num_rounds=1)
+    (row,) = run.metrics()
+    assert row["answered"] == 1
+    assert row["refused"] == 5
+    reasons = " ".join(strategy.refusals)
+    for word in ("NaN or infinite", "answers round 0", "not asked", "answered already"):
+        assert word in reasons
+    entries = Ledger.read(ledger.path)
+    moved = result.arrays["head.weight"].data != before["head.weight"].data
+    if policy == "top-up":
+        assert row["topped_up_stddev"] == pytest.approx(0.5 * np.sqrt(5 / 6))
+        assert entries[-1]["kind"] == "commit"
+        assert entries[-1]["answered"] == 1
+        assert moved
+    else:
+        assert row["discarded"] == 1
+        assert entries[-1]["kind"] == "discard"
+        assert not moved
+    assert ledger.releases == 1
+
+
+def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
+    sampling = PoissonSampling(CLIENTS, 0.5)
+    the_plan = plan(sampling=sampling, noise_multiplier=4.0)
+    fitting = calibrate_rounds(epsilon=0.4, delta=0.1, sampling=sampling, noise_multiplier=4.0)
+    assert 1 <= fitting < 30
+    ledger = Ledger(tmp_path / "ledger.jsonl", budget=Budget(epsilon=0.4, delta=0.1))
+    grid = Recorder(average_app(), num_clients=CLIENTS)
+    strategy = DPFedAvg(plan=the_plan, local=FAST, evaluate_every=0, ledger=ledger, seed=1)
+    strategy.start(grid, initial(), num_rounds=30)
+    rounds = {
+        m.metadata.group_id for m in grid.sent if m.metadata.message_type.startswith("train")
+    }
+    assert max(map(int, rounds)) <= fitting
+    assert ledger.releases == fitting
+    assert "above the budget" in strategy.stopped
+    models = next(g for g in strategy.guarantees() if g.view is AdversaryView.RELEASED_MODELS)
+    assert models.epsilon <= 0.4
+
+
+def test_guarantees_of_a_run_say_what_is_not_covered():
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, diagnostics=True, seed=1)
+    strategy.start(grid_of(), initial(), num_rounds=2)
+    published, models, *_ = strategy.guarantees()
+    assert published.basis == "published"
+    text = models.statement()
+    assert "scores" in text
+    assert "norms of updates" in text
+    quiet = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, evaluate_every=0)
+    quiet.start(grid_of(), initial(), num_rounds=1)
+    assert "scores" not in quiet.guarantees()[1].statement()
+
+
+def test_without_privacy_there_is_no_guarantee_and_the_mean_is_plain():
+    strategy = DPFedAvg(
+        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST, seed=2
+    )
+    grid = Recorder(average_app(), num_clients=CLIENTS)
+    result = strategy.start(grid, initial(), num_rounds=1)
+    assert strategy.guarantees() == []
+    updates = [
+        m.content.array_records["update"]["head.weight"].numpy()
+        for m in grid.received
+        if m.metadata.message_type.startswith("train")
+    ]
+    expected = initial()["head.weight"].numpy() + np.mean(updates, axis=0)
+    np.testing.assert_allclose(result.arrays["head.weight"].numpy(), expected, atol=1e-7)
+
+
+def test_batch_norm_in_the_shared_part_is_refused_by_name_before_anything_is_sent():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    grid = Recorder(average_app(), num_clients=CLIENTS)
+    with pytest.raises(UnshareableModel, match="GroupNorm in layer '1'"):
+        DPFedAvg(plan=plan(), local=FAST).start(grid, ArrayRecord(model.state_dict()))
+    assert not any(m.metadata.message_type.startswith("train") for m in grid.sent)
+
+
+def foreign_app() -> ClientApp:
+    """A ClientApp as in Flower's tutorials; it knows nothing of this package."""
+    app = ClientApp()
+
+    def client(context: Context):
+        return task().data(int(context.node_config["partition-id"]))
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        model = Net()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimiser = torch.optim.SGD(model.parameters(), lr=message.content["config"]["lr"])
+        data = client(context).train
+        for _ in range(5):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(model(data.features), data.targets).backward()
+            optimiser.step()
+        content = {
+            "arrays": ArrayRecord(model.state_dict()),
+            "metrics": MetricRecord({"num-examples": len(data), "loss": 0.5}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    @app.evaluate()
+    def _(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"accuracy": 0.5, "num-examples": 10})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fedavg():
+    config = ConfigRecord({"lr": 0.1})
+    plain = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    ours = DPFedAvg(plan=plain).start(
+        grid_of(foreign_app()), initial(), num_rounds=2, train_config=config
+    )
+    theirs = FedAvg(min_train_nodes=CLIENTS, min_available_nodes=CLIENTS).start(
+        grid_of(foreign_app()), initial(), num_rounds=2, train_config=config
+    )
+    for name in initial():
+        np.testing.assert_allclose(ours.arrays[name].numpy(), theirs.arrays[name].numpy(), atol=1e-6)
+    assert ours.evaluate_metrics_clientapp[1]["accuracy_mean"] == 0.5
+
+
+def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
+    the_plan = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
+    strategy = DPFedAvg(plan=the_plan)
+    strategy.start(
+        grid_of(foreign_app()), initial(), num_rounds=1, train_config=ConfigRecord({"lr": 100.0})
+    )
+    assert strategy.refusals == []
+    assert strategy.guarantees()[1].view is AdversaryView.RELEASED_MODELS
+
+
+@pytest.mark.parametrize("strategy", [DPFedAvg, DP2FedSAM])
+def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strategy):
+    with pytest.raises(FederationNotReady, match=f"{strategy.__name__}.client_app"):
+        strategy(plan=plan()).start(grid_of(foreign_app()), initial(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"server_learning_rate": 0.0}, "server_learning_rate"),
+        ({"evaluate_every": -1}, "evaluate_every"),
+        ({"seeded_noise": True}, "seeded_noise=True needs a seed"),
+        ({"personal": ("extractor", "head")}, "leaves no parameter"),
+    ],
+)
+def test_unfit_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        DPFedAvg(plan=plan(), **options).start(grid_of(average_app()), initial(), num_rounds=1)
