@@ -169,5 +169,5 @@ def split(
 def _check_count(targets: np.ndarray, num_partitions: int) -> None:
     if not 1 <= num_partitions <= len(targets):
         raise ValueError(
-            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, the examples there are"
+            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)} (the examples)"
         )

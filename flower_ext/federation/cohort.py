@@ -35,7 +35,8 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
         if time.monotonic() > deadline:
             raise FederationNotReady(
                 f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
-                "SuperNodes, or lower the population (num-supernodes) in the plan"
+                f"SuperNodes (in simulation: --federation-config num-supernodes={expected}), or "
+                "lower the plan's population"
             )
         time.sleep(poll)
     if len(nodes) > expected:

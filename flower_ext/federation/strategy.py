@@ -71,8 +71,8 @@ class FederatedStrategy(Strategy):
     seeded_noise : bool
         Reproducible noise from ``seed``; for simulation only, and the guarantee says so.
     evaluate_every : int
-        Rounds between evaluations on all clients; 0 never asks a client to evaluate. What
-        clients report there is not covered by any guarantee.
+        Rounds between evaluations on all clients, besides the last; 0 never asks a client to
+        evaluate. What clients report there is not covered by any guarantee.
     diagnostics : bool
         Clients report the norm of their update before clipping, un-noised. Not covered either.
     timeout : float
@@ -123,6 +123,7 @@ class FederatedStrategy(Strategy):
         self.stopped: str | None = None
         self._nodes: dict[int, int] = {}
         self._foreign = False
+        self._last_round: int | None = None
         self._cohort: list[int] = []
         self._base: records.Arrays = {}
         self._release = ExitStack()
@@ -249,8 +250,10 @@ class FederatedStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every client, in the rounds that evaluate."""
-        if self.evaluate_every == 0 or server_round % self.evaluate_every:
+        """Ask every client, in the rounds that evaluate and in the last."""
+        if self.evaluate_every == 0:
+            return []
+        if server_round % self.evaluate_every and server_round != self._last_round:
             return []
         self._connect(grid)
         content: dict[str, ArrayRecord | ConfigRecord] = {
@@ -305,6 +308,7 @@ class FederatedStrategy(Strategy):
     ) -> Result:
         """Run ``num_rounds`` rounds, fewer where the budget ends first (see ``stopped``)."""
         self.summary()
+        self._last_round = num_rounds
         result = Result()
         arrays = result.arrays = self._shared(initial_arrays)
         for server_round in range(1, num_rounds + 1):
@@ -339,7 +343,15 @@ class FederatedStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the method and its plan."""
-        log.info("%s: %s", type(self).__name__, self.plan)
+        words = [type(self).__name__, self.plan.sampling.describe()]
+        if isinstance(self.plan, ReleasePlan):
+            words.append(
+                f"clipping norm {self.plan.clipping_norm:g}, noise multiplier "
+                f"{self.plan.noise_multiplier:.4g} added by the {self.plan.noise_placement}"
+            )
+        else:
+            words.append("no privacy")
+        log.info(" · ".join(words))
 
     # Parts --------------------------------------------------------------------------------
 

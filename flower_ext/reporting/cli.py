@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext calibrate`` and ``flower-ext report``."""
+"""The command line: ``flower-ext run``, ``calibrate`` and ``report``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting.comparison import write_comparison
+from flower_ext.reporting.launch import LaunchFailed, launch
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory
 
@@ -111,6 +112,31 @@ def calibrate(
         _print_noise(rows, epsilon)
     _print_epsilon(ways, rows)
     _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
+
+
+@app.command()
+def run(
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
+    superlink: Annotated[
+        str | None,
+        typer.Argument(help="Connection in Flower's config; by default the local simulation."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run directory is made.")] = Path("runs"),
+) -> None:
+    """Run a Flower app, show its log, and exit with 1 if the run failed.
+
+    Example: flower-ext run apps/dp2_fedsam --set method=centaur --set rounds=20
+    """
+    try:
+        path = launch(app_folder, superlink=superlink, settings=settings or (), runs=runs)
+    except LaunchFailed as error:
+        Console(stderr=True).print(f"[bold red]Failed:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    if path is not None and superlink is None:
+        console.print(f"Run directory: {path}", soft_wrap=True)
 
 
 @app.command()

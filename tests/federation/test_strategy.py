@@ -319,9 +319,7 @@ def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
     grid = Recorder(average_app(), num_clients=CLIENTS)
     strategy = DPFedAvg(plan=the_plan, local=FAST, evaluate_every=0, ledger=ledger, seed=1)
     strategy.start(grid, initial(), num_rounds=30)
-    rounds = {
-        m.metadata.group_id for m in grid.sent if m.metadata.message_type.startswith("train")
-    }
+    rounds = {m.metadata.group_id for m in grid.sent if m.metadata.message_type.startswith("train")}
     assert max(map(int, rounds)) <= fitting
     assert ledger.releases == fitting
     assert "above the budget" in strategy.stopped
@@ -407,7 +405,9 @@ def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fe
         grid_of(foreign_app()), initial(), num_rounds=2, train_config=config
     )
     for name in initial():
-        np.testing.assert_allclose(ours.arrays[name].numpy(), theirs.arrays[name].numpy(), atol=1e-6)
+        np.testing.assert_allclose(
+            ours.arrays[name].numpy(), theirs.arrays[name].numpy(), atol=1e-6
+        )
     assert ours.evaluate_metrics_clientapp[1]["accuracy_mean"] == 0.5
 
 

@@ -101,7 +101,9 @@ def test_two_runs_cannot_share_a_ledger(tmp_path):
     with pytest.raises(LedgerLocked, match="in use by another run"):
         Ledger(path)
     code = f"from flower_ext.privacy import Ledger; Ledger({str(path)!r})"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert "LedgerLocked" in other.stderr
     ledger.close()
     Ledger(path).close()

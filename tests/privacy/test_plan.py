@@ -49,9 +49,7 @@ def test_any_dropout_leaves_the_accounted_noise(cohort_size, lost):
     the_plan = plan()
     answered = round((1 - lost) * cohort_size)
     uploads = [upload(the_plan, cohort_size, seed) for seed in range(answered)]
-    aggregate = the_plan.aggregate(
-        uploads, cohort_size=cohort_size, noise=SecureNoise(), like=LIKE
-    )
+    aggregate = the_plan.aggregate(uploads, cohort_size=cohort_size, noise=SecureNoise(), like=LIKE)
     assert released_stddev(aggregate, the_plan) == pytest.approx(the_plan.noise_stddev, rel=0.01)
     missing = 1 - answered / cohort_size
     expected = the_plan.noise_stddev * math.sqrt(missing)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dp2_fedsam_app.task import task_of
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
+from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import (
     Centaur,
     DP2FedSAM,
@@ -136,6 +136,7 @@ def strategy_of(
         "seeded_noise": bool(config["seeded-noise"]),
         "evaluate_every": int(config["evaluate-every"]),
         "diagnostics": bool(config["diagnostics"]),
+        "timeout": float(config["connect-timeout"]),
         "run": run,
         "ledger": ledger_of(config, plan, run),
     }
@@ -161,7 +162,7 @@ def ledger_of(
 
 
 def run_path(config: UserConfig, method: str) -> Path:
-    """Where the run leaves its directory: as configured, or a new folder named by method and time."""
+    """The run's directory: as configured, or a new one named by method and time."""
     if config["run-directory"]:
         return Path(str(config["run-directory"])).expanduser().absolute()
     root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()

@@ -1,0 +1,123 @@
+"""Start a Flower app as ``flwr run`` does, wait for it, and fail when it failed.
+
+``flwr run`` itself returns 0 for a run that failed, starts two simulated nodes whatever the app
+needs, and installs the app's dependencies afresh unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flower_ext.data import FOLDER_VARIABLE
+from flower_ext.reporting.run import new_run_path
+
+
+class LaunchFailed(RuntimeError):
+    """The app could not be started, or its run did not complete."""
+
+
+def launch(
+    app: Path,
+    *,
+    superlink: str | None = None,
+    settings: Sequence[str] = (),
+    runs: Path = Path("runs"),
+) -> Path | None:
+    """Run an app, streaming its log; returns its run directory, where the app has one.
+
+    Parameters
+    ----------
+    app : Path
+        Folder with the app's ``pyproject.toml``.
+    superlink : str, optional
+        Connection of Flower's configuration. None is the local simulation, with as many nodes as
+        the app's setting ``clients``.
+    settings : Sequence[str]
+        Run-config overrides, ``name=value``.
+    runs : Path
+        Folder in which the run directory is made.
+
+    Raises
+    ------
+    LaunchFailed
+        Unknown setting, ``flwr run`` refused, or the run ended in failure.
+    """
+    defaults = _defaults(app)
+    changes = dict(_override(setting, defaults) for setting in settings)
+    if not {**defaults, **changes}.get("run-directory", True):
+        name = str(changes.get("method", defaults.get("method", app.name)))
+        changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
+    if not {**defaults, **changes}.get("data-folder", True) and FOLDER_VARIABLE in os.environ:
+        changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
+    config = {**defaults, **changes}
+
+    command = ["run", str(app), *([superlink] if superlink else []), "--format", "json"]
+    for key, value in changes.items():
+        command += ["--run-config", f"{key}={_toml(value)}"]
+    if superlink is None and "clients" in config:
+        nodes = f"num-supernodes={config['clients']} client-resources-num-cpus=1"
+        command += ["--federation-config", nodes]
+    answer = json.loads(_flwr(*command).stdout or "{}")
+    if not answer.get("success"):
+        raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}")
+    run_id, connection = str(answer["run-id"]), [superlink] if superlink else []
+    subprocess.run([_executable(), "log", run_id, *connection, "--stream"], check=False, env=_env())
+    listed = _flwr("list", *connection, "--run-id", run_id, "--format", "json")
+    (facts,) = json.loads(listed.stdout)["runs"]
+    if facts["status"] != "finished:completed":
+        raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
+    return Path(config["run-directory"]) if config.get("run-directory") else None
+
+
+def _defaults(app: Path) -> dict[str, Any]:
+    project = app / "pyproject.toml"
+    if not project.is_file():
+        raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
+    flwr = tomllib.loads(project.read_text()).get("tool", {}).get("flwr", {})
+    config: dict[str, Any] = flwr.get("app", {}).get("config", {})
+    return config
+
+
+def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
+    name, separator, text = setting.partition("=")
+    if not separator or name not in defaults:
+        raise LaunchFailed(
+            f"setting {setting!r}: expected name=value with one of {', '.join(sorted(defaults))}"
+        )
+    kind = type(defaults[name])
+    try:
+        return name, {"true": True, "false": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise LaunchFailed(f"setting {name}={text!r}: expected a {kind.__name__}") from None
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value)  # strings, numbers and booleans are written alike
+
+
+def _flwr(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [_executable(), *arguments], capture_output=True, text=True, check=False, env=_env()
+    )
+
+
+def _executable() -> str:
+    beside = Path(sys.executable).parent / "flwr"
+    found = str(beside) if beside.exists() else shutil.which("flwr")
+    if found is None:
+        raise LaunchFailed("the command flwr was not found; pip install 'flwr[simulation]'")
+    return found
+
+
+def _env() -> dict[str, str]:
+    # The environment that runs this command already has what the app needs.
+    return {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **os.environ}
