@@ -1,5 +1,6 @@
 """The same app on Ray's simulation and on SuperLink with SuperNodes, as separate real processes."""
 
+import json
 import os
 import signal
 import socket
@@ -163,3 +164,27 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, in_process,
     done = flower.run("loopback", *(part for s in settings for part in ("--set", s)))
     assert done.returncode == 0, done.stdout + done.stderr + flower.logs()
     same_run(RunDirectory.open(path), in_process)
+
+
+def test_a_foreign_project_drops_the_strategy_in(flower, tmp_path):
+    """Somebody else's ClientApp, unchanged, on Ray; only the strategy is ours."""
+    output = tmp_path / "facts.json"
+    done = subprocess.run(
+        [
+            *(str(BIN / "flwr"), "run", str(Path(__file__).parent / "foreign_project")),
+            *("--stream", "--federation-config", "num-supernodes=6"),
+            *("--run-config", f"output='{output}'"),
+        ],
+        env=flower.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=flower.home,
+    )
+    assert output.exists(), done.stdout + done.stderr
+    facts = json.loads(output.read_text())
+    assert facts["refusals"] == []
+    assert 0 < facts["accuracy"] <= 1
+    models = next(s for s in facts["statements"] if "the released models" in s)
+    assert "add-or-remove-one" in models
+    assert "PLD" in models

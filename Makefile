@@ -1,0 +1,45 @@
+# make demo    install and run the main job: an app, a report, figures
+# make test    install and run the tests
+# make check   format, lint, types, layer rules, tests: all that a contributor needs
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUNS ?= $(CURDIR)/runs
+
+# Flower's local SuperLink of this checkout: apart from any other, and ended afterwards.
+export FLWR_HOME ?= $(CURDIR)/.flwr
+export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
+export FLWR_TELEMETRY_ENABLED ?= 0
+export FLWR_DISABLE_UPDATE_CHECK ?= 1
+
+.PHONY: install demo test lint check format clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: install
+	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs $(RUNS) || status=$$?; \
+	pkill -f "[f]lower-super.*$(FLWR_HOME)" || true; exit $$status
+
+test: install
+	$(BIN)/pytest
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .flwr .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,117 @@
+import gzip
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flower_ext.data import DataNotFound, describe, load, names
+
+REAL = Path(os.environ.get("FLOWER_EXT_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as stream:
+        stream.write(header + array.tobytes())
+
+
+def small_mnist(folder: Path, suffix: str = ".gz") -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (30, 28, 28), dtype=np.uint8)
+    labels = rng.integers(0, 10, 30).astype(np.uint8)
+    for part, rows in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
+        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", images[rows])
+        write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", labels[rows])
+    return images, labels
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+
+def test_digits_are_always_there():
+    digits = load("digits")
+    assert digits.features.shape == (1797, *describe("digits").input_shape)
+    assert digits.features.dtype == torch.float32
+    assert (digits.features.min(), digits.features.max()) == (0, 1)
+    assert digits.targets.unique().tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("where", ["", "mnist", "MNIST/raw"])
+@pytest.mark.parametrize("suffix", [".gz", ""])
+def test_idx_files_are_read_bit_for_bit_wherever_they_usually_lie(where, suffix, tmp_path, offline):
+    images, labels = small_mnist(tmp_path / where, suffix)
+    read = load("mnist", tmp_path)
+    np.testing.assert_array_equal((read.features[:, 0] * 255).round().numpy(), images)
+    np.testing.assert_array_equal(read.targets.numpy(), labels)
+
+
+def test_the_folder_may_come_from_the_environment(tmp_path, offline, monkeypatch):
+    small_mnist(tmp_path / "fashion_mnist")
+    monkeypatch.setenv("FLOWER_EXT_DATA", str(tmp_path))
+    assert len(load("fashion-mnist")) == 30
+
+
+def test_cifar_is_read_alike_from_npz_and_from_the_official_batches(tmp_path, offline):
+    rng = np.random.default_rng(1)
+    images = rng.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
+    labels = rng.integers(0, 10, 60).astype(np.uint8)
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    np.savez(
+        one / "cifar10.npz",
+        x_train=images[:50],
+        y_train=labels[:50],
+        x_test=images[50:],
+        y_test=labels[50:],
+    )
+    (two / "cifar-10-batches-py").mkdir(parents=True)
+    files = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    for number, name in enumerate(files):
+        rows = slice(10 * number, 10 * number + 10)
+        flat = images[rows].transpose(0, 3, 1, 2).reshape(10, -1)
+        batch = {b"data": flat, b"labels": labels[rows].tolist()}
+        (two / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(batch))
+    first, second = load("cifar10", one), load("cifar10", two)
+    assert torch.equal(first.features, second.features)
+    assert torch.equal(first.targets, second.targets)
+    restored = first.features[0, 0] * 0.2470 + 0.4914
+    np.testing.assert_allclose(restored.numpy() * 255, images[0, :, :, 0], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n != "digits"])
+def test_a_missing_data_set_says_which_file_where_and_what_to_do(name, tmp_path, offline):
+    with pytest.raises(DataNotFound) as caught:
+        load(name, tmp_path)
+    text = str(caught.value)
+    for word in (name, str(tmp_path), describe(name).files[0][0], "FLOWER_EXT_DATA", "digits"):
+        assert word in text
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'imagenet': expected one of digits, mnist"):
+        load("imagenet")
+
+
+def test_a_broken_idx_file_is_refused(tmp_path, offline):
+    small_mnist(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x01\0\0\0\x09x"))
+    with pytest.raises(ValueError, match="not an idx file"):
+        load("mnist", tmp_path)
+
+
+@pytest.mark.skipif(not (REAL / "mnist").is_dir(), reason="needs the real data sets")
+@pytest.mark.parametrize(("name", "mean"), [("mnist", 0.1307), ("fashion-mnist", 0.2860)])
+def test_the_real_images_have_their_published_mean(name, mean):
+    real = load(name, REAL)
+    assert real.features.shape == (70_000, 1, 28, 28)
+    assert float(real.features[:60_000].mean()) == pytest.approx(mean, abs=1e-4)

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flower_ext.reporting.cli import app
+from tests.reporting.test_report import finished
+
+FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def test_calibrate_gives_each_accounting_its_noise_and_none_overshoots():
+    done = call("calibrate", *FACTS, "--epsilon", "2", "--json")
+    assert done.exit_code == 0
+    facts = json.loads(done.output)
+    assert (facts["unit"], facts["delta"]) == ("client", 0.01)
+    noise = {row["calibrated by"]: row["noise_multiplier"] for row in facts["rows"]}
+    for row in facts["rows"]:
+        own = row["epsilon"][row["calibrated by"]]
+        assert own == pytest.approx(2.0, rel=0.01)
+        assert own <= 2.0 + 1e-9
+        assert row["relation"]
+        assert row["basis"] in ("published", "provable")
+    assert noise["Poisson, PLD"] < noise["Poisson, RDP"] < noise["fixed size, RDP"]
+    assert noise["fixed size, RDP"] < noise["cohorts known"]
+    assert noise["Theorem 2 (DP²-FedSAM)"] == pytest.approx(3.4309, abs=1e-4)
+
+
+def test_calibrate_in_words_names_the_conditions_that_fail():
+    done = call("calibrate", *FACTS, "--epsilon", "2")
+    assert done.exit_code == 0
+    for word in ("1.1221", "one client of 100", "replace-one", "published", "not met", "2C"):
+        assert word in done.output
+
+
+def test_calibrate_turns_noise_into_epsilon():
+    done = call(
+        "calibrate", *FACTS[:2], "--cohort-size", "10", *FACTS[4:], "--noise-multiplier", "2"
+    )
+    assert done.exit_code == 0
+    assert "2.0000" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*FACTS], "either --epsilon or --noise-multiplier"),
+        ([*FACTS, "--epsilon", "1", "--noise-multiplier", "1"], "either --epsilon"),
+        ([*FACTS, "--cohort-size", "3", "--epsilon", "1"], "either --sampling-rate"),
+        ([*FACTS, "--epsilon", "-1"], "epsilon=-1.0"),
+        ([*FACTS, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
+        ([*FACTS, "--noise-multiplier", "0"], "noise_multiplier=0.0"),
+        (["--population", "100", "--rounds", "1", "--sampling-rate", "7", "--epsilon", "1"], "7"),
+    ],
+)
+def test_bad_options_exit_with_2_and_say_what_to_change(arguments, said):
+    done = call("calibrate", *arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_report_rewrites_a_report_and_prints_where(tmp_path):
+    run = finished(tmp_path / "run")
+    done = call("report", str(run.path))
+    assert done.exit_code == 0
+    assert str(run.path / "report.html") in done.output
+    assert (run.path / "report.html").exists()
+
+
+def test_report_compares_several_runs(tmp_path):
+    paths = [str(finished(tmp_path / name, method=name).path) for name in ("a", "b")]
+    done = call("report", *paths, "--output", str(tmp_path / "both"))
+    assert done.exit_code == 0
+    assert (tmp_path / "both" / "comparison.html").exists()
+
+
+def test_report_of_something_else_exits_with_2(tmp_path):
+    done = call("report", str(tmp_path))
+    assert done.exit_code == 2
+    assert "not a run directory" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "nome=1"], "expected name=value"),
+        (["--set", "rounds=many"], "expected a int"),
+        (["--set", "seeded-noise=maybe"], "expected a bool"),
+    ],
+)
+def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
+    from tests.apps.app import APP
+
+    done = call("run", str(APP), *arguments)
+    assert done.exit_code == 1
+    assert said in done.stderr
+
+
+def test_run_of_something_else_fails(tmp_path):
+    done = call("run", str(tmp_path))
+    assert done.exit_code == 1
+    assert "no pyproject.toml" in done.stderr
+
+
+def test_help_helps():
+    for command in ([], ["run"], ["calibrate"], ["report"]):
+        done = call(*command, "--help")
+        assert done.exit_code == 0
+    assert "Example" in call("calibrate", "--help").output

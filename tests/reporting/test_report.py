@@ -1,0 +1,143 @@
+import csv
+
+import pytest
+
+from flower_ext.privacy import (
+    Ledger,
+    Participations,
+    PoissonSampling,
+    ReleasePlan,
+    client_level_guarantees,
+    theorem2_of_plan,
+)
+from flower_ext.reporting import NotARun, RunDirectory, write_comparison, write_report
+
+PLAN = ReleasePlan(
+    sampling=PoissonSampling(100, 0.1),
+    clipping_norm=0.1,
+    noise_multiplier=1.1,
+    rounds=4,
+    delta=1e-2,
+)
+
+
+def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config) -> RunDirectory:
+    run = RunDirectory.create(path, {"method": method, "dataset": "digits", **config})
+    if private:
+        ledger = Ledger(run.ledger_path)
+        for number in range(1, 5):
+            with ledger.reserve(PLAN.release, round=number) as entry:
+                entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
+        ledger.close()
+        seen = Participations.worst_case(4, 10)
+        guarantees = client_level_guarantees(PLAN, seen, not_covered=["test scores"])
+        run.save_guarantees([theorem2_of_plan(PLAN, 4), *guarantees])
+    for number in range(1, 5):
+        epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}
+        run.log(
+            number,
+            cohort=10,
+            answered=9,
+            refused=1,
+            bytes_down=1e6,
+            bytes_up=2e6,
+            accuracy_mean=accuracy * number / 4,
+            accuracy_worst_decile=accuracy * number / 8,
+            **(epsilon if private else {}),
+        )
+    run.save_client_metrics([{"partition": i, "accuracy": accuracy - 0.01 * i} for i in range(10)])
+    run.finish("completed")
+    return run
+
+
+def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
+    run = finished(tmp_path / "run")
+    page = write_report(run).read_text()
+    text = (run.path / "report.md").read_text()
+    for g in run.guarantees():
+        line = next(
+            row
+            for row in text.splitlines()
+            if row.startswith("| **") and f" {g.view.value} " in row and f" {g.basis} " in row
+        )
+        for word in (f"{g.epsilon:.3f}", g.unit.value, g.relation.value, g.accountant, "0.01"):
+            assert word in line
+        for assumption in g.assumptions:
+            assert f"assumes: {assumption}" in text
+    assert "✗ not met" in text
+    assert "not covered: test scores" in text
+    assert "claim of the paper, not a promise" in page
+
+
+def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
+    run = finished(tmp_path / "run")
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "| 4 | 4 | 0 | 0 | 1 |" in text  # reserved, committed, discarded, open, topped up
+    assert "| 4 | 40 | 36 | 4 | 0 | 4.00 | 8.00 |" in text
+
+
+def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
+    run = finished(tmp_path / "run")
+    page = write_report(run).read_text()
+    svgs = sorted(p.stem for p in (run.path / "figures").glob("*.svg"))
+    assert svgs == ["accuracy", "epsilon", "fairness", "traffic"]
+    assert page.count("<svg") == len(svgs)
+    assert "http://" not in page.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+    with (run.path / "figures" / "epsilon.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["line"] for row in rows} == {"published", "provable"}
+    assert float(rows[-1]["ε"]) == pytest.approx(1.2)
+
+
+def test_the_same_run_draws_the_same_bytes(tmp_path):
+    run = finished(tmp_path / "run")
+    first = write_report(run).read_bytes()
+    assert write_report(run).read_bytes() == first
+
+
+def test_markup_in_a_configuration_stays_text(tmp_path):
+    run = finished(tmp_path / "run", note="<script>alert(1)</script> | a")
+    page = write_report(run).read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_run_without_privacy_says_so(tmp_path):
+    page = write_report(finished(tmp_path / "run", private=False)).read_text()
+    assert "No privacy is promised" in page
+
+
+def test_a_failed_run_says_so_first(tmp_path):
+    run = finished(tmp_path / "run")
+    run.finish("failed", "out of memory")
+    page = write_report(run).read_text()
+    assert "This run is failed" in page
+    assert "out of memory" in page
+
+
+def test_a_run_that_made_no_round_still_has_a_report(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {"method": "m"})
+    assert "No round was completed" in write_report(run).read_text()
+
+
+def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
+    runs = [
+        finished(tmp_path / f"{method}-{seed}", method=method, accuracy=0.8 + 0.02 * seed)
+        for method in ("dp2-fedsam", "centaur")
+        for seed in range(3)
+    ]
+    page = write_comparison(runs, tmp_path, title="Both").read_text()
+    text = (tmp_path / "comparison.md").read_text()
+    # Means over ten clients 0.755, 0.775, 0.795: sample deviation 0.02.
+    assert "| centaur | 3 | 0.775 ± 0.020 |" in text
+    assert "| dp2-fedsam | 3 |" in text
+    assert "<svg" in page
+
+
+def test_runs_without_an_evaluation_cannot_be_compared(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    with pytest.raises(NotARun, match="nothing to compare"):
+        write_comparison([run], tmp_path, title="Nothing")

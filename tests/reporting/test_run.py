@@ -1,0 +1,78 @@
+import json
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from flower_ext.reporting import NotARun, RunDirectory, new_run_path
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path / "deep" / "run", {"method": "m", "rounds": 2})
+
+
+def test_a_new_run_knows_its_configuration_and_versions_and_is_running(run):
+    assert run.config == {"method": "m", "rounds": 2}
+    assert run.facts["status"] == "running"
+    assert {"python", "flwr", "torch", "flower-ext"} <= set(run.facts["versions"])
+    assert RunDirectory.open(run.path).facts == run.facts
+
+
+def test_nothing_is_overwritten(run, tmp_path):
+    with pytest.raises(NotARun, match="not empty"):
+        RunDirectory.create(run.path, {})
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(NotARun):
+        RunDirectory.create(file, {})
+    assert file.read_text() == "precious"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(NotARun, match=r"no run\.json"):
+        RunDirectory.open(tmp_path)
+
+
+def test_metrics_are_kept_in_order_and_a_series_skips_rounds_without_it(run):
+    run.log(1, loss=2.0)
+    run.log(2, loss=1.0, accuracy=0.5)
+    assert run.metrics() == [{"round": 1, "loss": 2.0}, {"round": 2, "loss": 1.0, "accuracy": 0.5}]
+    assert run.series("accuracy") == ([2], [0.5])
+    assert run.series("nothing") == ([], [])
+
+
+def test_metrics_that_are_not_finite_are_refused(run):
+    with pytest.raises(ValueError, match="loss=nan of round 3"):
+        run.log(3, loss=float("nan"))
+
+
+def test_models_of_tensors_and_arrays_are_saved_whole(run):
+    run.save_model({"a": torch.arange(3.0)[::2], "b": np.ones((2, 2), np.float32)})
+    saved = load_file(run.path / "model.safetensors")
+    np.testing.assert_array_equal(saved["a"], [0.0, 2.0])
+    np.testing.assert_array_equal(saved["b"], np.ones((2, 2)))
+    assert sorted(p.name for p in run.path.iterdir()) == ["model.safetensors", "run.json"]
+
+
+def test_client_metrics_come_back_as_numbers(run):
+    run.save_client_metrics([{"partition": 0, "accuracy": 0.5}, {"partition": 1, "accuracy": 1.0}])
+    assert run.client_metrics()[1] == {"partition": 1.0, "accuracy": 1.0}
+
+
+def test_the_end_of_a_run_is_recorded_beside_what_was_known(run):
+    run.finish("failed", "disk full", refused=2)
+    facts = json.loads((run.path / "run.json").read_text())
+    assert (facts["status"], facts["reason"]) == ("failed", "disk full")
+    assert facts["summary"] == {"refused": 2}
+    assert facts["config"] == run.config
+
+
+def test_names_of_new_runs_never_collide(tmp_path):
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    first = new_run_path(tmp_path, "m", now)
+    assert first.name == "20260102-030405-m"
+    first.mkdir()
+    assert new_run_path(tmp_path, "m", now) != first
