@@ -461,6 +461,7 @@ class FederatedStrategy(Strategy):
             self.plan,
             self.participations,
             secure_noise=not self.seeded_noise,
+            secure_cohorts=self.seed is None,
             not_covered=self._not_covered(),
         )
 
@@ -486,7 +487,7 @@ class FederatedStrategy(Strategy):
             rounds = self.participations.rounds
             spent = privacy_loss_of({self.plan.release: rounds}, delta=self.plan.delta)
             self._row["epsilon_provable"] = spent.epsilon
-            parts.append(f"ε {spent.epsilon:.2f} provable")
+            parts.append(f"ε {spent.epsilon:.2f} provable (released models)")
             if (claim := self.published_claim()) is not None:
                 self._row["epsilon_published"] = claim.epsilon
                 parts.append(f"{claim.epsilon:.2f} published")

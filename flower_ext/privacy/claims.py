@@ -206,6 +206,8 @@ _ALWAYS = (
 )
 _SECURE = "noise from a cryptographic generator keyed by the operating system"
 _SEEDED = "SIMULATION: noise is reproducible from the seed, which must stay secret"
+_DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which must stay secret"
 
 
 def client_level_guarantees(
@@ -213,9 +215,12 @@ def client_level_guarantees(
     participations: Participations,
     *,
     secure_noise: bool = True,
+    secure_cohorts: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """What is provable against each adversary for a run of ``plan``, one guarantee a view.
+
+    Cohorts and noise that come from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
 
     * Released models: amplified by sampling, since who took part stays secret.
     * Sums only: no amplification; Gaussian composition over the realised participations, each
@@ -227,11 +232,9 @@ def client_level_guarantees(
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
     relation = plan.release.relation
     loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
-    hidden = (
-        ()
-        if isinstance(plan.sampling, FullParticipation)
-        else ("who took part stays secret, and so does the randomness that drew the cohorts",)
-    )
+    hidden: tuple[str, ...] = ()
+    if not isinstance(plan.sampling, FullParticipation):
+        hidden = ("who took part stays secret", _DRAWN if secure_cohorts else _DRAWN_BY_SEED)
     fixed = isinstance(plan.sampling, FixedSizeSampling)
     models = Guarantee(
         unit=plan.unit,

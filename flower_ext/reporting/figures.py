@@ -40,7 +40,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     add("accuracy", "Test accuracy of the clients' models", "accuracy", accuracy)
     published, provable = run.series("epsilon_published"), run.series("epsilon_provable")
     spread = max([*published[1], 0.0]) > 20 * max([*provable[1], 1e-9])
-    epsilon = {"published": published, "provable": provable}
+    epsilon = {"published": published, "provable, released models": provable}
     add("epsilon", "Privacy spent", "ε", epsilon, log=spread)
     add(
         "traffic",

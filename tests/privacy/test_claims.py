@@ -144,6 +144,14 @@ def test_seeded_noise_is_named_as_simulation_in_every_guarantee():
             assert any(word in text for text in guarantee.assumptions)
 
 
+def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
+    seen = Participations.worst_case(60, 10)
+    for secure in (True, False):
+        models = by_view(plan(), seen, secure_cohorts=secure)[AdversaryView.RELEASED_MODELS]
+        warned = any(text.startswith("SIMULATION: cohorts") for text in models.assumptions)
+        assert warned == (not secure)
+
+
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     seen = Participations.worst_case(60, 10)

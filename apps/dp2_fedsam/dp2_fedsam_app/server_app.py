@@ -132,7 +132,7 @@ def strategy_of(
     options = {
         "plan": plan,
         "server_learning_rate": float(config["server-learning-rate"]),
-        "seed": int(config["seed"]),
+        "seed": int(config["seed"]) or None,
         "seeded_noise": bool(config["seeded-noise"]),
         "evaluate_every": int(config["evaluate-every"]),
         "diagnostics": bool(config["diagnostics"]),
