@@ -220,7 +220,7 @@ def client_level_guarantees(
 ) -> list[Guarantee]:
     """What is provable against each adversary for a run of ``plan``, one guarantee a view.
 
-    Cohorts and noise that come from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
+    Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
 
     * Released models: amplified by sampling, since who took part stays secret.
     * Sums only: no amplification; Gaussian composition over the realised participations, each
