@@ -119,5 +119,7 @@ def _executable() -> str:
 
 
 def _env() -> dict[str, str]:
-    # The environment that runs this command already has what the app needs.
-    return {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **os.environ}
+    # The environment that runs this command has what the app needs; flwr looks there for its
+    # own commands, and need not install anything.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **os.environ, "PATH": path}
