@@ -28,9 +28,8 @@ from flower_ext.federation import (
     ClientWork,
     FederatedStrategy,
     LocalResult,
-    NonPrivatePlan,
 )
-from flower_ext.privacy import Guarantee, ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import Guarantee, NonPrivatePlan, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params, difference
 
 

@@ -5,7 +5,7 @@ from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.memory import ClientMemory
 from flower_ext.federation.records import RefusedReply
-from flower_ext.federation.strategy import FederatedStrategy, NonPrivatePlan
+from flower_ext.federation.strategy import FederatedStrategy
 
 __all__ = [
     "ClientMemory",
@@ -15,7 +15,6 @@ __all__ = [
     "FederationNotReady",
     "InProcessGrid",
     "LocalResult",
-    "NonPrivatePlan",
     "RefusedReply",
     "client_app",
     "run_in_process",

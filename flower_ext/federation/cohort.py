@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -47,39 +48,52 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
     return nodes
 
 
-def learn_partitions(grid: Grid, nodes: list[int], *, timeout: float) -> dict[int, int] | None:
-    """Node id of each partition, asked once over the wire.
+@dataclass(frozen=True)
+class Roster:
+    """Node ids by partition.
 
-    None when no node knows the question: a ClientApp that was not built by this package.
-
-    Raises
-    ------
-    FederationNotReady
-        Two nodes claim one partition, one is out of range, or only some nodes answer.
+    ``known`` is False when no node could tell its partition, as with any ClientApp that was not
+    built by this package: nodes are then numbered in the order of their ids, for one run only.
     """
-    asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
-    answers: dict[int, int] = {}
-    for reply in grid.send_and_receive(asked, timeout=timeout):
-        if reply.has_error():
-            continue
-        partition = reply.content.config_records["identity"]["partition"]
-        if not isinstance(partition, int) or not 0 <= partition < len(nodes):
-            raise FederationNotReady(
-                f"node {reply.metadata.src_node_id} says it holds partition {partition!r}; "
-                f"expected 0 … {len(nodes) - 1} (node config partition-id)"
-            )
-        if partition in answers:
-            raise FederationNotReady(
-                f"nodes {answers[partition]} and {reply.metadata.src_node_id} both hold partition "
-                f"{partition}; give each SuperNode its own partition-id in --node-config"
-            )
-        answers[partition] = reply.metadata.src_node_id
-    if not answers:
-        return None
-    if len(answers) < len(nodes):
-        missing = sorted(set(range(len(nodes))) - set(answers))
-        raise FederationNotReady(f"no node answered for partitions {missing[:10]}")
-    return answers
+
+    nodes: Mapping[int, int]
+    known: bool
+
+    @classmethod
+    def connect(cls, grid: Grid, population: int, *, timeout: float) -> Roster:
+        """Wait for ``population`` nodes and ask each, once, which partition it holds.
+
+        Raises
+        ------
+        FederationNotReady
+            As `wait_for_nodes`; or two nodes claim one partition, one is out of range, or only
+            some nodes answer.
+        """
+        nodes = wait_for_nodes(grid, population, timeout=timeout)
+        asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
+        answers: dict[int, int] = {}
+        for reply in grid.send_and_receive(asked, timeout=timeout):
+            if reply.has_error():
+                continue
+            node = reply.metadata.src_node_id
+            partition = reply.content.config_records["identity"]["partition"]
+            if not isinstance(partition, int) or not 0 <= partition < population:
+                raise FederationNotReady(
+                    f"node {node} says it holds partition {partition!r}; "
+                    f"expected 0 … {population - 1} (node config partition-id)"
+                )
+            if partition in answers:
+                raise FederationNotReady(
+                    f"nodes {answers[partition]} and {node} both hold partition {partition}; "
+                    "give each SuperNode its own partition-id in --node-config"
+                )
+            answers[partition] = node
+        if not answers:
+            return cls(dict(enumerate(nodes)), known=False)
+        if len(answers) < population:
+            missing = sorted(set(range(population)) - set(answers))
+            raise FederationNotReady(f"no node answered for partitions {missing[:10]}")
+        return cls(answers, known=True)
 
 
 def tell_partition(message: Message, partition: int) -> Message:

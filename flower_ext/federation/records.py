@@ -6,8 +6,9 @@ for the privacy plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from flower_ext.training import LocalTraining, Params, UnshareableModel
 
 Arrays = dict[str, np.ndarray]
+T = TypeVar("T")
 
 MODEL = "arrays"
 """Record of a whole model (or its shared part), as every Flower app names it."""
@@ -105,6 +107,47 @@ def payload_bytes(message: Message) -> int:
 
 
 @dataclass(frozen=True)
+class Accepted(Generic[T]):
+    """The well-formed replies of a round, by partition, and why the others were refused."""
+
+    values: dict[int, T]
+    refusals: list[str]
+
+
+def accept(
+    replies: Iterable[Message],
+    *,
+    asked: Mapping[int, int],
+    server_round: int,
+    read: Callable[[Message], T],
+) -> Accepted[T]:
+    """One well-formed reply of this round from each node that was asked.
+
+    Parameters
+    ----------
+    asked : Mapping[int, int]
+        Node ids by partition.
+    read : Callable[[Message], T]
+        Reads one reply, or raises `RefusedReply`.
+    """
+    waiting = {node: partition for partition, node in asked.items()}
+    values: dict[int, T] = {}
+    refusals: list[str] = []
+    for reply in replies:
+        node = reply.metadata.src_node_id
+        try:
+            if node not in waiting:
+                raise RefusedReply("not asked in this round, or answered already")
+            if reply.metadata.group_id != str(server_round):
+                raise RefusedReply(f"answers round {reply.metadata.group_id}")
+            values[waiting[node]] = read(reply)
+            del waiting[node]
+        except RefusedReply as refusal:
+            refusals.append(f"round {server_round}, node {node}: {refusal}")
+    return Accepted(dict(sorted(values.items())), refusals)
+
+
+@dataclass(frozen=True)
 class Update:
     """One accepted reply: the difference to the global model, and its metrics."""
 
@@ -138,16 +181,16 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
         raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
-    return Update(arrays, read_metrics(reply, required=()))
+    return Update(arrays, read_metrics(reply))
 
 
-def read_metrics(reply: Message, *, required: tuple[str, ...]) -> dict[str, float]:
+def read_metrics(reply: Message) -> dict[str, float]:
     """Finite scalar metrics of a reply.
 
     Raises
     ------
     RefusedReply
-        Error reply, a required metric is missing, or a value is not a finite number.
+        Error reply, or a value is not a finite number.
     """
     content = _content(reply)
     merged: dict[str, float] = {}
@@ -156,9 +199,6 @@ def read_metrics(reply: Message, *, required: tuple[str, ...]) -> dict[str, floa
             if not isinstance(value, int | float) or not np.isfinite(value):
                 raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
             merged[name] = float(value)
-    missing = [name for name in required if name not in merged]
-    if missing:
-        raise RefusedReply(f"metrics {missing} are missing; it has {sorted(merged)}")
     return merged
 
 

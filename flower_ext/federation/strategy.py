@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from logging import getLogger
 from typing import ClassVar, TypeVar
 
@@ -22,16 +21,17 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_ext.evaluation import summarize
 from flower_ext.federation import records
 from flower_ext.federation.client import ClientMethod, client_app
-from flower_ext.federation.cohort import FederationNotReady, learn_partitions, wait_for_nodes
+from flower_ext.federation.cohort import FederationNotReady, Roster
 from flower_ext.privacy import (
     BudgetExhausted,
     Guarantee,
     Ledger,
     NoiseSource,
+    NonPrivatePlan,
     Participations,
     ReleasePlan,
+    Reservation,
     RoundDiscarded,
-    Sampling,
     SecureNoise,
     SeededNoise,
     client_level_guarantees,
@@ -45,13 +45,6 @@ from flower_ext.training import LocalTraining, Task, matches
 log = getLogger("flwr")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonPrivatePlan:
-    """Plain averaging without clipping or noise, for the comparison with a private plan."""
-
-    sampling: Sampling
 
 
 class FederatedStrategy(Strategy):
@@ -121,12 +114,12 @@ class FederatedStrategy(Strategy):
         self.participations = Participations()
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.stopped: str | None = None
-        self._nodes: dict[int, int] = {}
-        self._foreign = False
+        self._roster: Roster | None = None
         self._last_round: int | None = None
         self._cohort: list[int] = []
         self._base: records.Arrays = {}
         self._release = ExitStack()
+        self._reservation = Reservation()
         self._row: dict[str, float] = {}
 
     @property
@@ -162,49 +155,40 @@ class FederatedStrategy(Strategy):
         BudgetExhausted
             This round would exceed the ledger's budget; nothing was sent.
         """
-        self._connect(grid)
+        roster = self._connect(grid)
         self._cohort = self.plan.sampling.draw(self._generator("cohort", server_round))
         self._base = records.shared_arrays(self._shared(arrays))
-        self._row = {"cohort": len(self._cohort), "refused": 0, "bytes_down": 0}
-        facts: dict[str, float | bool | str | bytes] = {}
-        if isinstance(self.plan, ReleasePlan):
-            if self.ledger is not None:
-                entry = self.ledger.reserve(self.plan.release, round=server_round)
-                self._reservation = self._release.enter_context(entry)
-            facts = {
-                "clipping-norm": self.plan.clipping_norm,
-                "noise-stddev": self.plan.client_noise_stddev(max(1, len(self._cohort))),
-                "seeded-noise": self.seeded_noise,
-            }
+        self._row = {"cohort": len(self._cohort)}
+        if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
+            entry = self.ledger.reserve(self.plan.release, round=server_round)
+            self._reservation = self._release.enter_context(entry)
         content: dict[str, ArrayRecord | ConfigRecord] = {
             records.MODEL: records.to_record(self._base),
-            records.ROUND: self._facts(server_round, facts),
+            records.ROUND: self._facts(server_round, self._protection()),
             **records.training_records(_in_round(self.training, server_round)),
         }
-        return self._ask("train", self._cohort, {**content, records.CONFIG: config}, server_round)
+        content[records.CONFIG] = config
+        return self._ask("train", roster, self._cohort, content, server_round)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Refuse what is malformed; bound, noise and add up the rest."""
         trusted = not isinstance(self.plan, ReleasePlan) or self.plan.noise_placement == "server"
-        updates: list[records.Update] = []
-        for _, update in self._accepted(
+        updates = self._accepted(
             server_round,
             replies,
             self._cohort,
             lambda reply: records.read_update(reply, base=self._base, trust_models=trusted),
-        ):
-            updates.append(update)
-        self._row["answered"] = len(updates)
+        )
         self.participations.record(self._cohort, len(updates))
-        self._row["messages"] = 2 * len(self._cohort)
-        if self.diagnostics and updates:
-            norms = [u.metrics["update-norm"] for u in updates if "update-norm" in u.metrics]
-            if norms:
-                self._row["update_norm_mean"] = float(np.mean(norms))
-                self._row["update_norm_std"] = float(np.std(norms))
-        mean = self._mean_update([update.arrays for update in updates], server_round)
+        self._row |= {"answered": len(updates), "messages": 2 * len(self._cohort)}
+        norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
+        if norms:
+            self._row["update_norm_mean"] = float(np.mean(norms))
+            self._row["update_norm_std"] = float(np.std(norms))
+        with self._release:
+            mean = self._aggregate([u.arrays for u in updates.values()], server_round)
         if mean is None:
             return None, records.metrics_record(self._row)
         rate = self.server_learning_rate
@@ -213,37 +197,25 @@ class FederatedStrategy(Strategy):
         }
         return records.to_record(moved), records.metrics_record(self._row)
 
-    def _mean_update(
+    def _aggregate(
         self, updates: list[records.Arrays], server_round: int
     ) -> Mapping[str, np.ndarray] | None:
-        if isinstance(self.plan, NonPrivatePlan):
-            if not updates:
-                return None
-            return {
-                name: np.mean([update[name] for update in updates], axis=0) for name in self._base
-            }
-        with self._release:
-            try:
-                aggregate = self.plan.aggregate(
-                    updates,
-                    cohort_size=len(self._cohort),
-                    noise=self._noise("server-noise", server_round),
-                    like=self._base,
-                )
-            except RoundDiscarded as reason:
-                log.warning("round %d discarded: %s", server_round, reason)
-                self._row["discarded"] = 1
-                if self.ledger is not None:
-                    self._reservation.discard(str(reason))
-                return None
-            self._row["topped_up_stddev"] = aggregate.topped_up_stddev
-            if self.ledger is not None:
-                self._reservation.note(
-                    cohort=len(self._cohort),
-                    answered=aggregate.answered,
-                    topped_up_stddev=aggregate.topped_up_stddev,
-                )
-            return aggregate.value
+        try:
+            aggregate = self.plan.aggregate(
+                updates,
+                cohort_size=len(self._cohort),
+                noise=self._noise("server-noise", server_round),
+                like=self._base,
+            )
+        except RoundDiscarded as reason:
+            log.warning("round %d discarded: %s", server_round, reason)
+            self._row["discarded"] = 1
+            self._reservation.discard(str(reason))
+            return None
+        facts = {"answered": aggregate.answered, "topped_up_stddev": aggregate.topped_up_stddev}
+        self._row |= facts
+        self._reservation.note(cohort=len(self._cohort), **facts)
+        return aggregate.value
 
     # Evaluation ---------------------------------------------------------------------------
 
@@ -255,28 +227,21 @@ class FederatedStrategy(Strategy):
             return []
         if server_round % self.evaluate_every and server_round != self._last_round:
             return []
-        self._connect(grid)
+        roster = self._connect(grid)
         content: dict[str, ArrayRecord | ConfigRecord] = {
             records.MODEL: records.to_record(records.shared_arrays(self._shared(arrays))),
             records.ROUND: self._facts(server_round, {}),
             **records.training_records(_in_round(self.evaluation_training, server_round)),
         }
-        return self._ask(
-            "evaluate", sorted(self._nodes), {**content, records.CONFIG: config}, server_round
-        )
+        content[records.CONFIG] = config
+        return self._ask("evaluate", roster, sorted(roster.nodes), content, server_round)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Every client counts alike: mean, worst tenth, spread and Jain's index."""
-        scores = dict(
-            self._accepted(
-                server_round,
-                replies,
-                sorted(self._nodes),
-                lambda reply: records.read_metrics(reply, required=()),
-            )
-        )
+        everyone = [] if self._roster is None else sorted(self._roster.nodes)
+        scores = self._accepted(server_round, replies, everyone, records.read_metrics)
         if not scores:
             return None
         self.client_metrics = scores
@@ -355,17 +320,16 @@ class FederatedStrategy(Strategy):
 
     # Parts --------------------------------------------------------------------------------
 
-    def _connect(self, grid: Grid) -> None:
-        if self._nodes:
-            return
-        nodes = wait_for_nodes(grid, self.plan.sampling.population, timeout=self.timeout)
-        partitions = learn_partitions(grid, nodes, timeout=self.timeout)
-        if partitions is None:
-            self._join_foreign_clients()
-            partitions = dict(enumerate(nodes))
-        self._nodes = partitions
+    def _connect(self, grid: Grid) -> Roster:
+        if self._roster is None:
+            population = self.plan.sampling.population
+            roster = Roster.connect(grid, population, timeout=self.timeout)
+            if not roster.known:
+                self._check_foreign_clients()
+            self._roster = roster
+        return self._roster
 
-    def _join_foreign_clients(self) -> None:
+    def _check_foreign_clients(self) -> None:
         fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
         if not self.any_client_app:
             raise FederationNotReady(
@@ -378,7 +342,6 @@ class FederatedStrategy(Strategy):
                 f"{fix}, or take noise_placement='server'"
             )
         log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
-        self._foreign = True
 
     def _shared(self, arrays: ArrayRecord) -> ArrayRecord:
         shared = {n: a for n, a in arrays.items() if not matches(n, self.personal)}
@@ -394,15 +357,24 @@ class FederatedStrategy(Strategy):
             return SeededNoise(self.seed, *path)
         return SecureNoise()
 
-    def _facts(
-        self, server_round: int, more: Mapping[str, float | bool | str | bytes]
-    ) -> ConfigRecord:
+    def _protection(self) -> dict[str, float]:
+        """What a client needs to bound and noise its update."""
+        if not isinstance(self.plan, ReleasePlan) or not self._cohort:
+            return {}
+        return {
+            "clipping-norm": self.plan.clipping_norm,
+            "noise-stddev": self.plan.client_noise_stddev(len(self._cohort)),
+            "seeded-noise": self.seeded_noise,
+        }
+
+    def _facts(self, server_round: int, more: Mapping[str, float]) -> ConfigRecord:
         own = {"number": server_round, "seed": self.seed or 0, "diagnostics": self.diagnostics}
         return ConfigRecord({**own, **more})
 
     def _ask(
         self,
         kind: str,
+        roster: Roster,
         partitions: Sequence[int],
         content: Mapping[str, ArrayRecord | ConfigRecord],
         server_round: int,
@@ -410,18 +382,14 @@ class FederatedStrategy(Strategy):
         messages = [
             Message(
                 RecordDict(dict(content)),
-                dst_node_id=self._nodes[partition],
-                message_type=self._message_type(kind),
+                dst_node_id=roster.nodes[partition],
+                message_type=f"{kind}.{self.client.name}" if roster.known else kind,
                 group_id=str(server_round),
             )
             for partition in partitions
         ]
-        sent = sum(map(records.payload_bytes, messages))
-        self._row["bytes_down"] = self._row.get("bytes_down", 0) + sent
+        self._count("bytes_down", sum(map(records.payload_bytes, messages)))
         return messages
-
-    def _message_type(self, kind: str) -> str:
-        return kind if self._foreign else f"{kind}.{self.client.name}"
 
     def _accepted(
         self,
@@ -429,25 +397,21 @@ class FederatedStrategy(Strategy):
         replies: Iterable[Message],
         partitions: Sequence[int],
         read: Callable[[Message], T],
-    ) -> list[tuple[int, T]]:
-        """One well-formed reply of this round from each asked node, in order of partition."""
-        waiting = {self._nodes[partition]: partition for partition in partitions}
-        accepted: dict[int, T] = {}
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            self._row["bytes_up"] = self._row.get("bytes_up", 0) + records.payload_bytes(reply)
-            try:
-                if node not in waiting:
-                    raise records.RefusedReply("not asked in this round, or answered already")
-                if reply.metadata.group_id != str(server_round):
-                    raise records.RefusedReply(f"answers round {reply.metadata.group_id}")
-                accepted[waiting[node]] = read(reply)
-                del waiting[node]
-            except records.RefusedReply as refusal:
-                self._row["refused"] = self._row.get("refused", 0) + 1
-                self.refusals.append(f"round {server_round}, node {node}: {refusal}")
-                log.warning("refused reply: %s", self.refusals[-1])
-        return sorted(accepted.items())
+    ) -> dict[int, T]:
+        """What `records.accept` accepts, by partition; the rest is counted and reported."""
+        replies = list(replies)
+        self._count("bytes_up", sum(map(records.payload_bytes, replies)))
+        nodes = {} if self._roster is None else self._roster.nodes
+        asked = {partition: nodes[partition] for partition in partitions}
+        accepted = records.accept(replies, asked=asked, server_round=server_round, read=read)
+        for refusal in accepted.refusals:
+            log.warning("refused reply: %s", refusal)
+        self.refusals += accepted.refusals
+        self._count("refused", len(accepted.refusals))
+        return accepted.values
+
+    def _count(self, name: str, number: float) -> None:
+        self._row[name] = self._row.get(name, 0) + number
 
     def guarantees(self) -> list[Guarantee]:
         """What protects the clients after the rounds so far: published claim and provable ones.

@@ -43,7 +43,7 @@ from flower_ext.privacy.ledger import (
 )
 from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.plan import Aggregate, ReleasePlan, RoundDiscarded
+from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
@@ -74,6 +74,7 @@ __all__ = [
     "NeighboringRelation",
     "NoiseSource",
     "NonFiniteUpdate",
+    "NonPrivatePlan",
     "Participations",
     "PoissonSampling",
     "PrivacyLoss",

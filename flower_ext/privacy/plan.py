@@ -203,3 +203,36 @@ class ReleasePlan:
         }
         topped_up = 0.0 if self.noise_placement == "server" else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivatePlan:
+    """Plain averaging of those who answer, without clipping or noise: promises nothing.
+
+    For the comparison of a private method with itself.
+    """
+
+    sampling: Sampling
+
+    def aggregate(
+        self,
+        uploads: Sequence[Update],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
+    ) -> Aggregate:
+        """Mean of the uploads; ``noise`` is not used.
+
+        Raises
+        ------
+        RoundDiscarded
+            Nobody answered.
+        """
+        if not uploads:
+            raise RoundDiscarded(f"none of {cohort_size} clients answered")
+        value = {
+            name: api.array_namespace(array).astype(array / len(uploads), like[name].dtype)
+            for name, array in total(uploads, like=like).items()
+        }
+        return Aggregate(value=value, answered=len(uploads), topped_up_stddev=0.0)

@@ -98,13 +98,7 @@ def test_whole_models_are_read_as_differences_only_where_the_server_bounds():
 def test_metrics_that_are_not_finite_numbers_are_refused(value):
     content = RecordDict({"metrics": MetricRecord({"accuracy": value})})
     with pytest.raises(RefusedReply, match="not a finite number"):
-        records.read_metrics(reply(content), required=())
-
-
-def test_missing_metrics_are_refused():
-    content = RecordDict({"metrics": MetricRecord({"loss": 1.0})})
-    with pytest.raises(RefusedReply, match="\\['accuracy'\\] are missing"):
-        records.read_metrics(reply(content), required=("accuracy",))
+        records.read_metrics(reply(content))
 
 
 @pytest.mark.parametrize("name", ["bn.running_mean", "bn.num_batches_tracked"])

@@ -8,13 +8,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
-from flower_ext.federation import FederationNotReady, InProcessGrid, NonPrivatePlan, records
+from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
     FixedSizeSampling,
     FullParticipation,
     Ledger,
+    NonPrivatePlan,
     PoissonSampling,
     ReleasePlan,
     calibrate_rounds,

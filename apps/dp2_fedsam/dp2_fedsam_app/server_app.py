@@ -17,12 +17,13 @@ from flower_ext.algorithms import (
     DPFedSAM,
     DPFedSAMFT,
 )
-from flower_ext.federation import FederatedStrategy, NonPrivatePlan
+from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
     FullParticipation,
     Ledger,
+    NonPrivatePlan,
     PoissonSampling,
     ReleasePlan,
     Sampling,
