@@ -457,6 +457,8 @@ class FederatedStrategy(Strategy):
                 parts.append(f"{claim.epsilon:.2f} published")
         if "answered" in self._row:
             parts.append(f"{self._row['answered']:.0f} of {self._row['cohort']:.0f} answered")
+        if refused := self._row.get("refused", 0):
+            parts.append(f"{refused:.0f} refused")
         log.info(" · ".join(parts))
         if self.run is not None:
             self.run.log(server_round, **self._row)
