@@ -30,6 +30,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for_port(port: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"nothing listens on port {port} after {seconds} s")
+
+
 class Flower:
     """Flower's processes of one test, with their own home and ports, ended by id."""
 
@@ -39,6 +49,7 @@ class Flower:
         self.started: list[subprocess.Popen[bytes]] = []
         self.env = {
             **os.environ,
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower starts its own commands
             "FLWR_HOME": str(home),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -150,7 +161,7 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, in_process,
         '[superlink]\ndefault = "loopback"\n\n'
         f'[superlink.loopback]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
-    time.sleep(5)
+    wait_for_port(port)
     for partition in range(3):
         flower.start(
             "flower-supernode",
