@@ -220,9 +220,9 @@ def _from_hub(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All splits of a data set through flwr-datasets (downloads it)."""
     alternatives = "\n  or ".join(", ".join(paths) for paths in info.files)
-    looked = f"the folder {folder}" if folder else f"no folder ({FOLDER_VARIABLE} is not set)"
+    looked = f"is not in the folder {folder}" if folder else "needs a folder, and none is given"
     help_text = (
-        f"{name!r} was not found in {looked}. Give it in one of three ways:\n"
+        f"the data set {name!r} {looked}. Give it in one of three ways:\n"
         f"  1. a folder with {alternatives}\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
         f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub};\n"

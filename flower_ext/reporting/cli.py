@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flower_ext.privacy import (
@@ -133,7 +134,7 @@ def run(
     try:
         path = launch(app_folder, superlink=superlink, settings=settings or (), runs=runs)
     except LaunchFailed as error:
-        Console(stderr=True).print(f"[bold red]Failed:[/] {error}", soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)

@@ -134,7 +134,7 @@ def test_clipping_and_noise_are_on_the_update_as_the_plan_says():
         if m.metadata.message_type.startswith("train")
     ]
     measured = np.concatenate(uploads).std()
-    assert measured == pytest.approx(wide.client_noise_stddev(4), rel=0.03)
+    assert measured == pytest.approx(wide.client_noise_stddev(4), rel=0.05)
 
     silent = plan(noise_multiplier=1e-9)
     grid = Recorder(average_app(), num_clients=CLIENTS)

@@ -189,7 +189,7 @@ def test_kill_9_at_120_moments_never_undercounts_what_was_released(tmp_path):
         assert spent >= released
         entries = kinds(ledger_path) if ledger_path.exists() else []
         left_open = entries.count("reserve") - entries.count("commit")
-    assert released > 100  # real work was interrupted,
+    assert released > 20  # real work was interrupted,
     assert left_open > 0  # and some of it between reserve and commit
 
 

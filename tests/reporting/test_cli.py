@@ -106,6 +106,16 @@ def test_run_of_something_else_fails(tmp_path):
     assert "no pyproject.toml" in done.stderr
 
 
+def test_messages_with_brackets_arrive_whole(monkeypatch):
+    from flower_ext.reporting import cli
+
+    def fail(*args, **options):
+        raise cli.LaunchFailed("pip install 'flower-ext[vision]'")
+
+    monkeypatch.setattr(cli, "launch", fail)
+    assert "flower-ext[vision]" in call("run", "somewhere").stderr
+
+
 def test_help_helps():
     for command in ([], ["run"], ["calibrate"], ["report"]):
         done = call(*command, "--help")

@@ -154,11 +154,11 @@ def strategy_of(
 def ledger_of(
     config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
 ) -> Ledger | None:
-    """The run's ledger; it stops the run at epsilon, unless the noise was given instead."""
+    """The run's ledger; it stops the run at a provable epsilon, where one was asked for."""
     if isinstance(plan, NonPrivatePlan):
         return None
-    given = float(config["noise-multiplier"]) > 0
-    budget = None if given else Budget(epsilon=float(config["epsilon"]), delta=plan.delta)
+    asked = config["calibration"] == "provable" and float(config["noise-multiplier"]) == 0
+    budget = Budget(epsilon=float(config["epsilon"]), delta=plan.delta) if asked else None
     return Ledger(run.ledger_path, budget=budget)
 
 
