@@ -26,14 +26,14 @@ class Participations:
         """Add a round.
 
         With noise from the clients, a sum in which ``answered`` of the cohort's shares arrived
-        carries only that fraction of the noise, and a single upload 1/cohort of it.
+        carries only that fraction of the noise, and a single upload 1/cohort of it. Uploads that
+        were refused or came too late were seen all the same.
         """
         self.rounds += 1
-        if answered == 0:
-            return
         for unit in cohort:
-            self._in_sums[unit] += len(cohort) / answered
             self._in_uploads[unit] += len(cohort)
+            if answered > 0:
+                self._in_sums[unit] += len(cohort) / answered
 
     @property
     def in_sums(self) -> float:

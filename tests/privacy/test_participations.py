@@ -11,12 +11,17 @@ def test_the_most_exposed_unit_counts():
     assert seen.in_uploads == 2 + 4  # each of its uploads had 1/2 and 1/4 of the noise
 
 
-def test_a_sum_short_of_noise_weighs_more_and_an_unanswered_round_nothing():
+def test_a_sum_short_of_noise_weighs_more_and_a_sum_of_nobody_nothing():
     seen = Participations()
     seen.record([0, 1, 2, 3], answered=1)
     seen.record([0, 1], answered=0)
     assert seen.in_sums == 4.0
-    assert seen.in_uploads == 4.0
+
+
+def test_a_refused_upload_was_seen_all_the_same():
+    seen = Participations()
+    seen.record([0, 1, 2], answered=0)
+    assert (seen.in_sums, seen.in_uploads) == (0.0, 3.0)
 
 
 def test_the_worst_case_takes_part_in_every_round():
