@@ -14,7 +14,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -127,29 +129,51 @@ def load(name: str, folder: Path | None = None) -> Examples:
     info = describe(name)
     if name == "digits":
         return _digits()
-    given = folder or os.environ.get(FOLDER_VARIABLE)
-    if given is not None:
-        root = Path(given).expanduser()
-        for paths in info.files:
-            found = [root / path for path in paths]
-            if not all(path.is_file() for path in found):
-                found = [root / Path(path).name for path in paths]  # the data set's own folder
-            if all(path.is_file() for path in found):
-                return _examples(name, *_READERS[name](found))
-    return _examples(name, *_from_hub(name, info, given))
+    given = folder or os.environ.get(FOLDER_VARIABLE) or None
+    if given is None:
+        return _examples(name, info, *_from_hub(name, info, given))
+    root = Path(given).expanduser()
+    below = [[root / path for path in paths] for paths in info.files]
+    # Only then the data set's own folder: MNIST and Fashion-MNIST have files of the same names.
+    directly = [[root / Path(path).name for path in paths] for paths in info.files]
+    for found in below + directly:
+        if all(path.is_file() for path in found):
+            try:
+                images, labels = _READERS[name](found)
+            # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
+            except (
+                OSError,
+                EOFError,
+                KeyError,
+                struct.error,
+                BadZipFile,
+                UnpicklingError,
+            ) as error:
+                folders = ", ".join(sorted({str(path.parent) for path in found}))
+                raise ValueError(f"{name}: the files in {folders} are damaged: {error}") from error
+            return _examples(name, info, images, labels)
+    return _examples(name, info, *_from_hub(name, info, given))
 
 
-def _examples(name: str, images: np.ndarray, labels: np.ndarray) -> Examples:
+def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
     """From uint8 (n, height, width[, channels])."""
     if len(images) != len(labels):
         raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels")
-    pixels = torch.from_numpy(np.ascontiguousarray(images)).float() / 255
-    pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+    bytes_first = images[:, None] if images.ndim == 3 else np.moveaxis(images, -1, 1)
+    if images.dtype != np.uint8 or bytes_first.shape[1:] != info.input_shape:
+        raise ValueError(
+            f"{name}: images of type {images.dtype} and shape {bytes_first.shape[1:]}; "
+            f"expected uint8 of {info.input_shape}"
+        )
+    if not np.isin(labels, np.arange(info.num_classes)).all():
+        raise ValueError(f"{name}: expected labels 0 … {info.num_classes - 1}")
+    # Converted once and scaled in place: every worker process holds a pool of its own.
+    pixels = torch.from_numpy(np.ascontiguousarray(bytes_first)).float().div_(255)
     if name == "cifar10":
         # Published channel statistics of the 50,000 training images.
         mean = torch.tensor([0.4914, 0.4822, 0.4465]).view(1, 3, 1, 1)
         deviation = torch.tensor([0.2470, 0.2435, 0.2616]).view(1, 3, 1, 1)
-        pixels = (pixels - mean) / deviation
+        pixels.sub_(mean).div_(deviation)
     return Examples(pixels, torch.from_numpy(labels.astype(np.int64)))
 
 
@@ -196,9 +220,29 @@ def _read_cifar10(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     return images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
 
 
+class _ArraysOnly(pickle.Unpickler):
+    """Builds NumPy arrays and plain containers; a file cannot make it call anything else."""
+
+    _ALLOWED = frozenset(
+        {
+            ("_codecs", "encode"),
+            ("numpy", "dtype"),
+            ("numpy", "ndarray"),
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy._core.numeric", "_frombuffer"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 batch needs")
+        return super().find_class(module, name)
+
+
 def _unpickle_batch(path: Path) -> dict[bytes, Any]:
     with path.open("rb") as stream:
-        batch: dict[bytes, Any] = pickle.load(stream, encoding="bytes")
+        batch: dict[bytes, Any] = _ArraysOnly(stream, encoding="bytes").load()
     return batch
 
 
@@ -234,13 +278,14 @@ def _from_hub(
         raise DataNotFound(help_text) from error
     image, label = info.columns
     try:
-        source = FederatedDataset(dataset=info.hub, partitioners={"train": 1})
+        # Unshuffled, so that a seed gives the same partition as with the files.
+        source = FederatedDataset(dataset=info.hub, partitioners={"train": 1}, shuffle=False)
         splits = ["train"] if name == "femnist" else ["train", "test"]
         rows = [source.load_split(split) for split in splits]
     except Exception as error:  # many libraries below this raise many types when offline
         raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error
     if name == "femnist":
-        rows = [table.filter(lambda row: row[label] < 10) for table in rows]
-    images = np.stack([np.asarray(row[image]) for table in rows for row in table])
-    labels = np.asarray([row[label] for table in rows for row in table])
+        rows = [table.filter(lambda value: value < 10, input_columns=[label]) for table in rows]
+    images = np.stack([np.asarray(each) for table in rows for each in table[image]])
+    labels = np.asarray([each for table in rows for each in table[label]])
     return images, labels

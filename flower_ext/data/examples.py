@@ -25,8 +25,19 @@ class Examples:
         return len(self.targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
-        """The rows at ``indices``, in their order."""
-        chosen = torch.as_tensor(np.asarray(indices, dtype=np.int64))
+        """The rows at ``indices``, in their order.
+
+        Raises
+        ------
+        TypeError
+            The indices are no integers, such as a mask of booleans.
+        """
+        rows = np.asarray(indices)
+        if rows.size and rows.dtype.kind not in "iu":
+            raise TypeError(
+                f"indices of type {rows.dtype}: expected integers (np.flatnonzero(mask))"
+            )
+        chosen = torch.from_numpy(rows.astype(np.int64))
         return Examples(self.features[chosen], self.targets[chosen])
 
     def to(self, device: torch.device) -> Examples:

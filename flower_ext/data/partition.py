@@ -113,6 +113,12 @@ def dirichlet(
     _check_count(targets, num_partitions)
     if not 0 < alpha < np.inf:
         raise ValueError(f"alpha={alpha!r}: expected a finite number > 0")
+    most = len(targets) // num_partitions
+    if not 0 < min_size <= most:
+        raise ValueError(
+            f"min_size={min_size!r}: expected 1 … {most}, the examples of {num_partitions} equal "
+            "shares"
+        )
     for _ in range(attempts):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
         for label in np.unique(targets):

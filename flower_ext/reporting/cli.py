@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,16 @@ from flower_ext.privacy import (
     Accountant,
     FixedSizeSampling,
     FullParticipation,
+    LedgerCorrupt,
     NeighboringRelation,
+    Participations,
     PoissonSampling,
     Sampling,
     TargetOutOfReach,
     calibrate_noise_multiplier,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
+    participations_loss,
     privacy_loss,
     size_for_rate,
 )
@@ -79,6 +83,10 @@ def calibrate(
         raise typer.BadParameter("give either --epsilon or --noise-multiplier")
     if (sampling_rate is None) == (cohort_size is None):
         raise typer.BadParameter("give either --sampling-rate or --cohort-size")
+    if cohort_size is not None and not 1 <= cohort_size <= population:
+        raise typer.BadParameter(
+            f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"
+        )
     rate = sampling_rate if cohort_size is None else cohort_size / population
     delta = 1 / population if delta is None else delta
     try:
@@ -158,7 +166,7 @@ def report(
         else:
             output.mkdir(parents=True, exist_ok=True)
             path = write_comparison(opened, output, title="Comparison of runs")
-    except NotARun as error:
+    except (NotARun, LedgerCorrupt) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(str(path.absolute()), soft_wrap=True)
 
@@ -200,7 +208,32 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
 
     poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))
-    everyone = FullParticipation(population)
+    everywhere = Participations.worst_case(rounds, fixed.size)
+
+    def unamplified(name: str, view: str, participations: float) -> Way:
+        facts: dict[str, Any] = {
+            "participations": participations,
+            "relation": NeighboringRelation.REPLACE_SPECIAL,
+            "delta": delta,
+        }
+        # `participations` releases in which everyone takes part; they compose to one Gaussian.
+        alone: dict[str, Any] = {
+            "sampling": FullParticipation(population),
+            "relation": NeighboringRelation.REPLACE_SPECIAL,
+            "rounds": 1,
+            "delta": delta,
+        }
+        return Way(
+            name=name,
+            relation=NeighboringRelation.REPLACE_SPECIAL,
+            view=view,
+            basis="provable",
+            epsilon_at=lambda s: participations_loss(noise_multiplier=s, **facts).epsilon,
+            noise_for=lambda e: (
+                calibrate_noise_multiplier(epsilon=e, **alone) * math.sqrt(participations)
+            ),
+        )
+
     return [
         Way(
             name="Theorem 2 (DP²-FedSAM)",
@@ -213,7 +246,8 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         sound("Poisson, PLD", poisson, add_remove, "released models", "pld"),
         sound("Poisson, RDP", poisson, add_remove, "released models", "rdp"),
         sound("fixed size, RDP", fixed, replace_one, "released models", "pld"),
-        sound("cohorts known", everyone, add_remove, "sums, in every round", "pld"),
+        unamplified("cohorts known", "sums, one in every round", everywhere.in_sums),
+        unamplified("uploads known", "each upload, in every round", everywhere.in_uploads),
     ]
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flower_ext.evaluation import summarize
-from flower_ext.privacy import AdversaryView
+from flower_ext.privacy import AdversaryView, Guarantee
 from flower_ext.reporting.figures import draw_comparison
-from flower_ext.reporting.report import table, to_html
+from flower_ext.reporting.report import epsilon_text, table, to_html
 from flower_ext.reporting.run import NotARun, RunDirectory
 
 
@@ -25,8 +25,12 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     """
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
-        if not run.client_metrics():
-            raise NotARun(f"{run.path} holds no evaluation (clients.csv); nothing to compare")
+        if not all("accuracy" in row for row in run.client_metrics() or [{}]):
+            raise NotARun(
+                f"{run.path} holds no accuracy of each client (clients.csv); nothing to compare"
+            )
+        if run.facts["status"] not in ("completed", "budget-exhausted"):
+            raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
         groups.setdefault(str(run.config.get("method", run.path.name)), []).append(run)
     rows = []
     for method, members in groups.items():
@@ -44,6 +48,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
         )
     header = ["method", "runs", "accuracy", "worst tenth", "std over clients"]
     header += ["ε provable (released models)", "ε published"]
+    folder.mkdir(parents=True, exist_ok=True)
     draw_comparison(
         folder / "figures",
         "accuracy",
@@ -54,12 +59,14 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             for name, members in groups.items()
         },
     )
+    short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
     text = "\n\n".join(
         [
             f"# {title}",
             table(header, rows),
             "Accuracies: mean ± sample standard deviation over runs. A run's accuracy is the mean "
             "over all clients of the accuracy of the client's own model on its own test examples.",
+            *([f"Stopped early by their budget: {', '.join(short)}."] if short else []),
             "![Accuracy](figures/accuracy.svg)",
         ]
     )
@@ -79,11 +86,18 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """The largest ε of a group; "none" without privacy."""
-    epsilons = [
-        g.epsilon
-        for run in runs
-        for g in run.guarantees()
-        if g.basis == basis and (basis == "published" or g.view is AdversaryView.RELEASED_MODELS)
-    ]
-    return f"{max(epsilons):.2f}" if epsilons else "none"
+    """The largest ε of a group and its δ; "none" if any of its runs has none."""
+    largest: list[Guarantee] = []
+    for run in runs:
+        found = [
+            g
+            for g in run.guarantees()
+            if g.basis == basis
+            and (basis == "published" or g.view is AdversaryView.RELEASED_MODELS)
+        ]
+        if not found:
+            return "none"
+        largest.append(max(found, key=lambda g: g.epsilon))
+    worst = max(largest, key=lambda g: g.epsilon)
+    deltas = ", ".join(f"{delta:.3g}" for delta in sorted({g.delta for g in largest}))
+    return f"{epsilon_text(worst.epsilon)} (δ = {deltas})"

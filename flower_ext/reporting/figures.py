@@ -66,13 +66,17 @@ def draw_comparison(
     ylabel: str,
     groups: Mapping[str, Sequence[Line]],
 ) -> Path:
-    """Mean line and one-standard-deviation band for each group of equal-length runs."""
+    """Mean line and band of one sample standard deviation, at rounds that all runs measured."""
     figure, axes = _canvas(title, "round", ylabel)
     table: list[tuple[str, float, float, float]] = []
     for number, (label, lines) in enumerate(groups.items()):
-        rounds = np.asarray(lines[0][0])
-        values = np.asarray([line[1] for line in lines])
-        mean, deviation = values.mean(axis=0), values.std(axis=0)
+        measured = [dict(zip(*line, strict=True)) for line in lines]
+        rounds = sorted(set.intersection(*(set(values) for values in measured)))
+        if not rounds:
+            continue
+        values = np.asarray([[one[r] for r in rounds] for one in measured])
+        mean = values.mean(axis=0)
+        deviation = values.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         axes.plot(rounds, mean, label=label, color=colour, linestyle=dash)
@@ -81,7 +85,8 @@ def draw_comparison(
             (label, float(r), float(m), float(d))
             for r, m, d in zip(rounds, mean, deviation, strict=True)
         ]
-    axes.legend(frameon=False)
+    if table:
+        axes.legend(frameon=False)
     return _save(figure, folder, name, ("method", "round", "mean", "std"), table)
 
 

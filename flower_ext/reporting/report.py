@@ -104,6 +104,12 @@ def _outcome(run: RunDirectory) -> list[str]:
 
 
 def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
+    if not guarantees and run.ledger_path.exists():
+        return [
+            "**No guarantee was recorded**: the run ended before it was written. What the ledger "
+            "reserved is spent all the same.",
+            *_ledger(run),
+        ]
     if not guarantees:
         return ["**No privacy is promised**: the run neither clipped nor noised, or made no round."]
     parts = [
@@ -195,7 +201,15 @@ def _rounds(run: RunDirectory) -> str:
 
 
 def _epsilon(guarantee: Guarantee) -> str:
-    return "**none**" if math.isinf(guarantee.epsilon) else f"**{guarantee.epsilon:.3f}**"
+    return f"**{epsilon_text(guarantee.epsilon)}**"
+
+
+def epsilon_text(epsilon: float) -> str:
+    """ε with three decimals, rounded up: what is printed is never less than what was spent."""
+    if math.isinf(epsilon):
+        return "none"
+    # The guard keeps 2.0000000000000004 from becoming 2.001.
+    return f"{math.ceil(epsilon * 1000 - 1e-6) / 1000:.3f}"
 
 
 def _conditions(guarantee: Guarantee) -> str:

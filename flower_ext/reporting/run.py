@@ -112,9 +112,13 @@ class RunDirectory:
             stream.write(json.dumps({"round": round, **metrics}) + "\n")
 
     def metrics(self) -> list[dict[str, float]]:
-        """All rounds' metrics, in order."""
+        """All rounds' metrics, in order; a last line torn by a crash is left out."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        if not path.exists():
+            return []
+        text = path.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        return [json.loads(line) for line in whole.splitlines()]
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(rounds, values) of one metric, where it was measured."""
@@ -152,7 +156,7 @@ class RunDirectory:
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
         tensors = {
-            name: torch.as_tensor(value).detach().cpu().contiguous()
+            name: torch.as_tensor(value).detach().cpu().clone().contiguous()
             for name, value in params.items()
         }
         with tempfile.TemporaryDirectory(dir=self.path) as folder:

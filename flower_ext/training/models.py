@@ -144,13 +144,15 @@ def build(name: str, *, num_classes: int = 10) -> HeadedModel:
     Raises
     ------
     ValueError
-        Unknown name; the message lists the known ones.
+        Unknown name; the message lists the known ones. ``num_classes`` below 1.
     """
     if name not in _MODELS:
         raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)}")
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes!r}: expected at least 1")
     return _MODELS[name](num_classes)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of trainable scalars."""
+    """Number of scalars in the parameters, trainable or frozen."""
     return sum(torch.numel(p) for p in model.parameters())

@@ -109,6 +109,87 @@ def test_a_broken_idx_file_is_refused(tmp_path, offline):
         load("mnist", tmp_path)
 
 
+def test_a_data_set_in_its_subfolder_is_taken_before_files_of_the_same_names_above(
+    tmp_path, offline
+):
+    small_mnist(tmp_path)
+    small_mnist(tmp_path / "FashionMNIST" / "raw")
+    for part, count in (("train", 20), ("t10k", 10)):
+        labels = tmp_path / "FashionMNIST" / "raw" / f"{part}-labels-idx1-ubyte.gz"
+        write_idx(labels, np.full(count, 7, np.uint8))
+    assert load("fashion-mnist", tmp_path).targets.unique().tolist() == [7]
+
+
+def test_an_empty_variable_names_no_folder(tmp_path, offline, monkeypatch):
+    small_mnist(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOWER_EXT_DATA", "")
+    with pytest.raises(DataNotFound, match="none is given"):
+        load("mnist")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("t10k-labels-idx1-ubyte.gz", b"not gzip"),
+        ("t10k-labels-idx1-ubyte.gz", gzip.compress(b"\0")),
+        ("train-images-idx3-ubyte.gz", gzip.compress(bytes(16 + 20 * 784))[:20]),
+    ],
+    ids=["not gzip", "too short", "cut off"],  # the bytes hold a time stamp
+)
+def test_a_damaged_file_is_an_error_that_names_its_folder(file, content, tmp_path, offline):
+    small_mnist(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"mnist: the files in {tmp_path} are damaged"):
+        load("mnist", tmp_path)
+
+
+def test_an_npz_of_something_else_is_refused(tmp_path, offline):
+    np.savez(tmp_path / "cifar10.npz", other=np.zeros(2))
+    with pytest.raises(ValueError, match="cifar10: the files in .* are damaged.*x_train"):
+        load("cifar10", tmp_path)
+
+
+def test_images_or_labels_that_do_not_fit_the_data_set_are_refused(tmp_path, offline):
+    small_mnist(tmp_path)
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.full(10, 99, np.uint8))
+    with pytest.raises(ValueError, match="mnist: expected labels 0 … 9"):
+        load("mnist", tmp_path)
+    for part, count in (("train", 20), ("t10k", 10)):
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", np.zeros((count, 14, 14), np.uint8))
+    with pytest.raises(ValueError, match=r"shape \(1, 14, 14\); expected uint8 of \(1, 28, 28\)"):
+        load("mnist", tmp_path)
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_cifar_batch_cannot_run_code(tmp_path, offline):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    with pytest.raises(ValueError, match="which no CIFAR-10 batch needs"):
+        load("cifar10", tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_batches_of_every_pickle_protocol_are_read(protocol, tmp_path, offline):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    images = np.random.default_rng(2).integers(0, 256, (10, 3072), dtype=np.uint8)
+    batch = {b"data": images, b"labels": list(range(10)), b"batch_label": b"batch"}
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=protocol))
+    assert load("cifar10", tmp_path).targets.bincount().tolist() == [6] * 10
+
+
 @pytest.mark.skipif(not (REAL / "mnist").is_dir(), reason="needs the real data sets")
 @pytest.mark.parametrize(("name", "mean"), [("mnist", 0.1307), ("fashion-mnist", 0.2860)])
 def test_the_real_images_have_their_published_mean(name, mean):

@@ -91,6 +91,10 @@ def test_a_split_is_by_class_disjoint_and_never_empty():
         ),
         (lambda: dirichlet(TARGETS, num_partitions=3, alpha=0.0, rng=rng()), "alpha=0.0"),
         (lambda: dirichlet(TARGETS, num_partitions=400, alpha=0.01, rng=rng()), "raise alpha"),
+        (
+            lambda: dirichlet(TARGETS, num_partitions=1_000, alpha=1e6, min_size=10, rng=rng()),
+            "min_size=10: expected 1 … 6,",
+        ),
         (lambda: split(np.array([1]), TARGETS, rng=rng()), "1 examples cannot"),
         (lambda: split(np.arange(9), TARGETS, train_fraction=1.0, rng=rng()), "train_fraction=1.0"),
     ],

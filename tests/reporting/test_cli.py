@@ -121,3 +121,27 @@ def test_help_helps():
         done = call(*command, "--help")
         assert done.exit_code == 0
     assert "Example" in call("calibrate", "--help").output
+
+
+def test_report_of_a_ledger_that_was_changed_exits_with_2(tmp_path):
+    run = finished(tmp_path / "run")
+    ledger = run.ledger_path.read_text()
+    run.ledger_path.write_text(ledger.replace('"round": 2', '"round": 9', 1))
+    done = call("report", str(run.path))
+    assert done.exit_code == 2
+    assert "line 3 was changed" in done.output
+
+
+def test_who_sees_uploads_is_accounted_without_amplification():
+    rows = json.loads(call("calibrate", *FACTS, "--noise-multiplier", "3.4309", "--json").output)
+    (row,) = rows["rows"]
+    assert row["epsilon"]["cohorts known"] == pytest.approx(7.122, abs=1e-3)
+    assert row["epsilon"]["uploads known"] == pytest.approx(41.233, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", ["0", "200"])
+def test_an_impossible_cohort_is_named_by_its_option(size):
+    facts = ["--population", "100", "--rounds", "60", "--epsilon", "1"]
+    done = call("calibrate", *facts, "--cohort-size", size)
+    assert done.exit_code == 2
+    assert "--cohort-size" in done.output

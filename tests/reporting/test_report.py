@@ -1,4 +1,5 @@
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from flower_ext.privacy import (
     theorem2_of_plan,
 )
 from flower_ext.reporting import NotARun, RunDirectory, write_comparison, write_report
+from flower_ext.reporting.report import epsilon_text
 
 PLAN = ReleasePlan(
     sampling=PoissonSampling(100, 0.1),
@@ -60,7 +62,7 @@ def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
             for row in text.splitlines()
             if row.startswith("| **") and f" {g.view.value} " in row and f" {g.basis} " in row
         )
-        for word in (f"{g.epsilon:.3f}", g.unit.value, g.relation.value, g.accountant, "0.01"):
+        for word in (epsilon_text(g.epsilon), g.unit.value, g.relation.value, g.accountant, "0.01"):
             assert word in line
         for assumption in g.assumptions:
             assert f"assumes: {assumption}" in text
@@ -141,3 +143,27 @@ def test_runs_without_an_evaluation_cannot_be_compared(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     with pytest.raises(NotARun, match="nothing to compare"):
         write_comparison([run], tmp_path, title="Nothing")
+
+
+@pytest.mark.parametrize(
+    ("spent", "printed"), [(0.0004, "0.001"), (2.00049, "2.001"), (2.0, "2.000")]
+)
+def test_a_printed_epsilon_is_never_less_than_what_was_spent(tmp_path, spent, printed):
+    run = finished(tmp_path / "run")
+    run.save_guarantees([replace(run.guarantees()[1], epsilon=spent)])
+    write_report(run)
+    assert f"| **{printed}** | 0.01 |" in (run.path / "report.md").read_text()
+    write_comparison([run], tmp_path, title="One")
+    assert f"| {printed} (δ = 0.01) |" in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
+    run = finished(tmp_path / "run")
+    (run.path / "guarantee.json").unlink()
+    with (run.path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"round": 5, "acc')
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "| 4 | 4 | 0 | 0 | 1 |" in text
+    assert "No privacy is promised" not in text
+    assert len(run.metrics()) == 4

@@ -76,3 +76,9 @@ def test_names_of_new_runs_never_collide(tmp_path):
     assert first.name == "20260102-030405-m"
     first.mkdir()
     assert new_run_path(tmp_path, "m", now) != first
+
+
+def test_models_with_tied_weights_are_saved(run):
+    tied = torch.ones(3)
+    run.save_model({"a": tied, "b": tied})
+    assert set(load_file(run.path / "model.safetensors")) == {"a", "b"}

@@ -42,3 +42,5 @@ def test_models_can_be_shared_and_have_a_head_that_is_their_last_layer(name):
 def test_an_unknown_model_lists_the_known_ones():
     with pytest.raises(ValueError, match="model='gpt': expected one of digits-mlp"):
         build("gpt")
+    with pytest.raises(ValueError, match="num_classes=0: expected at least 1"):
+        build("digits-mlp", num_classes=0)
