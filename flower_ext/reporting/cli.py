@@ -246,8 +246,12 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         sound("Poisson, PLD", poisson, add_remove, "released models", "pld"),
         sound("Poisson, RDP", poisson, add_remove, "released models", "rdp"),
         sound("fixed size, RDP", fixed, replace_one, "released models", "pld"),
-        unamplified("cohorts known", "sums, one in every round", everywhere.in_sums),
-        unamplified("uploads known", "each upload, in every round", everywhere.in_uploads),
+        unamplified("cohorts known", "complete sums, in every round", everywhere.in_sums),
+        unamplified(
+            "uploads known",
+            f"each upload, every round, cohorts of {fixed.size}",
+            everywhere.in_uploads,
+        ),
     ]
 
 
@@ -257,7 +261,7 @@ def _print_noise(rows: list[dict[str, Any]], epsilon: float) -> None:
         table.add_column(column)
     for row in rows:
         words = [str(row[c]) for c in ("calibrated by", "basis", "relation", "adversary sees")]
-        table.add_row(*words, f"{row['noise_multiplier']:.4f}")
+        table.add_row(*words, noise_text(row["noise_multiplier"]))
     console.print(table)
 
 
@@ -267,9 +271,23 @@ def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
     for way in ways:
         table.add_column(f"ε, {way.name}")
     for row in rows:
-        epsilons = [f"{row['epsilon'][way.name]:.3g}" for way in ways]
-        table.add_row(f"{row['noise_multiplier']:.4f}", *epsilons)
+        epsilons = [epsilon_text(row["epsilon"][way.name]) for way in ways]
+        table.add_row(noise_text(row["noise_multiplier"]), *epsilons)
     console.print(table)
+
+
+def noise_text(noise_multiplier: float) -> str:
+    """σ with four decimals, rounded up: the printed noise still meets its target."""
+    # The guard keeps 2.0000000000000004 from becoming 2.0001; so below.
+    return f"{math.ceil(noise_multiplier * 1e4 - 1e-6) / 1e4:.4f}"
+
+
+def epsilon_text(epsilon: float) -> str:
+    """ε with three significant digits, rounded up: never less than what would be spent."""
+    if epsilon == 0 or math.isinf(epsilon):
+        return f"{epsilon:g}"
+    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
+    return f"{math.ceil(epsilon / step - 1e-6) * step:.3g}"
 
 
 def _print_failed_conditions(
@@ -278,7 +296,7 @@ def _print_failed_conditions(
     claim = dp2_fedsam_theorem2(
         noise_multiplier=noise_multiplier, sampling_rate=rate, rounds=rounds, delta=delta
     )
-    console.print(f"Conditions of Theorem 2 not met at σ = {noise_multiplier:.4f}:")
+    console.print(f"Conditions of Theorem 2 not met at σ = {noise_text(noise_multiplier)}:")
     for condition in claim.conditions:
         if not condition.holds:
             console.print(f"  ✗ {condition.text}")

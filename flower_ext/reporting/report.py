@@ -12,7 +12,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from flower_ext.evaluation import summarize
-from flower_ext.privacy import Guarantee
+from flower_ext.privacy import AdversaryView, Guarantee, Release, privacy_loss_of
 from flower_ext.reporting.figures import draw_figures
 from flower_ext.reporting.run import RunDirectory
 
@@ -137,6 +137,12 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
             "> **The published ε is a claim of the paper, not a promise of this run.** "
             "Conditions of its theorem are not met (below); the provable lines do not need them."
         )
+    if (spent := _spent_beyond(run, guarantees)) is not None:
+        parts.append(
+            f"> **The ledger holds more than this table**: what it reserved makes ε = "
+            f"{epsilon_text(spent)} for who sees released models. The lines above may be too "
+            "small: the run was resumed, or ended between a reservation and its release."
+        )
     for g in guarantees:
         parts.append(f"### {g.basis.capitalize()}, {g.view.value}: {g.source}")
         items = [f"- {'✓' if c.holds else '**✗ not met**'} — {c.text}" for c in g.conditions]
@@ -146,6 +152,18 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
             parts.append("\n".join(items))
     parts += _ledger(run)
     return parts
+
+
+def _spent_beyond(run: RunDirectory, guarantees: list[Guarantee]) -> float | None:
+    """ε of everything on the ledger, where that is more than the guarantees state."""
+    releases = Counter(
+        Release.from_dict(entry["release"]) for entry in run.ledger() if entry["kind"] == "reserve"
+    )
+    for g in guarantees:
+        if g.basis == "provable" and g.view is AdversaryView.RELEASED_MODELS and releases:
+            spent = privacy_loss_of(releases, delta=g.delta).epsilon
+            return spent if spent > g.epsilon * (1 + 1e-6) else None
+    return None
 
 
 def _ledger(run: RunDirectory) -> list[str]:

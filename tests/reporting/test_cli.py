@@ -3,7 +3,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flower_ext.reporting.cli import app
+from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.reporting.cli import app, epsilon_text, noise_text
 from tests.reporting.test_report import finished
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
@@ -145,3 +146,25 @@ def test_an_impossible_cohort_is_named_by_its_option(size):
     done = call("calibrate", *facts, "--cohort-size", size)
     assert done.exit_code == 2
     assert "--cohort-size" in done.output
+
+
+@pytest.mark.parametrize(("population", "rate", "rounds"), [(100, 0.1, 60), (200, 0.05, 100)])
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 1.7, 3.3, 5.0])
+def test_a_printed_noise_meets_its_target(population, rate, rounds, epsilon):
+    facts = {"sampling_rate": rate, "rounds": rounds, "delta": 1 / population}
+    printed = float(noise_text(dp2_fedsam_theorem2_noise_multiplier(epsilon=epsilon, **facts)))
+    assert dp2_fedsam_theorem2(noise_multiplier=printed, **facts).epsilon <= epsilon
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "printed"),
+    [(41.2329, "41.3"), (2.0000000000000004, "2"), (0.99951, "1"), (1082.99, "1.09e+03"), (0, "0")],
+)
+def test_calibrate_never_prints_less_than_an_epsilon(epsilon, printed):
+    assert epsilon_text(epsilon) == printed
+
+
+def test_the_cohort_that_uploads_are_accounted_for_is_named():
+    rows = json.loads(call("calibrate", *FACTS, "--epsilon", "2", "--json").output)["rows"]
+    (row,) = (row for row in rows if row["calibrated by"] == "uploads known")
+    assert row["adversary sees"] == "each upload, every round, cohorts of 10"

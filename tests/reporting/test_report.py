@@ -167,3 +167,10 @@ def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
     assert "| 4 | 4 | 0 | 0 | 1 |" in text
     assert "No privacy is promised" not in text
     assert len(run.metrics()) == 4
+
+
+def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
+    run = finished(tmp_path / "run")
+    assert "holds more than this table" not in write_report(run).read_text()
+    run.save_guarantees(client_level_guarantees(PLAN, Participations.worst_case(2, 10)))
+    assert "holds more than this table" in write_report(run).read_text()
