@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import array_api_compat as api
+import numpy as np
 
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -87,6 +88,8 @@ def check_arrays(update: Update) -> None:
         The update holds no element at all.
     """
     for name, array in update.items():
+        if isinstance(array, np.ma.MaskedArray):  # norms and noise would leave out what is masked
+            raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
         if not api.is_array_api_obj(array):
             raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
         if not _is_real_float(array):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.plan import ReleasePlan
-from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.sampling import FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Basis = Literal["published", "provable"]
@@ -235,7 +235,6 @@ def client_level_guarantees(
     hidden: tuple[str, ...] = ()
     if not isinstance(plan.sampling, FullParticipation):
         hidden = ("who took part stays secret", _DRAWN if secure_cohorts else _DRAWN_BY_SEED)
-    fixed = isinstance(plan.sampling, FixedSizeSampling)
     models = Guarantee(
         unit=plan.unit,
         relation=relation,
@@ -245,7 +244,8 @@ def client_level_guarantees(
         basis="provable",
         accountant=loss.accountant,
         source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
-        f"{participations.rounds} rounds" + (", sensitivity 2C" if fixed else ""),
+        f"{participations.rounds} rounds"
+        + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         assumptions=(
             *common,
             *honest_clients,

@@ -29,7 +29,10 @@ class BudgetExhausted(RuntimeError):
 
 
 class LedgerCorrupt(RuntimeError):
-    """A line of the ledger was changed, removed or reordered."""
+    """A line was changed, removed from the middle, or reordered.
+
+    Whole lines removed from the end leave no trace here: keep the last hash elsewhere.
+    """
 
 
 class LedgerLocked(RuntimeError):
@@ -58,7 +61,15 @@ class Reservation:
         self.discarded: str | None = None
 
     def note(self, **facts: Any) -> None:
-        """Facts to keep with the release, e.g. how many answered."""
+        """Facts to keep with the release, e.g. how many answered.
+
+        Raises
+        ------
+        ValueError
+            A name that the ledger uses itself.
+        """
+        if taken := {"seq", "kind", "round", "release", "reason", "prev", "hash"} & set(facts):
+            raise ValueError(f"{sorted(taken)}: names the ledger uses itself; choose others")
         self.notes.update(facts)
 
     def discard(self, reason: str) -> None:
@@ -91,6 +102,7 @@ class Ledger:
         self.path = Path(path)
         self.budget = budget
         self.accountant: Accountant = accountant
+        self._unusable: str | None = None
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._lock()
@@ -111,7 +123,10 @@ class Ledger:
         ------
         BudgetExhausted
             Before anything is written.
+        RuntimeError
+            The ledger was closed, or could not be written: nothing may be released.
         """
+        self._check_usable()
         self._check_budget(release, round)
         self._append("reserve", {"round": round, "release": release.to_dict()})
         self._spent[release] += 1
@@ -138,8 +153,14 @@ class Ledger:
         return privacy_loss_of(self._spent, delta=delta, accountant=self.accountant)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock; nothing can be reserved any more."""
+        self._check_usable()
+        self._unusable = "was closed"
         os.close(self._file)
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise RuntimeError(f"{self.path} {self._unusable}; open it again")
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
@@ -170,9 +191,14 @@ class Ledger:
         entry = {"seq": self._next, "kind": kind, **facts, "prev": self._last_hash}
         entry["hash"] = _digest(entry)
         line = (json.dumps(entry, sort_keys=True) + "\n").encode()
-        while line:
-            line = line[os.write(self._file, line) :]
-        os.fsync(self._file)
+        self._check_usable()
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError:
+            self._unusable = "could not be written"
+            raise
         self._next += 1
         self._last_hash = entry["hash"]
 

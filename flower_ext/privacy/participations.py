@@ -29,6 +29,8 @@ class Participations:
         carries only that fraction of the noise, and a single upload 1/cohort of it. Uploads that
         were refused or came too late were seen all the same.
         """
+        if not 0 <= answered <= len(cohort):
+            raise ValueError(f"answered={answered!r}: expected 0 … {len(cohort)}, the cohort")
         self.rounds += 1
         for unit in cohort:
             self._in_uploads[unit] += len(cohort)

@@ -198,3 +198,9 @@ def test_the_norm_before_clipping_is_kept_apart():
     assert isinstance(update, BoundedUpdate)
     assert update.norm == pytest.approx(5.0)
     assert update.clipped
+
+
+def test_masked_arrays_are_refused_since_norms_would_leave_values_out():
+    masked = np.ma.MaskedArray([1e6, 0.1], mask=[True, False])
+    with pytest.raises(TypeError, match="masked array; fill it"):
+        clip({"a": masked}, 1.0)

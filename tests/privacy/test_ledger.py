@@ -197,3 +197,23 @@ def test_kill_9_at_120_moments_never_undercounts_what_was_released(tmp_path):
 def test_unfit_budgets_are_refused(epsilon, delta):
     with pytest.raises(ValueError, match="epsilon|delta"):
         Budget(epsilon=epsilon, delta=delta)
+
+
+def test_a_closed_or_unwritable_ledger_reserves_nothing(tmp_path):
+    closed = Ledger(tmp_path / "closed.jsonl")
+    closed.close()
+    broken = Ledger(tmp_path / "broken.jsonl")
+    readable = os.open(tmp_path / "broken.jsonl", os.O_RDONLY)
+    os.dup2(readable, broken._file)
+    with pytest.raises(OSError, match="Bad file"):
+        broken.reserve(RELEASE, round=1).__enter__()
+    for ledger in (closed, broken):
+        with pytest.raises(RuntimeError, match="open it again"):
+            ledger.reserve(RELEASE, round=1).__enter__()
+
+
+def test_notes_cannot_take_the_ledgers_own_names(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(ValueError, match="kind"), ledger.reserve(RELEASE, round=1) as entry:
+        entry.note(kind="reserve")
+    assert kinds(ledger.path) == ["reserve", "discard"]

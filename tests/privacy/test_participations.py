@@ -1,3 +1,5 @@
+import pytest
+
 from flower_ext.privacy import Participations
 
 
@@ -31,3 +33,8 @@ def test_the_worst_case_takes_part_in_every_round():
 
 def test_nothing_happened_yet():
     assert (Participations().in_sums, Participations().in_uploads) == (0.0, 0.0)
+
+
+def test_more_answers_than_were_asked_for_are_refused():
+    with pytest.raises(ValueError, match="answered=4"):
+        Participations().record([0, 1], answered=4)
