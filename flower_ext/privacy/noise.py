@@ -16,6 +16,9 @@ import numpy as np
 from flower_ext.privacy.bounds import NonFiniteUpdate, Update, check_arrays
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
+_ABSORBING = 2.0**40
+"""Values above this many stddevs leave noise too few of a float64's 53 bits."""
+
 
 class NoiseSource(Protocol):
     """Adds noise to arrays."""
@@ -31,7 +34,7 @@ class NoiseSource(Protocol):
         Raises
         ------
         NonFiniteUpdate
-            An array holds NaN or infinite values, before or after.
+            An array holds NaN or infinite values, before or after, or values that absorb the noise.
         TypeError, ValueError
             An array is not floating-point; ``stddev`` is not a finite number >= 0.
         """
@@ -98,10 +101,13 @@ class SeededNoise(_GeneratorNoise):
 
 def _noised(name: str, array: Any, stddev: float, rng: np.random.Generator) -> Any:
     namespace = api.array_namespace(array)
+    wide = namespace.astype(array, namespace.float64)
+    if stddev > 0 and bool(namespace.any(namespace.abs(wide) > stddev * _ABSORBING)):
+        raise NonFiniteUpdate(f"{name!r} is so large that noise of stddev {stddev:g} is lost in it")
     noise = namespace.asarray(
         stddev * rng.standard_normal(tuple(array.shape)), device=api.device(array)
     )
-    noised = namespace.astype(namespace.astype(array, namespace.float64) + noise, array.dtype)
+    noised = namespace.astype(wide + noise, array.dtype)
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
             f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"

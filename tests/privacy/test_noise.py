@@ -118,3 +118,11 @@ def test_gamma_direction_has_a_gamma_norm_and_no_preferred_direction():
 def test_unfit_gamma_parameters_are_refused(dimension, scale):
     with pytest.raises(ValueError, match="dimension|scale"):
         SecureNoise().gamma_direction(dimension, scale)
+
+
+@pytest.mark.parametrize(
+    "huge", [np.full(3, 1e300), np.full(3, 3e38, np.float32), torch.ones(3) * 1e30]
+)
+def test_huge_values_do_not_pass_with_their_noise_absorbed(huge):
+    with pytest.raises(NonFiniteUpdate, match="is lost in it"):
+        SecureNoise().add_gaussian({"a": huge}, 1.0)
