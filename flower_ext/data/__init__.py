@@ -8,6 +8,7 @@ from flower_ext.data.datasets import (
     load,
     names,
 )
+from flower_ext.data.devices import DevicesInfo, describe_devices, device_names, load_devices
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import dirichlet, iid, partition, pathological, split
 
@@ -16,11 +17,15 @@ __all__ = [
     "ClientData",
     "DataNotFound",
     "DatasetInfo",
+    "DevicesInfo",
     "Examples",
     "describe",
+    "describe_devices",
+    "device_names",
     "dirichlet",
     "iid",
     "load",
+    "load_devices",
     "names",
     "partition",
     "pathological",

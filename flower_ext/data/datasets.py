@@ -11,7 +11,7 @@ import gzip
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,7 +34,9 @@ class DataNotFound(FileNotFoundError):
 class DatasetInfo:
     """Facts that models need, and where a data set may be found.
 
-    ``files`` are alternatives, each a set of paths below the data folder that suffices.
+    ``files`` are alternatives, each a set of paths below the data folder that suffices. Of the
+    labels on the hub only ``hub_labels`` are kept, renumbered from 0. ``stand_in`` says what the
+    files hold where that is not the data set itself.
     """
 
     num_classes: int
@@ -42,6 +44,8 @@ class DatasetInfo:
     hub: str | None = None
     columns: tuple[str, str] = ("image", "label")
     files: tuple[tuple[str, ...], ...] = ()
+    hub_labels: range | None = None
+    stand_in: str = ""
 
 
 def _idx_files(*folders: str) -> tuple[tuple[str, ...], ...]:
@@ -91,6 +95,17 @@ _DATASETS = {
         hub="flwrlabs/femnist",
         columns=("image", "character"),
         files=(("femnist_digits_12clients/femnist_digits_12clients.npz",),),
+        hub_labels=range(10),
+    ),
+    "letters": DatasetInfo(
+        num_classes=10,
+        input_shape=(1, 28, 28),
+        hub="flwrlabs/femnist",
+        columns=("image", "character"),
+        files=(("nist_vowels10/nist_vowels10_28x28.npz",),),
+        # FEMNIST numbers 0 … 9, A … Z, a … z.
+        hub_labels=range(36, 46),
+        stand_in="10,000 NIST letters a e i o u A E I O U, white on black, without writers",
     ),
 }
 
@@ -113,11 +128,27 @@ def describe(name: str) -> DatasetInfo:
     return _DATASETS[name]
 
 
+def data_folder(folder: Path | None = None) -> Path | None:
+    """The folder given, else the one that FLOWER_EXT_DATA names, else None."""
+    given = folder or os.environ.get(FOLDER_VARIABLE)
+    return Path(given).expanduser() if given else None
+
+
+def locate(alternatives: Sequence[Sequence[str]], root: Path) -> list[Path] | None:
+    """The first alternative whose files all exist, by their paths below ``root`` or in it."""
+    below = [[root / path for path in paths] for paths in alternatives]
+    # Only then the data set's own folder: MNIST and Fashion-MNIST have files of the same names.
+    directly = [[root / Path(path).name for path in paths] for paths in alternatives]
+    complete = (found for found in below + directly if all(path.is_file() for path in found))
+    return next(complete, None)
+
+
 def load(name: str, folder: Path | None = None) -> Examples:
     """All examples of a data set: features float32 (n, channels, height, width), targets int64.
 
     Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
-    ``femnist`` holds the digits of FEMNIST.
+    ``femnist`` holds the digits of FEMNIST. ``letters`` are the letters a … j of FEMNIST from the
+    hub; the local file is a stand-in: ten other letters of the same NIST collection.
 
     Raises
     ------
@@ -129,30 +160,17 @@ def load(name: str, folder: Path | None = None) -> Examples:
     info = describe(name)
     if name == "digits":
         return _digits()
-    given = folder or os.environ.get(FOLDER_VARIABLE) or None
-    if given is None:
-        return _examples(name, info, *_from_hub(name, info, given))
-    root = Path(given).expanduser()
-    below = [[root / path for path in paths] for paths in info.files]
-    # Only then the data set's own folder: MNIST and Fashion-MNIST have files of the same names.
-    directly = [[root / Path(path).name for path in paths] for paths in info.files]
-    for found in below + directly:
-        if all(path.is_file() for path in found):
-            try:
-                images, labels = _READERS[name](found)
-            # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
-            except (
-                OSError,
-                EOFError,
-                KeyError,
-                struct.error,
-                BadZipFile,
-                UnpicklingError,
-            ) as error:
-                folders = ", ".join(sorted({str(path.parent) for path in found}))
-                raise ValueError(f"{name}: the files in {folders} are damaged: {error}") from error
-            return _examples(name, info, images, labels)
-    return _examples(name, info, *_from_hub(name, info, given))
+    root = data_folder(folder)
+    found = locate(info.files, root) if root else None
+    if found is None:
+        return _examples(name, info, *_from_hub(name, info, root))
+    try:
+        images, labels = _READERS[name](found)
+    # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
+    except (OSError, EOFError, KeyError, struct.error, BadZipFile, UnpicklingError) as error:
+        folders = ", ".join(sorted({str(path.parent) for path in found}))
+        raise ValueError(f"{name}: the files in {folders} are damaged: {error}") from error
+    return _examples(name, info, images, labels)
 
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
@@ -256,12 +274,11 @@ _READERS: dict[str, Callable[[list[Path]], tuple[np.ndarray, np.ndarray]]] = {
     "fashion-mnist": _read_idx_pairs,
     "cifar10": _read_cifar10,
     "femnist": _read_npz,
+    "letters": _read_npz,
 }
 
 
-def _from_hub(
-    name: str, info: DatasetInfo, folder: str | Path | None
-) -> tuple[np.ndarray, np.ndarray]:
+def _from_hub(name: str, info: DatasetInfo, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """All splits of a data set through flwr-datasets (downloads it)."""
     alternatives = "\n  or ".join(", ".join(paths) for paths in info.files)
     looked = f"is not in the folder {folder}" if folder else "needs a folder, and none is given"
@@ -280,12 +297,13 @@ def _from_hub(
     try:
         # Unshuffled, so that a seed gives the same partition as with the files.
         source = FederatedDataset(dataset=info.hub, partitioners={"train": 1}, shuffle=False)
-        splits = ["train"] if name == "femnist" else ["train", "test"]
+        splits = ["train"] if info.hub_labels else ["train", "test"]
         rows = [source.load_split(split) for split in splits]
     except Exception as error:  # many libraries below this raise many types when offline
         raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error
-    if name == "femnist":
-        rows = [table.filter(lambda value: value < 10, input_columns=[label]) for table in rows]
+    kept = info.hub_labels or range(info.num_classes)
+    if info.hub_labels:
+        rows = [table.filter(lambda value: value in kept, input_columns=[label]) for table in rows]
     images = np.stack([np.asarray(each) for table in rows for each in table[image]])
     labels = np.asarray([each for table in rows for each in table[label]])
-    return images, labels
+    return images, labels - kept.start

@@ -1,6 +1,16 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-from flower_ext.training.local import LocalTraining, evaluate, minimise, train
+from flower_ext.training.local import (
+    LocalProblem,
+    LocalTraining,
+    batches,
+    evaluate,
+    gradient,
+    local_problem,
+    minimise,
+    train,
+)
+from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, split
 from flower_ext.training.task import Task, accuracy
@@ -8,19 +18,25 @@ from flower_ext.training.validation import UnshareableModel, check_shareable, re
 
 __all__ = [
     "Linear",
+    "LocalProblem",
     "LocalTraining",
+    "NotConverged",
     "Params",
     "Proximal",
     "Task",
     "Term",
     "UnshareableModel",
     "accuracy",
+    "batches",
     "check_shareable",
     "clone",
     "difference",
     "evaluate",
+    "gradient",
+    "local_problem",
     "matches",
     "minimise",
+    "newton",
     "replace_batch_norm",
     "split",
     "train",

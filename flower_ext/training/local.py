@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_ext.data import Examples
-from flower_ext.training.objective import Term
-from flower_ext.training.params import Params, to_device
+from flower_ext.training.newton import newton
+from flower_ext.training.objective import Proximal, Term
+from flower_ext.training.params import Params, clone, to_device
 from flower_ext.training.task import Task
 
 
@@ -38,6 +39,11 @@ class LocalTraining:
         Heavy-ball momentum in [0, 1), started afresh in every local training.
     sam_radius : float
         Perturbation radius q of sharpness-aware minimisation; 0 is plain SGD.
+    proximal_weight : float
+        μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
+    tolerance : float
+        Above 0, instead of all the above but ``proximal_weight``: the exact minimiser, to this
+        norm of the gradient (see `newton`). For small strongly convex problems.
     """
 
     epochs: int = 2
@@ -47,6 +53,8 @@ class LocalTraining:
     learning_rate_decay: float = 1.0
     momentum: float = 0.0
     sam_radius: float = 0.0
+    proximal_weight: float = 0.0
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
@@ -59,12 +67,20 @@ class LocalTraining:
         require("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
         require("learning_rate_decay", 0 < self.learning_rate_decay <= 1, "a number in (0, 1]")
         require("momentum", 0 <= self.momentum < 1, "a number in [0, 1)")
-        require("sam_radius", 0 <= self.sam_radius < math.inf, "a finite number >= 0")
+        for name in ("sam_radius", "proximal_weight", "tolerance"):
+            require(name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
+        require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
 
     def in_round(self, server_round: int) -> LocalTraining:
         """The same training with the learning rate of round ``server_round`` (from 1)."""
         rate = self.learning_rate * self.learning_rate_decay ** (server_round - 1)
         return replace(self, learning_rate=rate, learning_rate_decay=1.0)
+
+    def num_steps(self, num_examples: int) -> int:
+        """Number of mini-batches of one local training."""
+        if self.steps is not None:
+            return self.steps
+        return self.epochs * math.ceil(num_examples / self.batch_size)
 
 
 def batches(
@@ -73,8 +89,7 @@ def batches(
     """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for."""
     size = training.batch_size
     per_epoch = math.ceil(len(examples) / size)
-    total = training.epochs * per_epoch if training.steps is None else training.steps
-    for step in range(total):
+    for step in range(training.num_steps(len(examples))):
         if step % per_epoch == 0:
             order = torch.randperm(len(examples), generator=generator)
             order = order.to(examples.targets.device)
@@ -89,6 +104,13 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
+def gradient(loss_at: Callable[[Params], Tensor], params: Mapping[str, Tensor]) -> Params:
+    """Gradient of a scalar function of parameters."""
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    slopes = torch.autograd.grad(loss_at(leaves), list(leaves.values()))
+    return dict(zip(leaves, slopes, strict=True))
+
+
 def minimise(
     loss_at: Callable[[Params, Tensor, Tensor], Tensor],
     start: Mapping[str, Tensor],
@@ -97,25 +119,75 @@ def minimise(
     generator: torch.Generator,
 ) -> Params:
     """SGD with momentum, or SAM, from ``start``; ``loss_at(params, x, y)`` is a scalar."""
-    names = list(start)
-    weights = [tensor.detach().clone() for tensor in start.values()]
-    velocity = [torch.zeros_like(w) for w in weights]
-
-    def gradient_at(point: Sequence[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-        leaves = [w.detach().requires_grad_() for w in point]
-        loss = loss_at(dict(zip(names, leaves, strict=True)), x, y)
-        return list(torch.autograd.grad(loss, leaves))
-
+    weights = clone(start)
+    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
     for x, y in batches(examples, training, generator):
-        gradient = gradient_at(weights, x, y)
+
+        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return loss_at(point, x, y)
+
+        slope = gradient(loss, weights)
         if training.sam_radius > 0:
-            ascent = perturbation(gradient, training.sam_radius)
-            climbed = [w + p for w, p in zip(weights, ascent, strict=True)]
-            gradient = gradient_at(climbed, x, y)
-        for w, v, g in zip(weights, velocity, gradient, strict=True):
-            v.mul_(training.momentum).add_(g)
-            w.sub_(v, alpha=training.learning_rate)
-    return dict(zip(names, weights, strict=True))
+            ascent = perturbation(list(slope.values()), training.sam_radius)
+            climbed = zip(weights.items(), ascent, strict=True)
+            slope = gradient(loss, {name: w + p for (name, w), p in climbed})
+        for name, w in weights.items():
+            velocity[name].mul_(training.momentum).add_(slope[name])
+            w.sub_(velocity[name], alpha=training.learning_rate)
+    return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalProblem:
+    """What one client minimises: loss plus terms, over the trained part of a model."""
+
+    start: Params
+    loss_at: Callable[[Params, Tensor, Tensor], Tensor]
+    rest: Params
+    device: torch.device
+
+    def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
+        """The whole model with its trained part replaced, devices and types those of ``like``."""
+        everything = {**self.rest, **trained}
+        return {name: everything[name].to(p.device, p.dtype) for name, p in like.items()}
+
+
+def local_problem(
+    task: Task,
+    params: Mapping[str, Tensor],
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    terms: Sequence[Term] = (),
+    dtype: torch.dtype | None = None,
+) -> LocalProblem:
+    """The local objective on the task's device; parameters not ``trained`` are frozen.
+
+    With a ``dtype`` all floating-point parameters are converted to it.
+
+    Raises
+    ------
+    ValueError
+        ``trained`` selects nothing.
+    """
+    device = task.torch_device()
+    model = task.model().to(device).train()
+    everything = to_device(params, device)
+    if dtype is not None:
+        everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
+    learnable = {name for name, _ in model.named_parameters()}
+    start = {name: p for name, p in everything.items() if name in learnable and trained(name)}
+    if not start:
+        raise ValueError("trained selects no parameter of the model")
+    # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
+    rest = {name: p.clone() for name, p in everything.items() if name not in start}
+
+    def loss_at(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
+        value = task.loss(functional_call(model, {**rest, **chosen}, (x,)), y)
+        for term in terms:
+            value = value + term(chosen)
+        return value
+
+    return LocalProblem(start=start, loss_at=loss_at, rest=rest, device=device)
 
 
 def train(
@@ -133,34 +205,28 @@ def train(
     Returns
     -------
     Params
-        The whole model after training: trained parameters, frozen ones, and buffers.
+        The whole model after training, where ``params`` were: trained parameters, frozen ones,
+        and buffers.
 
     Raises
     ------
     ValueError
         ``trained`` selects nothing, or there are no examples.
+    NotConverged
+        ``training.tolerance`` is out of reach.
     """
-    device = task.torch_device()
-    model = task.model().to(device).train()
-    everything = to_device(params, device)
-    learnable = {name for name, _ in model.named_parameters()}
-    start = {name: p for name, p in everything.items() if name in learnable and trained(name)}
-    if not start:
-        raise ValueError("trained selects no parameter of the model")
     if len(examples) == 0:
         raise ValueError("cannot train on a client without examples")
-    # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
-    rest = {name: p.clone() for name, p in everything.items() if name not in start}
-
-    def loss_at(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
-        outputs = functional_call(model, {**rest, **chosen}, (x,))
-        value = task.loss(outputs, y)
-        for term in terms:
-            value = value + term(chosen)
-        return value
-
-    moved = minimise(loss_at, start, examples.to(device), training, generator)
-    return {name: moved.get(name, rest.get(name, everything[name])) for name in params}
+    if training.proximal_weight:
+        terms = [*terms, Proximal(weight=training.proximal_weight, anchor=params)]
+    dtype = torch.float64 if training.tolerance else None
+    problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
+    data = examples.to(problem.device)
+    if training.tolerance:
+        moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
+    else:
+        moved = minimise(problem.loss_at, problem.start, data, training, generator)
+    return problem.whole(moved, like=params)
 
 
 @torch.no_grad()

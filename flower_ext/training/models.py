@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from flower_ext.data import sent140, synthetic
 
 
 class HeadedModel(nn.Module):
@@ -129,17 +132,85 @@ def resnet18(num_classes: int = 10) -> HeadedModel:
     return HeadedModel(extractor, nn.Linear(512, num_classes))
 
 
-_MODELS: dict[str, Callable[[int], HeadedModel]] = {
+def synthetic_logistic(num_classes: int = 10) -> HeadedModel:
+    """Softmax regression 20–classes for the synthetic devices: 210 parameters with ten classes."""
+    return HeadedModel(nn.Flatten(), nn.Linear(synthetic.FEATURES, num_classes))
+
+
+class BinaryLogistic(HeadedModel):
+    """Logits (0, w·x) of two classes, from one weight a feature and no bias.
+
+    Their cross-entropy is the logistic loss of w·x: a generalised linear model.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (n, 2), the first of them 0."""
+        return functional.pad(super().forward(x), (1, 0))
+
+
+def binary_logistic(num_classes: int = 2) -> BinaryLogistic:
+    """Logistic regression on 20 features for two classes: its 20 parameters are w alone.
+
+    Raises
+    ------
+    ValueError
+        ``num_classes`` is not 2.
+    """
+    if num_classes != 2:
+        raise ValueError(
+            f"num_classes={num_classes!r}: expected 2, all that binary-logistic can tell apart"
+        )
+    return BinaryLogistic(nn.Flatten(), nn.Linear(synthetic.FEATURES, 1, bias=False))
+
+
+def letters_mlp(num_classes: int = 10) -> HeadedModel:
+    """784–196–classes for 28×28 grey letters: 155,830 parameters with ten classes."""
+    return _perceptron(784, (196,), num_classes)
+
+
+class _SentenceVector(nn.Module):
+    """Embedding and the last states of a bidirectional LSTM; padding at the end is not read."""
+
+    def __init__(self, vocabulary_size: int, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary_size, embedding, padding_idx=sent140.PADDING)
+        self.lstm = nn.LSTM(embedding, hidden, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x != sent140.PADDING).sum(dim=1).clamp(min=1).cpu()
+        sentences = pack_padded_sequence(
+            self.embedding(x), lengths, batch_first=True, enforce_sorted=False
+        )
+        _, (last, _) = self.lstm(sentences)
+        return torch.cat([last[0], last[1]], dim=1)
+
+
+def sent140_bilstm(
+    num_classes: int = 2, *, vocabulary_size: int = sent140.VOCABULARY_SIZE
+) -> HeadedModel:
+    """300-d embeddings, a bidirectional LSTM of 256 a direction, and a linear head.
+
+    For sequences of token ids, padded with 0 at the end; 4,143,810 parameters with two classes and
+    the default vocabulary.
+    """
+    return HeadedModel(_SentenceVector(vocabulary_size, 300, 256), nn.Linear(512, num_classes))
+
+
+_MODELS: dict[str, Callable[..., HeadedModel]] = {
     "digits-mlp": digits_mlp,
     "mnist-mlp": mnist_mlp,
     "mnist-cnn": mnist_cnn,
     "cifar10-cnn": cifar10_cnn,
     "resnet18": resnet18,
+    "synthetic-logistic": synthetic_logistic,
+    "binary-logistic": binary_logistic,
+    "letters-mlp": letters_mlp,
+    "sent140-bilstm": sent140_bilstm,
 }
 
 
-def build(name: str, *, num_classes: int = 10) -> HeadedModel:
-    """A model by name.
+def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
+    """A model by name, by default with as many classes as its data set has.
 
     Raises
     ------
@@ -148,6 +219,8 @@ def build(name: str, *, num_classes: int = 10) -> HeadedModel:
     """
     if name not in _MODELS:
         raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)}")
+    if num_classes is None:
+        return _MODELS[name]()
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes!r}: expected at least 1")
     return _MODELS[name](num_classes)

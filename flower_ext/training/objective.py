@@ -39,7 +39,9 @@ class Proximal:
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Value of the term at ``params``."""
-        squares = [(p - self.anchor[name]).square().sum() for name, p in params.items()]
+        squares = [
+            (p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items()
+        ]
         return 0.5 * self.weight * torch.stack(squares).sum()
 
 
@@ -51,5 +53,5 @@ class Linear:
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Value of the term at ``params``."""
-        products = [(p * self.direction[name]).sum() for name, p in params.items()]
+        products = [(p * self.direction[name].to(p.device)).sum() for name, p in params.items()]
         return torch.stack(products).sum()

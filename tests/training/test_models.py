@@ -1,8 +1,10 @@
 import pytest
 import torch
+from torch.func import functional_call
+from torch.nn import functional
 
 from flower_ext.training import check_shareable, split
-from flower_ext.training.models import build, parameter_count
+from flower_ext.training.models import build, parameter_count, sent140_bilstm
 
 SHAPES = {
     "digits-mlp": (1, 8, 8),
@@ -10,6 +12,7 @@ SHAPES = {
     "mnist-cnn": (1, 28, 28),
     "cifar10-cnn": (3, 32, 32),
     "resnet18": (1, 28, 28),
+    "letters-mlp": (1, 28, 28),
 }
 
 
@@ -21,6 +24,10 @@ SHAPES = {
         ("mnist-cnn", 19_988),
         ("cifar10-cnn", 667_402),
         ("resnet18", 11_181_642),
+        ("synthetic-logistic", 210),
+        ("binary-logistic", 20),
+        ("letters-mlp", 155_830),
+        ("sent140-bilstm", 4_143_810),
     ],
 )
 def test_models_have_their_exact_sizes(name, parameters):
@@ -44,3 +51,63 @@ def test_an_unknown_model_lists_the_known_ones():
         build("gpt")
     with pytest.raises(ValueError, match="num_classes=0: expected at least 1"):
         build("digits-mlp", num_classes=0)
+
+
+def test_softmax_regression_is_one_linear_layer():
+    model = build("synthetic-logistic", num_classes=3)
+    check_shareable(model)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        "head.weight": (3, 20),
+        "head.bias": (3,),
+    }
+    x = torch.randn(5, 20)
+    torch.testing.assert_close(model(x), x @ model.head.weight.T + model.head.bias)
+
+
+def test_binary_logistic_regression_has_the_logistic_loss_of_w_x_and_no_bias():
+    model = build("binary-logistic")
+    check_shareable(model)
+    ((name, weight),) = model.named_parameters()
+    assert (name, weight.shape) == ("head.weight", (1, 20))
+    x, targets = torch.randn(64, 20), torch.arange(64) % 2
+    product = x @ weight[0]
+    logits = model(x)
+    assert torch.equal(logits[:, 0], torch.zeros(64))
+    torch.testing.assert_close(logits[:, 1], product)
+    loss = functional.softplus(-(2 * targets - 1) * product).mean()
+    torch.testing.assert_close(functional.cross_entropy(logits, targets), loss)
+    assert torch.equal(logits.argmax(dim=1), (product > 0).long())
+    with pytest.raises(ValueError, match="num_classes=10: expected 2"):
+        build("binary-logistic", num_classes=10)
+
+
+def test_what_follows_a_sentence_as_padding_changes_nothing_but_its_tokens_do():
+    model = sent140_bilstm(vocabulary_size=30)
+    check_shareable(model)
+    ids = torch.randint(1, 30, (4, 25))
+    ids[:, 7:] = 0
+    logits = model(ids)
+    assert logits.shape == (4, 2)
+    torch.testing.assert_close(logits, model(ids[:, :7]))
+    torch.testing.assert_close(logits[:1], model(ids[:1]))
+    for place in (0, 3, 6):
+        changed = ids.clone()
+        changed[:, place] = ids[:, place] % 29 + 1
+        assert (model(changed) != logits).any(dim=1).all()
+    assert model(torch.zeros(2, 25, dtype=torch.int64)).isfinite().all()
+
+
+def test_every_parameter_of_the_sentence_model_learns_through_a_functional_call():
+    model = sent140_bilstm(vocabulary_size=30)
+    other = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    ids = torch.randint(1, 30, (4, 25))
+    outputs = functional_call(model, other, (ids,))
+    assert not torch.allclose(outputs, model(ids))
+    gradients = torch.autograd.grad(outputs.square().sum(), list(other.values()))
+    assert all(gradient.norm() > 0 for gradient in gradients)
+
+
+def test_by_default_a_model_has_the_classes_of_its_data():
+    assert build("sent140-bilstm").head.out_features == 2
+    assert build("letters-mlp").head.out_features == 10
+    assert build("sent140-bilstm", num_classes=3).head.out_features == 3

@@ -1,0 +1,182 @@
+"""Data sets that come divided into devices, by name: those of the Upcycled-FL experiments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flower_ext.data import datasets, sent140, synthetic
+from flower_ext.data.datasets import data_folder, locate
+from flower_ext.data.examples import ClientData
+from flower_ext.data.partition import pathological, split
+
+_SYNTHETIC = {f"synthetic-{kind}": kind for kind in synthetic.kinds()}
+_AUTHORS_CLASSES = 2
+_GENERATED_CLASSES = 10
+_CLASSES_PER_DEVICE = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesInfo:
+    """Facts about a data set that comes as devices.
+
+    Parameters
+    ----------
+    num_classes : int
+    feature_shape : tuple of int
+        Of one record.
+    num_devices : int
+        By default.
+    model : str
+        The paper's model, by its name in ``flower_ext.training.models``.
+    source : str
+        Whether it is the authors' data, a stand-in or generated; for reports.
+    """
+
+    num_classes: int
+    feature_shape: tuple[int, ...]
+    num_devices: int
+    model: str
+    source: str
+
+
+def device_names() -> list[str]:
+    """Names that `load_devices` knows."""
+    return [*_SYNTHETIC, "letters", "sent140"]
+
+
+def describe_devices(
+    name: str,
+    folder: Path | None = None,
+    *,
+    num_classes: int | None = None,
+    generated: bool = False,
+) -> DevicesInfo:
+    """Facts about what `load_devices` gives for the same arguments, without loading it.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, or arguments that do not go together.
+    """
+    if name not in device_names():
+        raise ValueError(f"name={name!r}: expected one of {', '.join(device_names())}")
+    info = _describe(name, folder, num_classes, generated)
+    if num_classes not in (None, info.num_classes):
+        advice = "; generated=True draws others" if name in _SYNTHETIC else ""
+        raise ValueError(
+            f"num_classes={num_classes!r}: expected {info.num_classes}, the classes of {name} "
+            f"({info.source}){advice}"
+        )
+    return info
+
+
+def _describe(
+    name: str, folder: Path | None, num_classes: int | None, generated: bool
+) -> DevicesInfo:
+    if name in _SYNTHETIC:
+        read = None if generated else _authors_file(_SYNTHETIC[name], folder)
+        drawn = _GENERATED_CLASSES if num_classes is None else num_classes
+        return DevicesInfo(
+            num_classes=_AUTHORS_CLASSES if read else drawn,
+            feature_shape=(synthetic.FEATURES,),
+            num_devices=synthetic.DEVICES,
+            model="synthetic-logistic",
+            source="the authors' data" if read else "generated as the paper describes",
+        )
+    if generated:
+        raise ValueError(f"generated=True: expected False, as {name} is no synthetic data set")
+    if name == "letters":
+        info = datasets.describe("letters")
+        root = data_folder(folder)
+        local = root is not None and locate(info.files, root) is not None
+        return DevicesInfo(
+            num_classes=info.num_classes,
+            feature_shape=info.input_shape,
+            num_devices=50,
+            model="letters-mlp",
+            source=f"stand-in: {info.stand_in}" if local else "FEMNIST letters a … j",
+        )
+    return DevicesInfo(
+        num_classes=2,
+        feature_shape=(sent140.SEQUENCE_LENGTH,),
+        num_devices=sent140.DEVICES,
+        model="sent140-bilstm",
+        source="Sentiment140",
+    )
+
+
+def load_devices(
+    name: str,
+    folder: Path | None = None,
+    *,
+    num_devices: int | None = None,
+    num_classes: int | None = None,
+    seed: int = 1,
+    generated: bool = False,
+) -> list[ClientData]:
+    """The devices of a data set, each with its training and test examples.
+
+    Parameters
+    ----------
+    name : str
+        ``synthetic-iid``, ``synthetic-0-0``, ``synthetic-0.5-0.5`` or ``synthetic-1-1``: the
+        authors' file (two classes) where it is found, else generated (ten classes, see
+        `synthetic`). ``letters``: five classes a device, 90 % of its examples for training.
+        ``sent140``: one user a device, see `sent140`.
+    folder : Path, optional
+        Where files are looked for; else the environment variable FLOWER_EXT_DATA.
+    num_devices : int, optional
+        Of the authors' synthetic devices, the first ones.
+    num_classes : int, optional
+        Of generated devices; elsewhere it can only confirm what there is.
+    seed : int
+        Of the generator, the partition or the split; the authors' files need none.
+    generated : bool
+        Generate synthetic devices even where there is a file.
+
+    Raises
+    ------
+    DataNotFound
+        Neither the folder nor flwr-datasets has it.
+    ValueError
+        Unknown name, a number out of range, or a file that is not what it should be.
+    """
+    info = describe_devices(name, folder, num_classes=num_classes, generated=generated)
+    count = info.num_devices if num_devices is None else num_devices
+    if count < 1:
+        raise ValueError(f"num_devices={num_devices!r}: expected at least 1")
+    rng = np.random.default_rng(seed)
+    if name == "sent140":
+        return sent140.load(folder, rng=rng, num_devices=count)
+    if name == "letters":
+        return _letters(folder, count, rng)
+    kind = _SYNTHETIC[name]
+    path = None if generated else _authors_file(kind, folder)
+    if path is None:
+        return synthetic.generate(kind, rng=rng, num_devices=count, num_classes=info.num_classes)
+    devices = synthetic.read(path)
+    if count > len(devices):
+        raise ValueError(
+            f"num_devices={num_devices!r}: expected at most {len(devices)}, the devices of {path}; "
+            "generated=True draws as many as you like"
+        )
+    return devices[:count]
+
+
+def _authors_file(kind: str, folder: Path | None) -> Path | None:
+    root = data_folder(folder)
+    found = locate([[synthetic.file_name(kind)]], root) if root else None
+    return found[0] if found else None
+
+
+def _letters(folder: Path | None, num_devices: int, rng: np.random.Generator) -> list[ClientData]:
+    pool = datasets.load("letters", folder)
+    targets = pool.targets.numpy()
+    held = pathological(
+        targets, num_partitions=num_devices, classes_per_partition=_CLASSES_PER_DEVICE, rng=rng
+    )
+    divided = [split(indices, targets, rng=rng) for indices in held]
+    return [ClientData(train=pool.subset(a), test=pool.subset(b)) for a, b in divided]

@@ -1,0 +1,204 @@
+"""Sentiment140 (Go et al. 2009): tweets with the mood of their emoticons, a device for each user.
+
+The usual file ``training.1600000.processed.noemoticon.csv`` has no header, is Latin-1, and has six
+columns: polarity (0 negative, 4 positive), id, date, query, user, text.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import html
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flower_ext.data.datasets import FOLDER_VARIABLE, DataNotFound, data_folder, locate
+from flower_ext.data.examples import ClientData, Examples
+from flower_ext.data.partition import split
+
+DEVICES = 52
+SEQUENCE_LENGTH = 25
+VOCABULARY_SIZE = 10_000
+PADDING, UNKNOWN = 0, 1
+
+HUB = "stanfordnlp/sentiment140"
+_FILE = "training.1600000.processed.noemoticon.csv"
+FILES = tuple(
+    (f"{folder}{_FILE}{suffix}",)
+    for folder in ("sent140/", "sentiment140/")
+    for suffix in ("", ".gz")
+)
+
+_LABELS = {0: 0, 4: 1}
+_TOKEN = re.compile(r"[\w']+")
+
+Tweet = tuple[int, str, str]
+"""Label (0 negative, 1 positive), user and text."""
+
+
+def load(
+    folder: Path | None = None,
+    *,
+    rng: np.random.Generator,
+    num_devices: int = DEVICES,
+    vocabulary_size: int = VOCABULARY_SIZE,
+    sequence_length: int = SEQUENCE_LENGTH,
+    train_fraction: float = 0.74,
+    min_tweets: int = 10,
+) -> list[ClientData]:
+    """The users with the most tweets as devices, the most prolific first.
+
+    The vocabulary is that of all devices' training tweets together, which no privacy guarantee
+    of a training covers.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        Where the file lies, plain or gzipped; else the environment variable FLOWER_EXT_DATA, else
+        flwr-datasets.
+    rng : numpy.random.Generator
+        Divides each user's tweets for training and testing.
+    num_devices : int
+    vocabulary_size : int
+        Token ids, padding and unknown included.
+    sequence_length : int
+    train_fraction : float
+        The default is that of the paper's Table 2: 8,484 of 32,299 tweets test.
+    min_tweets : int
+        Users with fewer are no devices.
+
+    Returns
+    -------
+    list of ClientData
+        Features int64 (n, sequence_length), targets int64 (n,): 0 negative, 1 positive.
+
+    Raises
+    ------
+    DataNotFound
+        Neither the folder nor flwr-datasets has it.
+    ValueError
+        An argument is out of range, too few users have enough tweets, or the file is something
+        else.
+    """
+    for name, value, least in (
+        ("num_devices", num_devices, 1),
+        ("vocabulary_size", vocabulary_size, 2),
+        ("sequence_length", sequence_length, 1),
+        ("min_tweets", min_tweets, 2),
+    ):
+        if value < least:
+            raise ValueError(f"{name}={value!r}: expected at least {least}")
+    by_user = _most_prolific(_source(folder), num_devices, min_tweets)
+
+    divided = []
+    for tweets in by_user:
+        targets = np.array([label for label, _ in tweets])
+        rows = split(np.arange(len(tweets)), targets, train_fraction=train_fraction, rng=rng)
+        divided.append([[tweets[row] for row in part] for part in rows])
+    texts = (tokenize(text) for train, _ in divided for _, text in train)
+    ids = vocabulary(texts, size=vocabulary_size)
+
+    def examples(tweets: Sequence[tuple[int, str]]) -> Examples:
+        features = [encode(tokenize(text), ids, length=sequence_length) for _, text in tweets]
+        return Examples(torch.tensor(features), torch.tensor([label for label, _ in tweets]))
+
+    return [ClientData(train=examples(train), test=examples(test)) for train, test in divided]
+
+
+def tokenize(text: str) -> list[str]:
+    """Runs of letters, digits, underscores and apostrophes, in lower case.
+
+    HTML entities are resolved first, as tweets hold ``&amp;`` and ``&quot;``.
+    """
+    return _TOKEN.findall(html.unescape(text).lower())
+
+
+def vocabulary(texts: Iterable[Sequence[str]], *, size: int = VOCABULARY_SIZE) -> dict[str, int]:
+    """Ids 2 … size - 1 of the most frequent tokens, equally frequent ones in alphabetical order."""
+    counts = Counter(token for tokens in texts for token in tokens)
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return {token: number for number, token in enumerate(ranked[: size - 2], start=UNKNOWN + 1)}
+
+
+def encode(
+    tokens: Sequence[str], ids: Mapping[str, int], *, length: int = SEQUENCE_LENGTH
+) -> list[int]:
+    """Ids of the first ``length`` tokens, padded with 0 at the end; 1 for tokens without an id."""
+    known = [ids.get(token, UNKNOWN) for token in tokens[:length]]
+    return known + [PADDING] * (length - len(known))
+
+
+def _most_prolific(
+    tweets: Callable[[], Iterator[Tweet]], num_devices: int, min_tweets: int
+) -> list[list[tuple[int, str]]]:
+    """Labels and texts of the users with the most tweets; two passes, to keep only theirs."""
+    counts = Counter(user for _, user, _ in tweets())
+    enough = [user for user, count in counts.items() if count >= min_tweets]
+    if len(enough) < num_devices:
+        raise ValueError(
+            f"num_devices={num_devices!r}: expected at most {len(enough)}, the users with "
+            f"{min_tweets} tweets or more"
+        )
+    chosen = sorted(enough, key=lambda user: (-counts[user], user))[:num_devices]
+    own: dict[str, list[tuple[int, str]]] = {user: [] for user in chosen}
+    for label, user, text in tweets():
+        if user in own:
+            own[user].append((label, text))
+    return list(own.values())
+
+
+def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
+    """What starts a pass over all tweets."""
+    root = data_folder(folder)
+    found = locate(FILES, root) if root else None
+    if found is None:
+        table = _from_hub(root)
+        return lambda: ((_label(row["sentiment"]), row["user"], row["text"]) for row in table)
+    return lambda: _read(found[0])
+
+
+def _read(path: Path) -> Iterator[Tweet]:
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="latin-1", newline="") as stream:
+        rows = csv.reader(stream)
+        try:
+            for polarity, _, _, _, user, text in rows:
+                yield _label(int(polarity)), user, text
+        except (ValueError, csv.Error, EOFError, OSError, zlib.error) as error:
+            raise ValueError(
+                f"{path}, line {rows.line_num}: expected polarity (0 or 4), id, date, query, user, "
+                f"text: {error}"
+            ) from error
+
+
+def _label(polarity: int) -> int:
+    if polarity not in _LABELS:
+        raise ValueError(f"polarity {polarity} is neither 0 nor 4")
+    return _LABELS[polarity]
+
+
+def _from_hub(folder: Path | None) -> Any:
+    """The rows of the training part through flwr-datasets (downloads them)."""
+    looked = f"is not in the folder {folder}" if folder else "needs a folder, and none is given"
+    help_text = (
+        f"the data set 'sent140' {looked}. Give it in one of two ways:\n"
+        f"  1. a folder with {_FILE} (or {_FILE}.gz),\n"
+        f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
+        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}."
+    )
+    try:
+        from flwr_datasets import FederatedDataset
+    except ImportError as error:
+        raise DataNotFound(help_text) from error
+    try:
+        source = FederatedDataset(dataset=HUB, partitioners={"train": 1}, shuffle=False)
+        return source.load_split("train").select_columns(["sentiment", "user", "text"])
+    except Exception as error:  # many libraries below this raise many types when offline
+        raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error

@@ -1,0 +1,228 @@
+"""The synthetic devices of Li et al. (2020) as Upcycled-FL uses them (its Appendix F.1).
+
+Device k draws features x ~ N(v_k, Σ) in 20 dimensions, Σ diagonal with Σ_jj = j^-1.2, and labels
+them y = argmax(W_k x + b_k). All entries of W_k and b_k are N(u_k, 1) with u_k ~ N(0, β); those of
+the centre v_k are N(B_k, 1) with B_k ~ N(0, γ); β and γ are variances. The kinds ``0-0``,
+``0.5-0.5`` and ``1-1`` name β and γ; in ``iid`` all devices share one W and b, and v_k is zero.
+
+The number u_k is added to every entry, hence equally to all logits, so β changes no label: what
+sets the last three kinds apart is γ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from flower_ext.data.examples import ClientData, Examples
+from flower_ext.data.partition import split
+
+FEATURES = 20
+DEVICES = 30
+SMALLEST_DEVICE = 50
+"""Examples of the smallest device, as in the authors' files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """Variance β = γ (None: identical devices), and the sizes that Table 2 gives."""
+
+    variance: float | None
+    samples: int
+    stdev: float
+
+
+_KINDS = {
+    "iid": _Kind(variance=None, samples=6_726, stdev=166),
+    "0-0": _Kind(variance=0.0, samples=13_791, stdev=841),
+    "0.5-0.5": _Kind(variance=0.5, samples=8_036, stdev=410),
+    "1-1": _Kind(variance=1.0, samples=10_493, stdev=586),
+}
+
+
+def kinds() -> list[str]:
+    """Kinds that `generate` knows."""
+    return list(_KINDS)
+
+
+def _facts(kind: str) -> _Kind:
+    if kind not in _KINDS:
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
+    return _KINDS[kind]
+
+
+def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVICES) -> np.ndarray:
+    """Examples of each device, int64 (num_devices,): 50 plus a log-normal number.
+
+    The log-normal is fitted to every draw: its mean is that of Table 2, and so is its standard
+    deviation (over devices) except where a few devices cannot be that uneven.
+
+    Raises
+    ------
+    ValueError
+        Unknown kind, or ``num_devices`` below 1.
+    """
+    facts = _facts(kind)
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices!r}: expected at least 1")
+    mean = facts.samples / DEVICES - SMALLEST_DEVICE
+    draws = rng.standard_normal(num_devices)
+
+    def above_smallest(scale: float) -> np.ndarray:
+        weights = np.exp(scale * (draws - draws.max()))
+        return np.asarray(mean * weights / weights.mean())
+
+    # The deviation grows with the scale, so bisection finds the scale; four times that of the
+    # population is more than any usual draw needs.
+    low, high = 0.0, 4 * np.sqrt(np.log1p((facts.stdev / mean) ** 2))
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if above_smallest(middle).std() < facts.stdev else (low, middle)
+    ends = np.round(np.cumsum(SMALLEST_DEVICE + above_smallest(low)))
+    return np.diff(ends, prepend=0).astype(np.int64)
+
+
+def generate(
+    kind: str,
+    *,
+    rng: np.random.Generator,
+    num_devices: int = DEVICES,
+    num_classes: int = 10,
+) -> list[ClientData]:
+    """Devices drawn from ``rng``, 90 % of each for training and 10 % for testing.
+
+    Parameters
+    ----------
+    kind : str
+        ``iid``, ``0-0``, ``0.5-0.5`` or ``1-1``; it also sets the sizes (see `device_sizes`).
+    rng : numpy.random.Generator
+        The only source of randomness.
+    num_devices : int
+    num_classes : int
+        Rows of W and b; with 2 the labels are binary.
+
+    Returns
+    -------
+    list of ClientData
+        Features float32 (n, 20), targets int64 (n,) in 0 … num_classes - 1.
+
+    Raises
+    ------
+    ValueError
+        Unknown kind, ``num_devices`` below 1 or ``num_classes`` below 2.
+    """
+    variance = _facts(kind).variance
+    if num_classes < 2:
+        raise ValueError(f"num_classes={num_classes!r}: expected at least 2")
+    sizes = device_sizes(kind, rng=rng, num_devices=num_devices)
+    deviations = np.arange(1, FEATURES + 1) ** -0.6
+
+    def classifier(mean: float) -> tuple[np.ndarray, np.ndarray]:
+        return rng.normal(mean, 1, (num_classes, FEATURES)), rng.normal(mean, 1, num_classes)
+
+    centre = np.zeros(FEATURES)
+    weights, bias = classifier(0.0)
+    devices = []
+    for size in sizes:
+        if variance is not None:
+            weights, bias = classifier(rng.normal(0, np.sqrt(variance)))
+            centre = rng.normal(rng.normal(0, np.sqrt(variance)), 1, FEATURES)
+        features = rng.normal(centre, deviations, (size, FEATURES))
+        targets = (features @ weights.T + bias).argmax(axis=1)
+        train, test = split(np.arange(size), targets, rng=rng)
+        own = _examples(features, targets)
+        devices.append(ClientData(train=own.subset(train), test=own.subset(test)))
+    return devices
+
+
+def file_name(kind: str) -> str:
+    """The authors' file of a kind, as a path below the data folder.
+
+    Raises
+    ------
+    ValueError
+        Unknown kind.
+    """
+    _facts(kind)
+    return f"upcycled_synthetic/synthetic_{kind.replace('-', '_')}.npz"
+
+
+def read(path: Path) -> list[ClientData]:
+    """Devices of one of the authors' files, an .npz with ``x``, ``y``, ``client`` of both parts.
+
+    These data sets have two classes, where the paper says ten.
+
+    Returns
+    -------
+    list of ClientData
+        Device k at place k (30 in the authors' files): features float32 (n, 20), targets int64.
+
+    Raises
+    ------
+    FileNotFoundError
+        No such file.
+    ValueError
+        The file is damaged or holds something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with np.load(path) as arrays:
+            train, test = (
+                [arrays[f"{name}_{part}"] for name in ("x", "y", "client")]
+                for part in ("train", "test")
+            )
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile, UnpicklingError) as error:
+        raise ValueError(f"{path} is not a file of synthetic devices: {error}") from error
+    trains, tests = _by_device(path, *train), _by_device(path, *test)
+    if len(trains) != len(tests):
+        raise ValueError(f"{path}: {len(trains)} devices train but {len(tests)} test")
+    return [ClientData(train=a, test=b) for a, b in zip(trains, tests, strict=True)]
+
+
+def _by_device(
+    path: Path, features: np.ndarray, targets: np.ndarray, device: np.ndarray
+) -> list[Examples]:
+    if not len(features) == len(targets) == len(device):
+        raise ValueError(
+            f"{path}: {len(features)} features, {len(targets)} targets and {len(device)} devices"
+        )
+    if features.shape[1:] != (FEATURES,) or not np.isfinite(features).all():
+        raise ValueError(f"{path}: expected finite features of shape (n, {FEATURES})")
+    if targets.dtype.kind not in "iu" or targets.min(initial=0) < 0:
+        raise ValueError(f"{path}: expected integer targets from 0")
+    count = len(np.unique(device))
+    if not np.isin(device, np.arange(count)).all():
+        raise ValueError(f"{path}: expected devices numbered 0 … {count - 1}, each with examples")
+    own = _examples(features, targets)
+    return [own.subset(np.flatnonzero(device == number)) for number in range(count)]
+
+
+def _examples(features: np.ndarray, targets: np.ndarray) -> Examples:
+    return Examples(
+        torch.from_numpy(features.astype(np.float32)), torch.from_numpy(targets.astype(np.int64))
+    )
+
+
+def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
+    """The same devices with every record's features x scaled to x / max(1, ‖x‖₂).
+
+    Objective perturbation asks for features of norm at most 1. Each record is scaled by its own
+    norm alone, so that changing one record changes no other. What is scaled ends 1e-6 inside the
+    ball, which keeps rounding from putting it outside.
+    """
+
+    def scaled(examples: Examples) -> Examples:
+        features = examples.features
+        norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
+        divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)
+        divisors = divisors.view(-1, *[1] * (features.dim() - 1))
+        return Examples((features.double() / divisors).to(features.dtype), examples.targets)
+
+    return [ClientData(train=scaled(data.train), test=scaled(data.test)) for data in devices]

@@ -1,0 +1,88 @@
+"""The exact minimiser of a small strongly convex problem, by Newton's method in float64.
+
+Guarantees that rest on the stability of a minimiser, or on the density of a perturbed one, need the
+minimiser itself rather than what some epochs of SGD make of it. With a μ-strongly convex objective
+a point whose gradient has norm g lies within g/μ of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import Examples
+from flower_ext.training.params import Params
+
+MOST_PARAMETERS = 4096
+_MOST_ITERATIONS = 100
+
+
+class NotConverged(ArithmeticError):
+    """No point with a gradient that small was found."""
+
+
+def newton(
+    loss_at: Callable[[Params, Tensor, Tensor], Tensor],
+    start: Mapping[str, Tensor],
+    examples: Examples,
+    *,
+    tolerance: float,
+) -> Params:
+    """Where the gradient of ``loss_at(params, x, y)`` over all examples is at most ``tolerance``.
+
+    Parameters
+    ----------
+    start : Mapping[str, Tensor]
+        float64, at most 4,096 numbers in all: a step solves for the whole Hessian.
+    tolerance : float
+        L2 norm of the gradient.
+
+    Raises
+    ------
+    NotConverged
+        The objective is not strongly convex, or ``tolerance`` is below what float64 reaches.
+    ValueError
+        Too many parameters.
+    """
+    names, shapes = list(start), [p.shape for p in start.values()]
+    sizes = [p.numel() for p in start.values()]
+    if sum(sizes) > MOST_PARAMETERS:
+        raise ValueError(
+            f"tolerance above 0 with {sum(sizes)} parameters: Newton's method takes at most "
+            f"{MOST_PARAMETERS}; train by SGD (tolerance=0)"
+        )
+    features = examples.features
+    x = features.double() if features.is_floating_point() else features
+
+    def parts(flat: Tensor) -> Params:
+        cut = torch.split(flat, sizes)
+        return {
+            name: part.view(shape) for name, part, shape in zip(names, cut, shapes, strict=True)
+        }
+
+    def loss(flat: Tensor) -> Tensor:
+        return loss_at(parts(flat), x, examples.targets)
+
+    point = torch.cat([p.detach().reshape(-1) for p in start.values()])
+    norm = math.inf
+    for _ in range(_MOST_ITERATIONS):
+        slope, value = torch.func.grad_and_value(loss)(point)
+        norm = float(torch.linalg.vector_norm(slope))
+        if norm <= tolerance:
+            return parts(point)
+        step, failed = torch.linalg.solve_ex(torch.func.hessian(loss)(point), slope)
+        descent = float(slope @ step)
+        if bool(failed) or not descent > 0:
+            break
+        # Armijo's rule, with room for the rounding of the values themselves.
+        length, slack = 1.0, 1e-14 * (1 + abs(float(value)))
+        while float(loss(point - length * step)) > float(value) - 1e-4 * length * descent + slack:
+            length /= 2
+        point = point - length * step
+    raise NotConverged(
+        f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: the objective "
+        "must be strongly convex (take a proximal_weight above 0) and the tolerance within reach"
+    )
