@@ -4,6 +4,7 @@ from flower_ext.privacy.accounting import (
     Accountant,
     PrivacyLoss,
     Release,
+    gaussian_loss,
     participations_loss,
     privacy_curve,
     privacy_loss,
@@ -43,6 +44,18 @@ from flower_ext.privacy.ledger import (
 )
 from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.perturbation import (
+    LocalObjective,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Perturbation,
+    PreconditionFailed,
+    perturbation_guarantees,
+    upcycled_theorem_6_2,
+    upcycled_theorem_6_2_delta,
+    upcycled_theorem_6_3,
+)
+from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
 from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.sampling import (
@@ -71,12 +84,19 @@ __all__ = [
     "Ledger",
     "LedgerCorrupt",
     "LedgerLocked",
+    "LocalObjective",
     "NeighboringRelation",
     "NoiseSource",
     "NonFiniteUpdate",
     "NonPrivatePlan",
+    "ObjectivePerturbation",
+    "OutputPerturbation",
     "Participations",
+    "Perturbation",
+    "PerturbationPlan",
+    "Plan",
     "PoissonSampling",
+    "PreconditionFailed",
     "PrivacyLoss",
     "PrivacyUnit",
     "Release",
@@ -96,8 +116,10 @@ __all__ = [
     "default_relation",
     "dp2_fedsam_theorem2",
     "dp2_fedsam_theorem2_noise_multiplier",
+    "gaussian_loss",
     "l2_norm",
     "participations_loss",
+    "perturbation_guarantees",
     "privacy_curve",
     "privacy_loss",
     "privacy_loss_of",
@@ -108,4 +130,7 @@ __all__ = [
     "size_for_rate",
     "sum_bounded",
     "theorem2_of_plan",
+    "upcycled_theorem_6_2",
+    "upcycled_theorem_6_2_delta",
+    "upcycled_theorem_6_3",
 ]

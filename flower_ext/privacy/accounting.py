@@ -191,12 +191,25 @@ def participations_loss(
         The most releases in which any one unit took part, each weighted by (σ/σ_t)² where its
         noise was another σ_t; must not depend on anybody's data.
     """
-    if participations == 0:
-        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
-    effective = noise_multiplier / relation.sensitivity_factor / math.sqrt(participations)
-    return PrivacyLoss(
-        epsilon=_gaussian_epsilon(effective, delta), delta=delta, accountant=EXACT_GAUSSIAN
+    return gaussian_loss(
+        noise_multiplier / relation.sensitivity_factor, releases=participations, delta=delta
     )
+
+
+def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> PrivacyLoss:
+    """(ε, δ) of Gaussian releases, exactly (Balle and Wang 2018, Theorem 8).
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Standard deviation of the noise over how far neighbours can be apart (L2).
+    releases : float
+        Their number, or the sum of their weights.
+    """
+    if releases == 0:
+        return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
+    epsilon = _gaussian_epsilon(noise_multiplier / math.sqrt(releases), delta)
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)
 
 
 def privacy_curve(

@@ -6,7 +6,7 @@ for the schedule that really happened.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 
@@ -19,6 +19,8 @@ class Participations:
 
     def __init__(self) -> None:
         self.rounds = 0
+        self.uploads: Counter[int] = Counter()
+        """How often each unit was asked for an upload."""
         self._in_sums: defaultdict[int, float] = defaultdict(float)
         self._in_uploads: defaultdict[int, float] = defaultdict(float)
 
@@ -32,6 +34,7 @@ class Participations:
         if not 0 <= answered <= len(cohort):
             raise ValueError(f"answered={answered!r}: expected 0 … {len(cohort)}, the cohort")
         self.rounds += 1
+        self.uploads.update(cohort)
         for unit in cohort:
             self._in_uploads[unit] += len(cohort)
             if answered > 0:

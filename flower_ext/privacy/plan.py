@@ -122,6 +122,13 @@ class ReleasePlan:
             **options,
         )
 
+    def describe(self) -> str:
+        """For the log."""
+        return (
+            f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise multiplier "
+            f"{self.noise_multiplier:.4g} added by the {self.noise_placement}"
+        )
+
     @property
     def release(self) -> Release:
         """What one round is for the accountant and the ledger."""
@@ -206,11 +213,8 @@ class ReleasePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonPrivatePlan:
-    """Plain averaging of those who answer, without clipping or noise: promises nothing.
-
-    For the comparison of a private method with itself.
-    """
+class PlainAverage:
+    """The mean of those who answer, as it is."""
 
     sampling: Sampling
 
@@ -236,3 +240,15 @@ class NonPrivatePlan:
             for name, array in total(uploads, like=like).items()
         }
         return Aggregate(value=value, answered=len(uploads), topped_up_stddev=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonPrivatePlan(PlainAverage):
+    """Plain averaging, without clipping or noise: promises nothing.
+
+    For the comparison of a private method with itself.
+    """
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"{self.sampling.describe()} · no privacy"
