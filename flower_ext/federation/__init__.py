@@ -2,8 +2,11 @@
 
 from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult, client_app
 from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.devices import Stragglers
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.memory import ClientMemory
+from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
+from flower_ext.federation.recording import choice, recorded_run, save_outcome
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.strategy import FederatedStrategy
 
@@ -16,6 +19,12 @@ __all__ = [
     "InProcessGrid",
     "LocalResult",
     "RefusedReply",
+    "Stragglers",
+    "choice",
     "client_app",
+    "objective_perturbation_term",
+    "output_perturbation_mod",
+    "recorded_run",
     "run_in_process",
+    "save_outcome",
 ]

@@ -7,8 +7,8 @@ memory cannot reach a reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -18,20 +18,19 @@ from flower_ext.data import ClientData
 from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
-from flower_ext.privacy import (
-    NoiseSource,
-    SecureNoise,
-    SeededNoise,
-    clip,
-    l2_norm,
-    seeded_generator,
-)
-from flower_ext.training import LocalTraining, Params, Task, evaluate, train
+from flower_ext.federation.protection import objective_terms, protected
+from flower_ext.privacy import l2_norm, seeded_generator
+from flower_ext.training import LocalTraining, Params, Task, Term, evaluate, train
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientWork:
-    """All that a method needs on one client in one round."""
+    """All that a method needs on one client in one round.
+
+    ``settings`` are the method's own numbers, ``state`` the server's other array records by name,
+    ``terms`` what the plan adds to every local objective (objective perturbation), ``config`` what
+    the user passed to ``start``.
+    """
 
     task: Task
     data: ClientData
@@ -41,13 +40,22 @@ class ClientWork:
     round: int
     seed: int
     generator: torch.Generator
+    settings: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Params] = field(default_factory=dict)
+    terms: Sequence[Term] = ()
+    config: Mapping[str, object] = field(default_factory=dict)
 
     def initial_params(self) -> Params:
         """The whole model before training; the same on every client."""
         return self.task.initial_params(self.seed)
 
     def train(
-        self, phase: str, params: Mapping[str, torch.Tensor], trained: Callable[[str], bool]
+        self,
+        phase: str,
+        params: Mapping[str, torch.Tensor],
+        trained: Callable[[str], bool] = lambda name: True,
+        *,
+        terms: Sequence[Term] = (),
     ) -> Params:
         """Train part of a model as the server's settings for ``phase`` say."""
         return train(
@@ -56,16 +64,22 @@ class ClientWork:
             self.data.train,
             self.training[phase],
             trained=trained,
+            terms=[*self.terms, *terms],
             generator=self.generator,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult:
-    """``update`` leaves the client, bounded and noised; ``memory`` never leaves it."""
+    """``update`` leaves the client, bounded and noised; ``memory`` never leaves it.
+
+    ``metrics`` leave it as they are, and only under a plan that is not a `ReleasePlan`: they must
+    say nothing of the data beyond its size.
+    """
 
     update: Params
     memory: Params | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +93,14 @@ class ClientMethod:
     local_update : Callable[[ClientWork], LocalResult]
     local_model : Callable[[ClientWork], Params]
         The model that this client would use: evaluated on its test examples, then forgotten.
+    memoryless : bool
+        Whether updates depend on no client memory; record-level guarantees ask.
     """
 
     name: str
     local_update: Callable[[ClientWork], LocalResult]
     local_model: Callable[[ClientWork], Params]
+    memoryless: bool = False
 
 
 def client_app(
@@ -112,20 +129,31 @@ def client_app(
 
         @app.train(method.name)
         def _(message: Message, context: Context, method: ClientMethod = method) -> Message:
-            work = _unpack(message, context, method, task)
+            work = _unpack(message, context, method, task, allow_seeded_noise)
             result = method.local_update(work)
-            norm = l2_norm(result.update)
-            update = _released(result.update, message, context, allow_seeded_noise)
+            facts = message.content.config_records[records.ROUND]
+            update = protected(
+                result.update,
+                work.received,
+                facts,
+                context,
+                allow_seeded_noise=allow_seeded_noise,
+            )
             if result.memory is not None:
                 ClientMemory(context, method.name).store(result.memory)
             content = RecordDict({records.UPDATE: records.to_record(update)})
-            if message.content.config_records[records.ROUND].get("diagnostics"):
-                content[records.METRICS] = records.metrics_record({"update-norm": norm})
+            metrics: dict[str, float] = {}
+            if facts.get("report-size"):
+                metrics |= {"num-examples": len(work.data.train), **result.metrics}
+            if facts.get("diagnostics"):
+                metrics["update-norm"] = l2_norm(result.update)
+            if metrics:
+                content[records.METRICS] = records.metrics_record(metrics)
             return Message(content, reply_to=message)
 
         @app.evaluate(method.name)
         def _(message: Message, context: Context, method: ClientMethod = method) -> Message:
-            work = _unpack(message, context, method, task)
+            work = _unpack(message, context, method, task, allow_seeded_noise)
             scores = evaluate(work.task, method.local_model(work), work.data.test)
             scores["num-examples"] = float(len(work.data.test))
             content = RecordDict({records.METRICS: records.metrics_record(scores)})
@@ -139,41 +167,30 @@ def _unpack(
     context: Context,
     method: ClientMethod,
     task: Task | Callable[[Context], Task],
+    allow_seeded_noise: bool,
 ) -> ClientWork:
     task = task if isinstance(task, Task) else task(context)
-    facts = message.content.config_records[records.ROUND]
+    content = message.content
+    facts = content.config_records[records.ROUND]
     partition = partition_of(context.node_config)
     server_round, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
     kind = message.metadata.message_type.partition(".")[0]
     numbers = seeded_generator(seed, "client", kind, partition, server_round)
+    received = {name: records.to_params(record) for name, record in content.array_records.items()}
+    model, data = received.pop(records.MODEL), task.data(partition)
     return ClientWork(
         task=task,
-        data=task.data(partition),
-        received=records.to_params(message.content.array_records[records.MODEL]),
+        data=data,
+        received=model,
         memory=ClientMemory(context, method.name).load(),
-        training=records.read_trainings(message.content),
+        training=records.read_trainings(content),
         round=server_round,
         seed=seed,
         generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
+        settings=dict(content.config_records.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+        state=received,
+        terms=objective_terms(
+            model, len(data.train), facts, context, allow_seeded_noise=allow_seeded_noise
+        ),
+        config=dict(content.config_records.get(records.CONFIG, {})),
     )
-
-
-def _released(
-    update: Params, message: Message, context: Context, allow_seeded_noise: bool
-) -> Mapping[str, torch.Tensor]:
-    """The update as it leaves the client: bounded and noised as the server's plan says."""
-    facts = message.content.config_records[records.ROUND]
-    if "clipping-norm" not in facts:
-        return update
-    bounded = clip(update, float(facts["clipping-norm"])).value  # type: ignore[arg-type]
-    noise: NoiseSource = SecureNoise()
-    if facts["seeded-noise"]:
-        if not allow_seeded_noise or context.node_config.get("require-secure-noise"):
-            raise PermissionError(
-                "the server asks for seeded noise, which this client does not allow: in "
-                "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
-                "set seeded_noise=False"
-            )
-        partition = partition_of(context.node_config)
-        noise = SeededNoise(int(facts["seed"]), "client-noise", partition, int(facts["number"]))  # type: ignore[arg-type]
-    return noise.add_gaussian(bounded, float(facts["noise-stddev"]))  # type: ignore[arg-type]

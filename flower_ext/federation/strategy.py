@@ -9,26 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from logging import getLogger
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flower_ext.evaluation import summarize
 from flower_ext.federation import records
 from flower_ext.federation.client import ClientMethod, client_app
-from flower_ext.federation.cohort import FederationNotReady, Roster
+from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.devices import Stragglers, shortened
+from flower_ext.federation.exchange import Content, Exchange
+from flower_ext.federation.progress import Progress
+from flower_ext.federation.protection import perturbation_facts, plan_facts
 from flower_ext.privacy import (
     BudgetExhausted,
     Guarantee,
     Ledger,
     NoiseSource,
-    NonPrivatePlan,
     Participations,
+    PerturbationPlan,
+    Plan,
     ReleasePlan,
     Reservation,
     RoundDiscarded,
@@ -44,20 +49,20 @@ from flower_ext.training import LocalTraining, Task, matches
 
 log = getLogger("flwr")
 
-T = TypeVar("T")
-
 
 class FederatedStrategy(Strategy):
     """Base of every method: subclass it, name the client side, list the training phases.
 
     Parameters
     ----------
-    plan : ReleasePlan | NonPrivatePlan
+    plan : Plan
         What is sampled, clipped, noised and accounted.
     personal : Sequence[str]
         Module names that never leave the client; dropped from the initial arrays.
     server_learning_rate : float
         Factor on the averaged update.
+    stragglers : Stragglers, optional
+        Simulated devices that complete only some of their local epochs.
     seed : int, optional
         Reproducible cohorts, initial models and batches. None draws cohorts from the operating
         system's randomness.
@@ -83,9 +88,10 @@ class FederatedStrategy(Strategy):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         personal: Sequence[str] = (),
         server_learning_rate: float = 1.0,
+        stragglers: Stragglers | None = None,
         seed: int | None = None,
         seeded_noise: bool = False,
         evaluate_every: int = 1,
@@ -103,24 +109,24 @@ class FederatedStrategy(Strategy):
         self.plan = plan
         self.personal = tuple(personal)
         self.server_learning_rate = server_learning_rate
+        self.stragglers = stragglers
         self.seed = seed
         self.seeded_noise = seeded_noise
         self.evaluate_every = evaluate_every
         self.diagnostics = diagnostics
         self.timeout = timeout
         self.ledger = ledger
-        self.run = run
-        self.refusals: list[str] = []
         self.participations = Participations()
+        self.progress = Progress(run)
+        self._exchange = Exchange(self.client.name, self.progress)
+        self.num_examples: dict[int, int] = {}
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.stopped: str | None = None
-        self._roster: Roster | None = None
         self._last_round: int | None = None
         self._cohort: list[int] = []
         self._base: records.Arrays = {}
         self._release = ExitStack()
         self._reservation = Reservation()
-        self._row: dict[str, float] = {}
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -143,6 +149,36 @@ class FederatedStrategy(Strategy):
         """What the method's paper promises after the releases so far."""
         return None
 
+    # What a method may add ----------------------------------------------------------------
+
+    @property
+    def proximal_weight(self) -> float:
+        """μ of the proximal term around the received model that every local training has."""
+        return min(training.proximal_weight for training in self.training.values())
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """Numbers of the method that its client side needs; none by default."""
+        return {}
+
+    def server_state(self) -> Mapping[str, ArrayRecord]:
+        """Records that travel to the clients next to the model; none by default."""
+        return {}
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """The next global model: ``base`` moved along the mean update.
+
+        Parameters
+        ----------
+        base, mean : Arrays
+            The model that was sent, and the mean of what came back, bounded and noised.
+        updates : Mapping[int, Update]
+            The single updates by partition. Only methods without a `ReleasePlan` may use them.
+        """
+        return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
+
     # Training -----------------------------------------------------------------------------
 
     def configure_train(
@@ -150,56 +186,81 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Draw the cohort, make the spend durable, and ask.
 
+        Cohorts and stragglers are numbered by the training rounds so far, so that a strategy
+        which trains in some rounds only asks the same clients as one that trains in all.
+
         Raises
         ------
         BudgetExhausted
             This round would exceed the ledger's budget; nothing was sent.
         """
-        roster = self._connect(grid)
-        self._cohort = self.plan.sampling.draw(self._generator("cohort", server_round))
+        self._connect(grid)
+        number = self.participations.rounds + 1
+        self._cohort = self.plan.sampling.draw(self._generator("cohort", number))
         self._base = records.shared_arrays(self._shared(arrays))
-        self._row = {"cohort": len(self._cohort)}
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
             entry = self.ledger.reserve(self.plan.release, round=server_round)
             self._reservation = self._release.enter_context(entry)
-        content: dict[str, ArrayRecord | ConfigRecord] = {
+        slow: dict[int, float] = {}
+        if self.stragglers is not None:
+            slow = self.stragglers.draw(self._cohort, self._generator("stragglers", number))
+        trainings = _in_round(self.training, server_round)
+        shared: Content = {
             records.MODEL: records.to_record(self._base),
             records.ROUND: self._facts(server_round, self._protection()),
-            **records.training_records(_in_round(self.training, server_round)),
+            records.SETTINGS: ConfigRecord(dict(self.settings)),
+            records.CONFIG: config,
+            **self.server_state(),
         }
-        content[records.CONFIG] = config
-        return self._ask("train", roster, self._cohort, content, server_round)
+        contents = {
+            partition: {
+                **shared,
+                **records.training_records(
+                    {phase: shortened(t, slow.get(partition)) for phase, t in trainings.items()}
+                ),
+            }
+            for partition in self._cohort
+        }
+        self.progress.row["cohort"] = len(self._cohort)
+        return self._exchange.ask("train", contents, server_round)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Refuse what is malformed; bound, noise and add up the rest."""
-        trusted = not isinstance(self.plan, ReleasePlan) or self.plan.noise_placement == "server"
-        updates = self._accepted(
-            server_round,
-            replies,
-            self._cohort,
-            lambda reply: records.read_update(reply, base=self._base, trust_models=trusted),
+        updates = self._exchange.accepted(
+            "train", server_round, replies, self._cohort, self._read_update
         )
+        row = self.progress.row
         self.participations.record(self._cohort, len(updates))
-        self._row |= {"answered": len(updates), "messages": 2 * len(self._cohort)}
+        row["answered"] = len(updates)
         norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
         if norms:
-            self._row["update_norm_mean"] = float(np.mean(norms))
-            self._row["update_norm_std"] = float(np.std(norms))
+            row["update_norm_mean"] = float(np.mean(norms))
+            row["update_norm_std"] = float(np.std(norms))
+        sizes = {
+            p: u.metrics["num-examples"] for p, u in updates.items() if "num-examples" in u.metrics
+        }
+        self.num_examples |= {partition: int(size) for partition, size in sizes.items()}
         with self._release:
             mean = self._aggregate([u.arrays for u in updates.values()], server_round)
         if mean is None:
-            return None, records.metrics_record(self._row)
-        rate = self.server_learning_rate
-        moved = {
-            name: (base + rate * mean[name]).astype(base.dtype) for name, base in self._base.items()
-        }
-        return records.to_record(moved), records.metrics_record(self._row)
+            return None, records.metrics_record(row)
+        moved = self.next_model(self._base, mean, updates)
+        moved = {name: moved[name].astype(base.dtype) for name, base in self._base.items()}
+        return records.to_record(moved), records.metrics_record(row)
 
-    def _aggregate(
-        self, updates: list[records.Arrays], server_round: int
-    ) -> Mapping[str, np.ndarray] | None:
+    def _read_update(self, reply: Message) -> records.Update:
+        return records.read_update(reply, base=self._base, trust_models=not self._client_protects)
+
+    @property
+    def _client_protects(self) -> bool:
+        """Whether a ClientApp has to bound or noise what it sends."""
+        if isinstance(self.plan, ReleasePlan):
+            return self.plan.noise_placement == "client"
+        return isinstance(self.plan, PerturbationPlan)
+
+    def _aggregate(self, updates: list[records.Arrays], server_round: int) -> records.Arrays | None:
         try:
             aggregate = self.plan.aggregate(
                 updates,
@@ -209,13 +270,13 @@ class FederatedStrategy(Strategy):
             )
         except RoundDiscarded as reason:
             log.warning("round %d discarded: %s", server_round, reason)
-            self._row["discarded"] = 1
+            self.progress.row["discarded"] = 1
             self._reservation.discard(str(reason))
             return None
         facts = {"answered": aggregate.answered, "topped_up_stddev": aggregate.topped_up_stddev}
-        self._row |= facts
+        self.progress.row |= facts
         self._reservation.note(cohort=len(self._cohort), **facts)
-        return aggregate.value
+        return dict(aggregate.value)
 
     # Evaluation ---------------------------------------------------------------------------
 
@@ -227,37 +288,27 @@ class FederatedStrategy(Strategy):
             return []
         if server_round % self.evaluate_every and server_round != self._last_round:
             return []
-        roster = self._connect(grid)
-        content: dict[str, ArrayRecord | ConfigRecord] = {
+        self._connect(grid)
+        content: Content = {
             records.MODEL: records.to_record(records.shared_arrays(self._shared(arrays))),
             records.ROUND: self._facts(server_round, {}),
+            records.CONFIG: config,
             **records.training_records(_in_round(self.evaluation_training, server_round)),
         }
-        content[records.CONFIG] = config
-        return self._ask("evaluate", roster, sorted(roster.nodes), content, server_round)
+        everyone = dict.fromkeys(self._exchange.nodes, content)
+        return self._exchange.ask("evaluate", everyone, server_round)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Every client counts alike: mean, worst tenth, spread and Jain's index."""
-        everyone = [] if self._roster is None else sorted(self._roster.nodes)
-        scores = self._accepted(server_round, replies, everyone, records.read_metrics)
+        scores = self._exchange.accepted(
+            "evaluate", server_round, replies, list(self._exchange.nodes), records.read_metrics
+        )
         if not scores:
             return None
         self.client_metrics = scores
-        summary: dict[str, float] = {}
-        for name in sorted(set.intersection(*(set(s) for s in scores.values()))):
-            if name == "num-examples":
-                continue
-            spread = summarize({partition: s[name] for partition, s in scores.items()})
-            summary |= {
-                f"{name}_mean": spread.mean,
-                f"{name}_std": spread.std,
-                f"{name}_worst_decile": spread.worst_decile,
-                f"{name}_jain": spread.jain_index,
-            }
-        self._row |= summary
-        return records.metrics_record(summary)
+        return records.metrics_record(self.progress.scores(scores.values()))
 
     # The run ------------------------------------------------------------------------------
 
@@ -278,6 +329,7 @@ class FederatedStrategy(Strategy):
         arrays = result.arrays = self._shared(initial_arrays)
         for server_round in range(1, num_rounds + 1):
             started = time.monotonic()
+            self.progress.begin()
             try:
                 asked = self.configure_train(
                     server_round, arrays, train_config or ConfigRecord(), grid
@@ -286,13 +338,13 @@ class FederatedStrategy(Strategy):
                 self.stopped = str(reason)
                 log.warning("stopped before round %d: %s", server_round, reason)
                 break
-            moved, metrics = self.aggregate_train(
-                server_round, grid.send_and_receive(asked, timeout=timeout)
-            )
+            answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+            moved, metrics = self.aggregate_train(server_round, answers)
             if moved is not None:
                 arrays = result.arrays = moved
             if metrics is not None:
                 result.train_metrics_clientapp[server_round] = metrics
+            self.progress.row["training_seconds"] = time.monotonic() - started
             asked = self.configure_evaluate(
                 server_round, arrays, evaluate_config or ConfigRecord(), grid
             )
@@ -302,32 +354,103 @@ class FederatedStrategy(Strategy):
                 result.evaluate_metrics_clientapp[server_round] = scores
             if evaluate_fn is not None and (own := evaluate_fn(server_round, arrays)) is not None:
                 result.evaluate_metrics_serverapp[server_round] = own
-            self._row["seconds"] = time.monotonic() - started
-            self._record(server_round, num_rounds)
+            if scores is not None or server_round == num_rounds:
+                self.progress.row |= self._spent()
+            self.progress.row["seconds"] = time.monotonic() - started
+            self.progress.end(server_round, num_rounds)
         return result
 
     def summary(self) -> None:
         """Log the method and its plan."""
-        words = [type(self).__name__, self.plan.sampling.describe()]
-        if isinstance(self.plan, ReleasePlan):
-            words.append(
-                f"clipping norm {self.plan.clipping_norm:g}, noise multiplier "
-                f"{self.plan.noise_multiplier:.4g} added by the {self.plan.noise_placement}"
+        log.info("%s · %s", type(self).__name__, self.plan.describe())
+
+    # Privacy ------------------------------------------------------------------------------
+
+    def guarantees(self) -> list[Guarantee]:
+        """What protects people after the rounds so far: published claim and provable ones.
+
+        The provable ones use the participations of this very run, which depend on nobody's data.
+        """
+        if self.participations.rounds == 0:
+            return []
+        if isinstance(self.plan, PerturbationPlan):
+            return self._trained_plan(self.plan).guarantees(
+                num_examples=self.num_examples,
+                participations=self.participations.uploads,
+                secure_noise=not self.seeded_noise,
+                not_covered=self._not_covered(),
             )
-        else:
-            words.append("no privacy")
-        log.info(" · ".join(words))
+        if not isinstance(self.plan, ReleasePlan):
+            return []
+        claim = self.published_claim()
+        return ([] if claim is None else [claim]) + client_level_guarantees(
+            self.plan,
+            self.participations,
+            secure_noise=not self.seeded_noise,
+            secure_cohorts=self.seed is None,
+            not_covered=self._not_covered(),
+        )
+
+    def _spent(self) -> dict[str, float]:
+        """ε so far, for the log and the report's figures."""
+        if isinstance(self.plan, PerturbationPlan):
+            return self._trained_plan(self.plan).spent(
+                num_examples=self.num_examples, participations=self.participations.uploads
+            )
+        if not isinstance(self.plan, ReleasePlan):
+            return {}
+        releases = {self.plan.release: self.participations.rounds}
+        spent = {"epsilon_provable": privacy_loss_of(releases, delta=self.plan.delta).epsilon}
+        if (claim := self.published_claim()) is not None:
+            spent["epsilon_published"] = claim.epsilon
+        return spent
+
+    def _trained_plan(self, plan: PerturbationPlan) -> PerturbationPlan:
+        """The plan, with what this method's training makes of the local problem."""
+        weight = self.proximal_weight
+        tolerances = [training.tolerance for training in self.training.values()]
+        exact = weight > 0 and all(tolerances)
+        objective = replace(
+            plan.objective,
+            proximal_weight=weight,
+            distance_to_minimiser=max(tolerances) / weight if exact else float("inf"),
+            memoryless=self.client.memoryless,
+        )
+        return replace(plan, objective=objective)
+
+    def _not_covered(self) -> list[str]:
+        """What leaves the clients outside the guarantee in this run."""
+        exposed = ["that a client answered or not, and when"]
+        if self.evaluate_every:
+            exposed.append(
+                "scores and test-set sizes that clients report un-noised at evaluation "
+                "(evaluate_every=0 turns this off)"
+            )
+        if self.diagnostics:
+            exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
+        return exposed
+
+    def _protection(self) -> dict[str, float]:
+        if isinstance(self.plan, ReleasePlan):
+            return plan_facts(self.plan, len(self._cohort), seeded_noise=self.seeded_noise)
+        facts: dict[str, float] = {"report-size": True}
+        if isinstance(self.plan, PerturbationPlan):
+            plan = self._trained_plan(self.plan)
+            facts |= perturbation_facts(plan, seeded_noise=self.seeded_noise)
+        return facts
+
+    @property
+    def refusals(self) -> list[str]:
+        """Replies that were not used, and why."""
+        return self._exchange.refusals
 
     # Parts --------------------------------------------------------------------------------
 
-    def _connect(self, grid: Grid) -> Roster:
-        if self._roster is None:
-            population = self.plan.sampling.population
-            roster = Roster.connect(grid, population, timeout=self.timeout)
-            if not roster.known:
-                self._check_foreign_clients()
-            self._roster = roster
-        return self._roster
+    def _connect(self, grid: Grid) -> None:
+        first = self._exchange.roster is None
+        population = self.plan.sampling.population
+        if not self._exchange.connect(grid, population, timeout=self.timeout).known and first:
+            self._check_foreign_clients()
 
     def _check_foreign_clients(self) -> None:
         fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
@@ -336,10 +459,10 @@ class FederatedStrategy(Strategy):
                 f"the ClientApp does not know {type(self).__name__}, which trains in its own way "
                 f"on the clients: {fix}"
             )
-        if isinstance(self.plan, ReleasePlan) and self.plan.noise_placement == "client":
+        if self._client_protects:
             raise FederationNotReady(
                 "the plan leaves noise to the clients, but the ClientApp does not know how: "
-                f"{fix}, or take noise_placement='server'"
+                f"{fix}, or take a ReleasePlan with noise_placement='server'"
             )
         log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
 
@@ -357,111 +480,9 @@ class FederatedStrategy(Strategy):
             return SeededNoise(self.seed, *path)
         return SecureNoise()
 
-    def _protection(self) -> dict[str, float]:
-        """What a client needs to bound and noise its update."""
-        if not isinstance(self.plan, ReleasePlan) or not self._cohort:
-            return {}
-        return {
-            "clipping-norm": self.plan.clipping_norm,
-            "noise-stddev": self.plan.client_noise_stddev(len(self._cohort)),
-            "seeded-noise": self.seeded_noise,
-        }
-
     def _facts(self, server_round: int, more: Mapping[str, float]) -> ConfigRecord:
         own = {"number": server_round, "seed": self.seed or 0, "diagnostics": self.diagnostics}
         return ConfigRecord({**own, **more})
-
-    def _ask(
-        self,
-        kind: str,
-        roster: Roster,
-        partitions: Sequence[int],
-        content: Mapping[str, ArrayRecord | ConfigRecord],
-        server_round: int,
-    ) -> list[Message]:
-        messages = [
-            Message(
-                RecordDict(dict(content)),
-                dst_node_id=roster.nodes[partition],
-                message_type=f"{kind}.{self.client.name}" if roster.known else kind,
-                group_id=str(server_round),
-            )
-            for partition in partitions
-        ]
-        self._count("bytes_down", sum(map(records.payload_bytes, messages)))
-        return messages
-
-    def _accepted(
-        self,
-        server_round: int,
-        replies: Iterable[Message],
-        partitions: Sequence[int],
-        read: Callable[[Message], T],
-    ) -> dict[int, T]:
-        """What `records.accept` accepts, by partition; the rest is counted and reported."""
-        replies = list(replies)
-        self._count("bytes_up", sum(map(records.payload_bytes, replies)))
-        nodes = {} if self._roster is None else self._roster.nodes
-        asked = {partition: nodes[partition] for partition in partitions}
-        accepted = records.accept(replies, asked=asked, server_round=server_round, read=read)
-        for refusal in accepted.refusals:
-            log.warning("refused reply: %s", refusal)
-        self.refusals += accepted.refusals
-        self._count("refused", len(accepted.refusals))
-        return accepted.values
-
-    def _count(self, name: str, number: float) -> None:
-        self._row[name] = self._row.get(name, 0) + number
-
-    def guarantees(self) -> list[Guarantee]:
-        """What protects the clients after the rounds so far: published claim and provable ones.
-
-        The provable ones use the participations of this very run, which depend on nobody's data.
-        """
-        if not isinstance(self.plan, ReleasePlan) or self.participations.rounds == 0:
-            return []
-        claim = self.published_claim()
-        return ([] if claim is None else [claim]) + client_level_guarantees(
-            self.plan,
-            self.participations,
-            secure_noise=not self.seeded_noise,
-            secure_cohorts=self.seed is None,
-            not_covered=self._not_covered(),
-        )
-
-    def _not_covered(self) -> list[str]:
-        """What leaves the clients outside the guarantee in this run."""
-        exposed = ["that a client answered or not, and when"]
-        if self.evaluate_every:
-            exposed.append(
-                "scores and test-set sizes that clients report un-noised at evaluation "
-                "(evaluate_every=0 turns this off)"
-            )
-        if self.diagnostics:
-            exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-        return exposed
-
-    def _record(self, server_round: int, num_rounds: int) -> None:
-        """One line in the log and in the run directory."""
-        parts = [f"round {server_round}/{num_rounds}"]
-        if evaluated := "accuracy_mean" in self._row:
-            mean, worst = self._row["accuracy_mean"], self._row["accuracy_worst_decile"]
-            parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
-        if isinstance(self.plan, ReleasePlan) and (evaluated or server_round == num_rounds):
-            rounds = self.participations.rounds
-            spent = privacy_loss_of({self.plan.release: rounds}, delta=self.plan.delta)
-            self._row["epsilon_provable"] = spent.epsilon
-            parts.append(f"ε {spent.epsilon:.2f} provable (released models)")
-            if (claim := self.published_claim()) is not None:
-                self._row["epsilon_published"] = claim.epsilon
-                parts.append(f"{claim.epsilon:.2f} published")
-        if "answered" in self._row:
-            parts.append(f"{self._row['answered']:.0f} of {self._row['cohort']:.0f} answered")
-        if refused := self._row.get("refused", 0):
-            parts.append(f"{refused:.0f} refused")
-        log.info(" · ".join(parts))
-        if self.run is not None:
-            self.run.log(server_round, **self._row)
 
 
 def _in_round(

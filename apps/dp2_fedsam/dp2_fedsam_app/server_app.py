@@ -1,9 +1,6 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
-import os
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
@@ -17,7 +14,7 @@ from flower_ext.algorithms import (
     DPFedSAM,
     DPFedSAMFT,
 )
-from flower_ext.federation import FederatedStrategy
+from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -30,7 +27,7 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     dp2_fedsam_theorem2_noise_multiplier,
 )
-from flower_ext.reporting import RunDirectory, new_run_path, write_report
+from flower_ext.reporting import RunDirectory
 from flower_ext.training import LocalTraining, check_shareable
 
 SHARED_MODEL = {
@@ -55,23 +52,12 @@ def main(grid: Grid, context: Context) -> None:
     task = task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
 
-    run = RunDirectory.create(run_path(config, method), config=config)
-    try:
+    with recorded_run(config, f"{method}-{config['dataset']}") as run:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = task.initial_params(int(config["seed"]))
         result = strategy.start(grid, ArrayRecord(initial), num_rounds=int(config["rounds"]))
-        run.save_model(result.arrays.to_torch_state_dict())
-        run.save_guarantees(strategy.guarantees())
-        run.save_client_metrics(
-            [{"partition": i, **scores} for i, scores in sorted(strategy.client_metrics.items())]
-        )
-        status = "budget-exhausted" if strategy.stopped else "completed"
-        run.finish(status, strategy.stopped, refused=len(strategy.refusals))
-    except BaseException as error:
-        run.finish("failed", f"{type(error).__name__}: {error}")
-        raise
-    print(f"Report: {write_report(run)}", flush=True)
+        save_outcome(run, strategy, result)
 
 
 def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
@@ -160,19 +146,3 @@ def ledger_of(
     asked = config["calibration"] == "provable" and float(config["noise-multiplier"]) == 0
     budget = Budget(epsilon=float(config["epsilon"]), delta=plan.delta) if asked else None
     return Ledger(run.ledger_path, budget=budget)
-
-
-def run_path(config: UserConfig, method: str) -> Path:
-    """The run's directory: as configured, or a new one named by method and time."""
-    if config["run-directory"]:
-        return Path(str(config["run-directory"])).expanduser().absolute()
-    root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()
-    return new_run_path(root, f"{method}-{config['dataset']}", datetime.now(UTC))
-
-
-def choice(config: UserConfig, name: str, allowed: tuple[str, ...]) -> str:
-    """A configured word, checked."""
-    value = str(config[name])
-    if value not in allowed:
-        raise ValueError(f"run-config {name}={value!r}: expected one of {', '.join(allowed)}")
-    return value

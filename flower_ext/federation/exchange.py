@@ -1,0 +1,82 @@
+"""Messages to clients, by partition, and what of the answers may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from flower_ext.federation import records
+from flower_ext.federation.cohort import Roster
+from flower_ext.federation.progress import Progress
+
+T = TypeVar("T")
+Content = Mapping[str, ArrayRecord | ConfigRecord]
+
+
+class Exchange:
+    """Asks and listens for one strategy; counts traffic and refusals.
+
+    Parameters
+    ----------
+    method : str
+        Name of the client method, for message types.
+    progress : Progress
+        Where traffic is counted.
+    """
+
+    def __init__(self, method: str, progress: Progress) -> None:
+        self.method = method
+        self.progress = progress
+        self.refusals: list[str] = []
+        self.roster: Roster | None = None
+
+    def connect(self, grid: Grid, population: int, *, timeout: float) -> Roster:
+        """Wait for all nodes the first time.
+
+        Raises
+        ------
+        FederationNotReady
+            Fewer or more than ``population`` connect.
+        """
+        if self.roster is None:
+            self.roster = Roster.connect(grid, population, timeout=timeout)
+        return self.roster
+
+    @property
+    def nodes(self) -> Mapping[int, int]:
+        """Node ids by partition, sorted; none before `connect`."""
+        return {} if self.roster is None else dict(sorted(self.roster.nodes.items()))
+
+    def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
+        """A message for each partition; ``kind`` is ``train`` or ``evaluate``."""
+        assert self.roster is not None
+        messages = [
+            Message(
+                RecordDict(dict(content)),
+                dst_node_id=self.roster.nodes[partition],
+                message_type=f"{kind}.{self.method}" if self.roster.known else kind,
+                group_id=str(server_round),
+            )
+            for partition, content in contents.items()
+        ]
+        self.progress.asked(kind, messages)
+        return messages
+
+    def accepted(
+        self,
+        kind: str,
+        server_round: int,
+        replies: Iterable[Message],
+        partitions: Sequence[int],
+        read: Callable[[Message], T],
+    ) -> dict[int, T]:
+        """What `records.accept` accepts, by partition; the rest is counted and reported."""
+        replies, nodes = list(replies), self.nodes
+        asked = {partition: nodes[partition] for partition in partitions}
+        accepted = records.accept(replies, asked=asked, server_round=server_round, read=read)
+        self.refusals += accepted.refusals
+        self.progress.answered(kind, replies, accepted.refusals)
+        return accepted.values

@@ -1,0 +1,62 @@
+"""Record-level protection for ClientApps that know nothing of this package.
+
+A Flower mod for output perturbation, and a loss term for objective perturbation::
+
+    app = ClientApp(mods=[output_perturbation_mod(OutputPerturbation(...))])
+
+    term = objective_perturbation_term(dict(model.named_parameters()), ObjectivePerturbation(...))
+    loss = criterion(model(x), y) + term(dict(model.named_parameters()))   # the same term all round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from flower_ext.federation import records
+from flower_ext.privacy import NoiseSource, ObjectivePerturbation, OutputPerturbation, SecureNoise
+from flower_ext.training import Linear
+
+
+def output_perturbation_mod(
+    perturbation: OutputPerturbation, noise: Callable[[], NoiseSource] = SecureNoise
+) -> Mod:
+    """Clip and noise every array that a training reply carries, all of them as one vector.
+
+    Metrics in the reply stay as they are and are not covered by any guarantee.
+
+    Raises
+    ------
+    TypeError, NonFiniteUpdate
+        When a reply holds an array that is not floating-point, or not finite.
+    """
+
+    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type.partition(".")[0] != "train" or not reply.has_content():
+            return reply
+        sent = {key: records.to_arrays(r) for key, r in reply.content.array_records.items()}
+        whole = {f"{key}/{name}": a for key, arrays in sent.items() for name, a in arrays.items()}
+        noised = perturbation.apply(whole, noise())
+        for key, arrays in sent.items():
+            reply.content[key] = records.to_record({n: noised[f"{key}/{n}"] for n in arrays})
+        return reply
+
+    return mod
+
+
+def objective_perturbation_term(
+    params: Mapping[str, torch.Tensor],
+    perturbation: ObjectivePerturbation,
+    noise: NoiseSource | None = None,
+) -> Linear:
+    """⟨n, w⟩ with fresh noise n: draw one a round and add it to the loss of every mini-batch."""
+    arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
+    direction = {
+        name: torch.from_numpy(part).to(params[name])
+        for name, part in perturbation.direction(arrays, noise or SecureNoise()).items()
+    }
+    return Linear(direction=direction)

@@ -1,0 +1,84 @@
+"""What a round cost and achieved: one row of numbers, one line in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from logging import getLogger
+
+from flwr.app import Message
+
+from flower_ext.evaluation import summarize
+from flower_ext.federation import records
+from flower_ext.reporting import RunDirectory
+
+log = getLogger("flwr")
+
+
+class Progress:
+    """Collects the numbers of a round, then writes them where the user looks.
+
+    Training and evaluation traffic are counted apart (``bytes_down``, ``evaluation_bytes_down``,
+    …): a round may cost no training message and still be evaluated.
+    """
+
+    def __init__(self, run: RunDirectory | None = None) -> None:
+        self.run = run
+        self.row: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """A new round: no training message so far."""
+        self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
+
+    def asked(self, kind: str, messages: Sequence[Message]) -> None:
+        """Count messages to clients; ``kind`` is ``train`` or ``evaluate``."""
+        self._count(_prefix(kind) + "messages", len(messages))
+        self._count(_prefix(kind) + "bytes_down", sum(map(records.payload_bytes, messages)))
+
+    def answered(self, kind: str, replies: Sequence[Message], refusals: Sequence[str]) -> None:
+        """Count replies; each refusal is reported."""
+        self._count(_prefix(kind) + "messages", len(replies))
+        self._count(_prefix(kind) + "bytes_up", sum(map(records.payload_bytes, replies)))
+        self._count("refused", len(refusals))
+        for refusal in refusals:
+            log.warning("refused reply: %s", refusal)
+
+    def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
+        """Every client counts alike: mean, worst tenth, spread and Jain's index."""
+        by_client = list(by_client)
+        summary: dict[str, float] = {}
+        for name in sorted(set.intersection(*(set(scores) for scores in by_client))):
+            if name == "num-examples":
+                continue
+            spread = summarize([scores[name] for scores in by_client])
+            summary |= {
+                f"{name}_mean": spread.mean,
+                f"{name}_std": spread.std,
+                f"{name}_worst_decile": spread.worst_decile,
+                f"{name}_jain": spread.jain_index,
+            }
+        self.row |= summary
+        return summary
+
+    def end(self, server_round: int, num_rounds: int) -> None:
+        """One line in the log and in the run directory."""
+        row, parts = self.row, [f"round {server_round}/{num_rounds}"]
+        if "accuracy_mean" in row:
+            mean, worst = row["accuracy_mean"], row["accuracy_worst_decile"]
+            parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
+        for name in ("provable", "published"):
+            if (epsilon := row.get(f"epsilon_{name}")) is not None:
+                parts.append(f"ε {epsilon:.2f} {name}")
+        if "answered" in row:
+            parts.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
+        if refused := row.get("refused", 0):
+            parts.append(f"{refused:.0f} refused")
+        log.info(" · ".join(parts))
+        if self.run is not None:
+            self.run.log(server_round, **row)
+
+    def _count(self, name: str, number: float) -> None:
+        self.row[name] = self.row.get(name, 0) + number
+
+
+def _prefix(kind: str) -> str:
+    return "" if kind == "train" else "evaluation_"

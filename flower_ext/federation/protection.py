@@ -1,0 +1,137 @@
+"""What protects an update before it leaves the client: asked for by the server, done here.
+
+Two kinds, which may not be mixed: a `ReleasePlan` bounds and noises the *update* (client-level
+privacy); an output or objective perturbation protects the records behind a client's whole *model*
+(record-level privacy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from flwr.app import ConfigRecord, Context
+
+from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.mods import objective_perturbation_term
+from flower_ext.privacy import (
+    NoiseSource,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    PerturbationPlan,
+    PreconditionFailed,
+    ReleasePlan,
+    SecureNoise,
+    SeededNoise,
+    clip,
+)
+from flower_ext.training import Linear, Params
+
+
+def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> dict[str, float]:
+    """What a client needs to bound and noise its update."""
+    if cohort_size == 0:
+        return {}
+    return {
+        "clipping-norm": plan.clipping_norm,
+        "noise-stddev": plan.client_noise_stddev(cohort_size),
+        "seeded-noise": seeded_noise,
+    }
+
+
+def perturbation_facts(plan: PerturbationPlan, *, seeded_noise: bool) -> dict[str, float]:
+    """What a client needs to perturb its local model."""
+    perturbation = plan.perturbation
+    if isinstance(perturbation, OutputPerturbation):
+        own = {
+            "model-clipping-norm": perturbation.clipping_norm,
+            "model-noise-stddev": perturbation.noise_stddev,
+        }
+    else:
+        own = {
+            "objective-rate": perturbation.rate,
+            "least-examples": plan.objective.least_examples(),
+        }
+    return {**own, "seeded-noise": seeded_noise}
+
+
+def protected(
+    update: Params,
+    received: Params,
+    facts: ConfigRecord,
+    context: Context,
+    *,
+    allow_seeded_noise: bool,
+) -> Mapping[str, torch.Tensor]:
+    """The update as it leaves the client."""
+    if "clipping-norm" in facts:
+        noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
+        bounded = clip(update, _number(facts, "clipping-norm")).value
+        return noise.add_gaussian(bounded, _number(facts, "noise-stddev"))
+    if "model-clipping-norm" in facts:
+        noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
+        perturbation = OutputPerturbation(
+            clipping_norm=_number(facts, "model-clipping-norm"),
+            noise_stddev=_number(facts, "model-noise-stddev"),
+        )
+        model = {name: received[name] + step for name, step in update.items()}
+        released = perturbation.apply(model, noise)
+        return {name: value - received[name] for name, value in released.items()}
+    return update
+
+
+def objective_terms(
+    params: Params,
+    num_examples: int,
+    facts: ConfigRecord,
+    context: Context,
+    *,
+    allow_seeded_noise: bool,
+) -> tuple[Linear, ...]:
+    """⟨n, w⟩ with fresh noise n where the server asks for objective perturbation.
+
+    Raises
+    ------
+    PreconditionFailed
+        This client has too few examples for the noise to protect one of them.
+    """
+    if "objective-rate" not in facts:
+        return ()
+    least = _number(facts, "least-examples")
+    if num_examples < least:
+        raise PreconditionFailed(
+            f"this client trains on {num_examples} examples; objective perturbation protects none "
+            f"of fewer than {least:.0f} = 2u₂/μ (Theorem 6.3): take a larger proximal_weight"
+        )
+    noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
+    perturbation = ObjectivePerturbation(rate=_number(facts, "objective-rate"))
+    return (objective_perturbation_term(params, perturbation, noise),)
+
+
+def noise_source(facts: ConfigRecord, context: Context, *, allow_seeded_noise: bool) -> NoiseSource:
+    """Secure noise, or seeded noise where the server asks and this client allows it.
+
+    Raises
+    ------
+    PermissionError
+        The server asks for seeded noise and this client does not allow it.
+    """
+    if not facts["seeded-noise"]:
+        return SecureNoise()
+    if not allow_seeded_noise or context.node_config.get("require-secure-noise"):
+        raise PermissionError(
+            "the server asks for seeded noise, which this client does not allow: in "
+            "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
+            "set seeded_noise=False"
+        )
+    partition = partition_of(context.node_config)
+    return SeededNoise(
+        int(_number(facts, "seed")), "client-noise", partition, int(_number(facts, "number"))
+    )
+
+
+def _number(facts: ConfigRecord, name: str) -> float:
+    value = facts[name]
+    if not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} in the server's message: expected a number")
+    return value
