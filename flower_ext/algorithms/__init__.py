@@ -1,6 +1,22 @@
 """One module a method: Strategy and client side next to each other."""
 
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
-from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
+from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT, Hosted
+from flower_ext.algorithms.feddyn import FedDyn
+from flower_ext.algorithms.pfedme import PFedMe
+from flower_ext.algorithms.scaffold import Scaffold
+from flower_ext.algorithms.upcycled import Upcycled
 
-__all__ = ["Centaur", "DP2FedSAM", "DPFedAvg", "DPFedAvgFT", "DPFedSAM", "DPFedSAMFT"]
+__all__ = [
+    "Centaur",
+    "DP2FedSAM",
+    "DPFedAvg",
+    "DPFedAvgFT",
+    "DPFedSAM",
+    "DPFedSAMFT",
+    "FedDyn",
+    "Hosted",
+    "PFedMe",
+    "Scaffold",
+    "Upcycled",
+]

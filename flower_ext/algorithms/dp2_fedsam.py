@@ -29,7 +29,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     LocalResult,
 )
-from flower_ext.privacy import Guarantee, NonPrivatePlan, ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import Guarantee, Plan, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params, difference
 
 
@@ -65,7 +65,7 @@ class DP2FedSAM(FederatedStrategy):
 
     Parameters
     ----------
-    plan : ReleasePlan | NonPrivatePlan
+    plan : Plan
     personal : Sequence[str]
         Module names of the head h; by the paper's choice the last linear layer.
     head : LocalTraining
@@ -86,7 +86,7 @@ class DP2FedSAM(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         personal: Sequence[str] = ("head",),
         head: LocalTraining | None = None,
         extractor: LocalTraining | None = None,
@@ -123,7 +123,7 @@ class Centaur(DP2FedSAM):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         extractor: LocalTraining | None = None,
         **options: Any,
     ) -> None:

@@ -18,23 +18,37 @@ With a `NonPrivatePlan` the same classes are FedAvg and FedSAM without DP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any, cast
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx
 
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    records,
 )
-from flower_ext.privacy import Guarantee, NonPrivatePlan, ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import (
+    Guarantee,
+    Plan,
+    PoissonSampling,
+    ReleasePlan,
+    theorem2_of_plan,
+)
 from flower_ext.training import LocalTraining, Params, difference
+
+log = getLogger("flwr")
 
 
 def local_update(work: ClientWork) -> LocalResult:
     """Lines 5–10 of Algorithm 1: train the received model, return what changed."""
-    trained = work.train("local", work.received, lambda name: True)
+    trained = work.train("local", work.received)
     return LocalResult(update=difference(trained, work.received))
 
 
@@ -42,7 +56,7 @@ def local_model(work: ClientWork) -> Params:
     """The downloaded model, fine-tuned first where the strategy asks for it."""
     if "fine_tuning" not in work.training:
         return work.received
-    return work.train("fine_tuning", work.received, lambda name: True)
+    return work.train("fine_tuning", work.received)
 
 
 class DPFedAvg(FederatedStrategy):
@@ -50,7 +64,7 @@ class DPFedAvg(FederatedStrategy):
 
     Parameters
     ----------
-    plan : ReleasePlan | NonPrivatePlan
+    plan : Plan
     local : LocalTraining
         Training of the whole model on a sampled client.
     fine_tuning : LocalTraining, optional
@@ -60,13 +74,15 @@ class DPFedAvg(FederatedStrategy):
         Those of `FederatedStrategy`.
     """
 
-    client = ClientMethod(name="dp_fedavg", local_update=local_update, local_model=local_model)
+    client = ClientMethod(
+        name="dp_fedavg", local_update=local_update, local_model=local_model, memoryless=True
+    )
     any_client_app = True
 
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -98,7 +114,7 @@ class DPFedAvgFT(DPFedAvg):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -113,7 +129,7 @@ class DPFedSAM(DPFedAvg):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -130,7 +146,7 @@ class DPFedSAMFT(DPFedSAM):
     def __init__(
         self,
         *,
-        plan: ReleasePlan | NonPrivatePlan,
+        plan: Plan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -138,3 +154,100 @@ class DPFedSAMFT(DPFedSAM):
         local = local or LocalTraining(sam_radius=0.1)
         tuning = fine_tuning or replace(local, sam_radius=0.0)
         super().__init__(plan=plan, local=local, fine_tuning=tuning, **options)
+
+
+class Hosted(DPFedAvg):
+    """A Flower strategy's server step amid this package's cohorts, checks, evaluation and records.
+
+    Takes FedAvg and what derives from it without sending more than the model and the
+    configuration: FedAvgM, FedProx, FedAdam, FedYogi, FedMedian, … Replies that fail a check
+    never reach it.
+
+    Parameters
+    ----------
+    server : FedAvg
+        Turns the accepted models, weighted by their numbers of examples, into the next one. Which
+        nodes are asked is the plan's business; its own ``fraction_train`` is not used.
+    plan : Plan
+        Not a `ReleasePlan`, and not Poisson sampling: Flower's strategies wait for a cohort.
+    **options
+        Those of `DPFedAvg`. FedProx's ``proximal_mu`` becomes ``local.proximal_weight``.
+
+    Raises
+    ------
+    ValueError
+        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``.
+    """
+
+    def __init__(self, server: FedAvg, *, plan: Plan, **options: Any) -> None:
+        if isinstance(plan, ReleasePlan):
+            raise ValueError(
+                "a Flower strategy's server step needs each client's model, which a ReleasePlan "
+                "hides: take NonPrivatePlan or PerturbationPlan, or DPFedAvg"
+            )
+        if isinstance(plan.sampling, PoissonSampling):
+            raise ValueError("sampling: Flower's strategies need cohorts of a fixed size")
+        needed = max(server.min_train_nodes, server.min_available_nodes)
+        if plan.sampling.expected_cohort_size < needed:
+            raise ValueError(
+                f"cohorts of {plan.sampling.expected_cohort_size:g} are smaller than the "
+                f"{needed} nodes that {type(server).__name__} waits for: lower its "
+                "min_train_nodes and min_available_nodes"
+            )
+        super().__init__(plan=plan, **options)
+        if isinstance(server, FedProx):
+            self.local = replace(self.local, proximal_weight=server.proximal_mu)
+        self.server = server
+        self._round = 0
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Our messages; the server adds to the configuration that they carry."""
+        self._round = server_round
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        cohort = _Cohort([message.metadata.dst_node_id for message in messages])
+        if isinstance(self.server, FedAvgM):  # takes the model it is given in its first round only
+            self.server.current_arrays = None
+        self.server.configure_train(server_round, arrays, config, cast(Grid, cohort))
+        return messages
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """What the server makes of the accepted models."""
+        replies = []
+        for partition, update in updates.items():
+            model = {name: base[name] + update.arrays[name] for name in base}
+            weight = {self.server.weighted_by_key: update.metrics[self.server.weighted_by_key]}
+            content = RecordDict(
+                {
+                    self.server.arrayrecord_key: records.to_record(model),
+                    "metrics": records.metrics_record(weight),
+                }
+            )
+            replies.append(Message(content, dst_node_id=partition, message_type="train"))
+        arrays, _ = self.server.aggregate_train(self._round, replies)
+        return base if arrays is None else records.to_arrays(arrays)
+
+    def summary(self) -> None:
+        """Log the server and the plan."""
+        log.info("%s · %s", type(self.server).__name__, self.plan.describe())
+
+    def _read_update(self, reply: Message) -> records.Update:
+        update = super()._read_update(reply)
+        if not update.metrics.get(self.server.weighted_by_key, 0) > 0:
+            raise records.RefusedReply(
+                f"metric {self.server.weighted_by_key!r} is missing or not above 0"
+            )
+        return update
+
+
+@dataclass(frozen=True)
+class _Cohort:
+    """All that a Flower strategy asks of a Grid before it configures a round."""
+
+    nodes: Sequence[int]
+
+    def get_node_ids(self) -> Sequence[int]:
+        return self.nodes

@@ -1,0 +1,112 @@
+"""FedDyn: dynamic regularisation that aligns local minima with the global one.
+
+Source: Acar, Zhao, Matas, Mattina, Whatmough, Saligrama, "Federated Learning Based on Dynamic
+Regularization" (ICLR 2021), Algorithm 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+θ, h                  the shared model (``arrays``), ``FedDyn.h``
+∇L_k(θ_k)             the client's memory
+α                     ``regularization``
+m                     ``plan.sampling.population``
+====================  =====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    records,
+)
+from flower_ext.privacy import Plan
+from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term, difference
+
+REGULARIZATION = "regularization"
+
+
+def local_update(work: ClientWork) -> LocalResult:
+    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then renew the gradient."""
+    alpha, server = work.settings[REGULARIZATION], work.received
+    gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
+    terms: list[Term] = [
+        Linear(direction={name: -g for name, g in gradient.items()}),
+        Proximal(weight=alpha, anchor=server),
+    ]
+    update = difference(work.train("local", server, terms=terms), server)
+    renewed = {name: gradient[name] - alpha * update[name] for name in gradient}
+    return LocalResult(update=update, memory=renewed)
+
+
+def local_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+class FedDyn(FederatedStrategy):
+    """Dynamic regularisation; the mean over a cohort counts every client alike.
+
+    Parameters
+    ----------
+    plan : Plan
+    regularization : float
+        α > 0.
+    local : LocalTraining
+        The approximate minimisation on each client.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    client = ClientMethod(name="feddyn", local_update=local_update, local_model=local_model)
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        regularization: float = 0.1,
+        local: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        if not 0 < regularization < float("inf"):
+            raise ValueError(f"regularization={regularization!r}: expected a finite number > 0")
+        super().__init__(plan=plan, **options)
+        self.regularization = regularization
+        self.local = local or LocalTraining()
+        self.h: records.Arrays = {}
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model, in one phase."""
+        return {"local": self.local}
+
+    @property
+    def proximal_weight(self) -> float:
+        """α, besides what ``local`` asks for."""
+        return super().proximal_weight + self.regularization
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """α."""
+        return {REGULARIZATION: self.regularization}
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """h ← h − (α/m) Σ (θ_k − θ);  θ ← mean θ_k − h/α."""
+        share = len(updates) / self.plan.sampling.population
+        self.h = {
+            name: self.h.get(name, np.zeros_like(base[name]))
+            - self.regularization * share * mean[name]
+            for name in base
+        }
+        moved = super().next_model(base, mean, updates)
+        return {name: moved[name] - self.h[name] / self.regularization for name in base}

@@ -1,0 +1,146 @@
+"""SCAFFOLD: control variates against the drift of clients (option II).
+
+Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging
+for Federated Learning" (ICML 2020), Algorithm 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+x, c                  the shared model (``arrays``), ``Scaffold.control``
+y_i, c_i              the trained model, the client's memory
+K, η_l                ``local``: its number of steps, its learning rate
+η_g                   ``server_learning_rate``
+====================  =====================================================
+
+A client uploads y_i − x and its number of steps; Δc_i = −c − (y_i − x) / (K_i η_l) follows from
+them, so it does not travel, and where y_i was perturbed it reveals no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    records,
+)
+from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.training import Linear, LocalTraining, Params, difference
+
+STEPS = "local-steps"
+CONTROL = "control"
+
+
+def local_update(work: ClientWork) -> LocalResult:
+    """Lines 6–13: train under the correction c − c_i, then renew c_i (option II)."""
+    control = work.state[CONTROL]
+    own = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
+    correction = Linear(direction=difference(control, own))
+    trained = work.train("local", work.received, terms=[correction])
+    update = difference(trained, work.received)
+    local = work.training["local"]
+    steps = local.num_steps(len(work.data.train))
+    renewed = {
+        name: own[name] - control[name] - update[name] / (steps * local.learning_rate)
+        for name in own
+    }
+    return LocalResult(update=update, memory=renewed, metrics={STEPS: steps})
+
+
+def local_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+class Scaffold(FederatedStrategy):
+    """Stochastic controlled averaging; the mean over a cohort counts every client alike.
+
+    Parameters
+    ----------
+    plan : Plan
+        Not a `ReleasePlan`: the server needs each client's update.
+    local : LocalTraining
+        With epochs, or steps, above 0.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    client = ClientMethod(name="scaffold", local_update=local_update, local_model=local_model)
+
+    def __init__(self, *, plan: Plan, local: LocalTraining | None = None, **options: Any) -> None:
+        if isinstance(plan, ReleasePlan):
+            raise ValueError(
+                "SCAFFOLD's server needs each client's update, which a ReleasePlan hides: take "
+                "NonPrivatePlan, or PerturbationPlan for record-level privacy"
+            )
+        super().__init__(plan=plan, **options)
+        self.local = local or LocalTraining()
+        if self.local.epochs == 0 and not self.local.steps:
+            raise ValueError("local.epochs=0: a control variate needs at least one step")
+        if self.local.tolerance:
+            raise ValueError("local.tolerance above 0: a control variate needs steps of SGD")
+        self.control: records.Arrays = {}
+        self._control_before: records.Arrays = {}
+        self._learning_rate = self.local.learning_rate
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model, in one phase."""
+        return {"local": self.local}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As every method; the round's learning rate tells the controls later."""
+        self._learning_rate = self.local.in_round(server_round).learning_rate
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def server_state(self) -> Mapping[str, ArrayRecord]:
+        """c, zero before the first round."""
+        if not self.control:
+            self.control = {name: np.zeros_like(array) for name, array in self._base.items()}
+        return {CONTROL: records.to_record(self.control)}
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """Lines 16–17: x moves along the mean of y_i − x, c by (1/N) Σ Δc_i."""
+        c, population = self.control, self.plan.sampling.population
+        changes = [
+            {
+                name: -c[name] - update.arrays[name] / (update.metrics[STEPS] * self._learning_rate)
+                for name in c
+            }
+            for update in updates.values()
+        ]
+        self._control_before = c
+        self.control = {
+            name: (c[name] + sum(change[name] for change in changes) / population).astype(
+                c[name].dtype
+            )
+            for name in c
+        }
+        return super().next_model(base, mean, updates)
+
+    def extrapolate(self, coefficient: float) -> None:
+        """In an even round of Upcycled-FL c moves along, as in its authors' experiments."""
+        before, c = self._control_before, self.control
+        self.control = {
+            name: (c[name] + coefficient * (c[name] - before[name])).astype(c[name].dtype)
+            for name in c
+        }
+
+    def _read_update(self, reply: Message) -> records.Update:
+        update = super()._read_update(reply)
+        if not update.metrics.get(STEPS, 0) >= 1:
+            raise records.RefusedReply(f"metric {STEPS!r} is missing or below 1")
+        return update

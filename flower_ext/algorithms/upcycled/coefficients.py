@@ -1,0 +1,86 @@
+"""The coefficient c_m of the m-th even round: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
+
+The paper writes one free coefficient in two ways; the theory speaks of `ProximalRatio`.
+
+====================  ==================================  ================================
+schedule              c_m                                 source
+====================  ==================================  ================================
+``Constant(c)``       c                                   the experiments' tuned parameter
+``ProximalRatio``     μ / (μ + λ)                         Eq. 6
+``HalfLambda``        λ / 2                               Algorithm 1, line 6
+``Decaying(c)``       c / √m, i.e. λ_m = μ (√m / c − 1)   Corollary 5.8: increasing λ_m
+====================  ==================================  ================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Schedule = Callable[[int], float]
+"""c_m by m = 1, 2, …: finite and not negative."""
+
+
+def _require(name: str, value: float, *, above_zero: bool = False) -> None:
+    if not (value >= 0 and math.isfinite(value)) or (above_zero and value == 0):
+        bound = "> 0" if above_zero else ">= 0"
+        raise ValueError(f"{name}={value!r}: expected a finite number {bound}")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same coefficient in every even round; 0 only repeats models."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _require("coefficient", self.value)
+
+    def __call__(self, m: int) -> float:
+        """c, whatever m."""
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalRatio:
+    """μ / (μ + λ): the extrapolation that FedProx's first-order condition gives (Eq. 6)."""
+
+    proximal_weight: float
+    penalty: float
+
+    def __post_init__(self) -> None:
+        _require("proximal_weight", self.proximal_weight, above_zero=True)
+        _require("penalty", self.penalty)
+
+    def __call__(self, m: int) -> float:
+        """μ / (μ + λ), whatever m."""
+        return self.proximal_weight / (self.proximal_weight + self.penalty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfLambda:
+    """λ / 2, as Algorithm 1 prints it."""
+
+    penalty: float
+
+    def __post_init__(self) -> None:
+        _require("penalty", self.penalty)
+
+    def __call__(self, m: int) -> float:
+        """λ / 2, whatever m."""
+        return self.penalty / 2
+
+
+@dataclass(frozen=True)
+class Decaying:
+    """c / √m: the increasing penalties under which Corollary 5.8's rate O(1/√M) holds."""
+
+    first: float
+
+    def __post_init__(self) -> None:
+        _require("first", self.first)
+
+    def __call__(self, m: int) -> float:
+        """c / √m."""
+        return self.first / math.sqrt(m)

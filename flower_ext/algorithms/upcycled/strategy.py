@@ -1,0 +1,205 @@
+"""Upcycled-FL (Algorithm 1) around any Flower strategy.
+
+Odd rounds are the base strategy's own. In even rounds the server moves on along the last step:
+no client is asked, no data is touched, so nothing is sent and no privacy is spent (Lemma 6.1:
+post-processing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvgM, Result, Strategy
+
+from flower_ext.algorithms.upcycled.coefficients import Constant, Schedule
+from flower_ext.federation.records import payload_bytes
+
+log = getLogger("flwr")
+
+
+@runtime_checkable
+class Extrapolates(Protocol):
+    """A strategy with server state that moves along in even rounds, as SCAFFOLD's control does."""
+
+    def extrapolate(self, coefficient: float) -> None:
+        """s ← s + coefficient (s − s before the last training round)."""
+        ...
+
+
+@dataclass
+class Traffic:
+    """Training messages of a round, both ways, and the bytes of the arrays in them."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def count(self, messages: Sequence[Message]) -> None:
+        """Add messages."""
+        self.messages += len(messages)
+        self.bytes += sum(map(payload_bytes, messages))
+
+
+class Upcycled(Strategy):
+    """Any strategy, asking its clients in odd rounds only.
+
+    The base strategy sees the odd rounds under their own numbers (1, 3, 5, …) and evaluates in
+    every round, as it would alone. Whatever else it offers (``guarantees()``, ``stopped``, …) is
+    found here as well. Its server optimiser's state is left alone in even rounds; what it keeps
+    of the global model follows the extrapolation.
+
+    Parameters
+    ----------
+    base : Strategy
+        Any Flower strategy, or one of this package.
+    coefficient : float | Schedule
+        c_m of the m-th even round; a number is a constant. The experiments of the paper tune it
+        in {0.1, 0.3, 0.5, 0.7, 0.9}.
+    """
+
+    def __init__(self, base: Strategy, coefficient: float | Schedule = 0.5) -> None:
+        if not isinstance(base, Strategy):
+            raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
+        if isinstance(base, Upcycled):
+            raise TypeError("base is upcycled already")
+        self.base = base
+        self.coefficient: Schedule = coefficient if callable(coefficient) else Constant(coefficient)
+        self.traffic: dict[int, Traffic] = {}
+        self._before = self._after = ArrayRecord()
+        # Bound now: while the base runs its own loop, these names lead to this wrapper.
+        self._base_configure = base.configure_train
+        self._base_aggregate = base.aggregate_train
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The base's messages in odd rounds; none in even ones."""
+        traffic = self.traffic[server_round] = Traffic()
+        if server_round % 2 == 0:
+            self._after = arrays
+            return []
+        self._before = arrays
+        _follow(self.base, arrays)
+        messages = list(self._base_configure(server_round, arrays, config, grid))
+        traffic.count(messages)
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The base's aggregate in odd rounds; the extrapolation in even ones."""
+        replies = list(replies)
+        self.traffic[server_round].count(replies)
+        if server_round % 2 == 1:
+            return self._base_aggregate(server_round, replies)
+        coefficient = self.coefficient(server_round // 2)
+        if not 0 <= coefficient < float("inf"):
+            raise ValueError(
+                f"coefficient({server_round // 2}) is {coefficient!r}: expected a finite number "
+                ">= 0"
+            )
+        metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
+        if not _differ(self._before, self._after):  # the odd round was lost: nothing to reuse
+            return None, metrics
+        if isinstance(self.base, Extrapolates):
+            self.base.extrapolate(coefficient)
+        return extrapolated(self._before, self._after, coefficient), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As the base does, in odd and even rounds."""
+        return self.base.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """As the base does."""
+        return self.base.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Log the coefficient, then what the base says of itself."""
+        log.info("Upcycled %s · coefficient %s", type(self.base).__name__, self.coefficient)
+        self.base.summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody."""
+        log.info("Upcycled %s · coefficient %s", type(self.base).__name__, self.coefficient)
+        with _routed(
+            self.base, configure_train=self.configure_train, aggregate_train=self.aggregate_train
+        ):
+            result = self.base.start(
+                grid,
+                initial_arrays,
+                num_rounds,
+                timeout,
+                train_config,
+                evaluate_config,
+                evaluate_fn,
+            )
+        asked = [traffic for traffic in self.traffic.values() if traffic.messages]
+        log.info(
+            "Upcycled: %d rounds, %d of them without any message; %d training messages, %.2f MB",
+            len(self.traffic),
+            len(self.traffic) - len(asked),
+            sum(traffic.messages for traffic in asked),
+            sum(traffic.bytes for traffic in asked) / 1e6,
+        )
+        return result
+
+
+def extrapolated(before: ArrayRecord, after: ArrayRecord, coefficient: float) -> ArrayRecord:
+    """after + coefficient (after − before), each array in its own type; integers as they are."""
+    moved = {}
+    for name, array in after.items():
+        new = array.numpy()
+        if np.issubdtype(new.dtype, np.floating):
+            old = before[name].numpy().astype(np.float64)
+            wide = new.astype(np.float64)
+            new = np.asarray(wide + coefficient * (wide - old)).astype(new.dtype)
+        moved[name] = Array(np.ascontiguousarray(new))
+    return ArrayRecord(moved)
+
+
+def _differ(one: ArrayRecord, other: ArrayRecord) -> bool:
+    return any(not np.array_equal(one[name].numpy(), other[name].numpy()) for name in other)
+
+
+def _follow(base: Strategy, arrays: ArrayRecord) -> None:
+    """Let a base that keeps its own copy of the global model take the extrapolated one.
+
+    Flower's FedAvgM reads the model it is given in its first round only.
+    """
+    if isinstance(base, FedAvgM) and base.current_arrays is not None:
+        base.current_arrays = arrays.copy()
+
+
+@contextmanager
+def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Lead calls of ``base``'s own loop to the wrapper's methods, for as long as it runs."""
+    vars(base).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            vars(base).pop(name, None)
