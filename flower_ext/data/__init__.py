@@ -11,6 +11,7 @@ from flower_ext.data.datasets import (
 from flower_ext.data.devices import DevicesInfo, describe_devices, device_names, load_devices
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import dirichlet, iid, partition, pathological, split
+from flower_ext.data.synthetic import within_unit_ball
 
 __all__ = [
     "FOLDER_VARIABLE",
@@ -30,4 +31,5 @@ __all__ = [
     "partition",
     "pathological",
     "split",
+    "within_unit_ball",
 ]

@@ -209,11 +209,13 @@ class LocalObjective:
 
     def solution_conditions(self) -> list[Condition]:
         """What the proofs take for granted of the solver."""
+        distance = self.distance_to_minimiser
         return [
             Condition(
-                "local models are exact minimisers (within "
-                f"{self.distance_to_minimiser:.4g} of them)",
-                self.distance_to_minimiser <= NEGLIGIBLE_DISTANCE,
+                f"local models are exact minimisers (distance at most {distance:.4g})"
+                if math.isfinite(distance)
+                else "local models are exact minimisers (training by SGD bounds no distance)",
+                distance <= NEGLIGIBLE_DISTANCE,
             ),
             Condition("clients keep no state that depends on their records", self.memoryless),
         ]

@@ -130,7 +130,7 @@ class Upcycled(Strategy):
 
     def summary(self) -> None:
         """Log the coefficient, then what the base says of itself."""
-        log.info("Upcycled %s · coefficient %s", type(self.base).__name__, self.coefficient)
+        log.info("Upcycled · coefficient %s", self.coefficient)
         self.base.summary()
 
     def start(
@@ -144,7 +144,7 @@ class Upcycled(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody."""
-        log.info("Upcycled %s · coefficient %s", type(self.base).__name__, self.coefficient)
+        log.info("Upcycled · coefficient %s", self.coefficient)
         with _routed(
             self.base, configure_train=self.configure_train, aggregate_train=self.aggregate_train
         ):

@@ -1,0 +1,1 @@
+"""Upcycled-FL and the methods it wraps, as one Flower app."""

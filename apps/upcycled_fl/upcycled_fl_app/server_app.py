@@ -1,0 +1,190 @@
+"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+
+from dataclasses import replace
+
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
+
+from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
+from flower_ext.algorithms.upcycled import (
+    Constant,
+    Decaying,
+    HalfLambda,
+    ProximalRatio,
+    Schedule,
+)
+from flower_ext.federation import (
+    FederatedStrategy,
+    Stragglers,
+    choice,
+    recorded_run,
+    save_outcome,
+)
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    LocalObjective,
+    NonPrivatePlan,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    PerturbationPlan,
+    size_for_rate,
+)
+from flower_ext.reporting import RunDirectory
+from flower_ext.training import LocalTraining, check_shareable
+from upcycled_fl_app.task import data_facts, model_name, task_of
+
+METHODS = ("fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme")
+
+# What is known of a model's cross-entropy when no record has a norm above 1. The gradient of
+# softmax regression is (p − e_y) ⊗ (x, 1): at most √2 · √2.
+LOSSES = {
+    "synthetic-logistic": LocalObjective(convex=True, gradient_bound=2.0),
+    "binary-logistic": LocalObjective(
+        convex=True,
+        generalised_linear=True,
+        gradient_bound=1.0,
+        curvature_bound=0.25,
+        feature_norm_bound=1.0,
+    ),
+}
+NEWTON_TOLERANCE = 1e-10
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the method that ``context.run_config`` names and leave a run directory with a report."""
+    config = context.run_config
+    method = choice(config, "method", METHODS)
+    coefficient, plan = schedule_of(config), plan_of(config)
+    task = task_of(context)
+    task.data(0)  # a missing data set ends the run here, with its message
+    facts = {"data-source": data_facts(config).source, "model": model_name(config)}
+
+    with recorded_run({**config, **facts}, f"{method}-{config['dataset']}") as run:
+        base = strategy_of(config, plan, run)
+        strategy = Upcycled(base, coefficient) if config["upcycled"] else base
+        check_shareable(task.model(), base.personal)
+        initial = ArrayRecord(task.initial_params(int(config["seed"])))
+        result = strategy.start(grid, initial, num_rounds=int(config["rounds"]))
+        save_outcome(run, base, result)
+
+
+def schedule_of(config: UserConfig) -> Schedule:
+    """The coefficient of the even rounds."""
+    value = float(config["coefficient"])
+    names = ("constant", "decaying", "half-lambda", "proximal-ratio")
+    match choice(config, "schedule", names):
+        case "constant":
+            return Constant(value)
+        case "decaying":
+            return Decaying(value)
+        case "half-lambda":
+            return HalfLambda(penalty=value)
+        case _:
+            return ProximalRatio(
+                proximal_weight=local_training(config).proximal_weight, penalty=value
+            )
+
+
+def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
+    """Who takes part, and how local models are perturbed.
+
+    Raises
+    ------
+    PreconditionFailed
+        Objective perturbation of a problem that Theorem 6.3 does not cover.
+    """
+    clients = int(config["clients"])
+    size = size_for_rate(clients, float(config["sampling-rate"]))
+    sampling = FixedSizeSampling(population=clients, size=size)
+    perturbation: OutputPerturbation | ObjectivePerturbation
+    match choice(config, "perturbation", ("none", "output", "objective")):
+        case "none":
+            return NonPrivatePlan(sampling=sampling)
+        case "output":
+            perturbation = OutputPerturbation(
+                clipping_norm=float(config["clipping-norm"]),
+                noise_stddev=float(config["noise-stddev"]),
+            )
+        case _:
+            perturbation = ObjectivePerturbation(rate=float(config["noise-rate"]))
+    loss = LOSSES.get(model_name(config), LocalObjective())
+    if not config["unit-features"]:
+        loss = LocalObjective(convex=loss.convex, generalised_linear=loss.generalised_linear)
+    return PerturbationPlan(
+        sampling=sampling,
+        perturbation=perturbation,
+        objective=loss,
+        delta=float(config["delta"]),
+    )
+
+
+def local_training(config: UserConfig) -> LocalTraining:
+    """What every client does, whatever the method."""
+    method, exact = config["method"], choice(config, "solver", ("sgd", "newton")) == "newton"
+    weight = float(config["proximal-weight"])
+    return LocalTraining(
+        epochs=int(config["local-epochs"]),
+        batch_size=int(config["batch-size"]),
+        learning_rate=float(config["learning-rate"]),
+        learning_rate_decay=float(config["learning-rate-decay"]),
+        momentum=0.0 if method == "pfedme" else float(config["momentum"]),
+        proximal_weight=weight or (0.1 if method == "fedprox" else 0.0),
+        tolerance=NEWTON_TOLERANCE if exact else 0.0,
+    )
+
+
+def strategy_of(
+    config: UserConfig, plan: NonPrivatePlan | PerturbationPlan, run: RunDirectory
+) -> FederatedStrategy:
+    """The strategy of a method; every method gets the same settings where it has them."""
+    method, local = str(config["method"]), local_training(config)
+    rate = float(config["server-learning-rate"])
+    ratio = float(config["straggler-ratio"])
+    options = {
+        "plan": plan,
+        "local": local,
+        "stragglers": Stragglers(ratio=ratio) if ratio else None,
+        "seed": int(config["seed"]) or None,
+        "seeded_noise": bool(config["seeded-noise"]),
+        "evaluate_every": int(config["evaluate-every"]),
+        "timeout": float(config["connect-timeout"]),
+        "run": run,
+    }
+    size = round(plan.sampling.expected_cohort_size)
+    nodes = {"min_train_nodes": size, "min_available_nodes": size}
+    match method:
+        case "fedavg":
+            return Hosted(FedAvg(**nodes), **options)
+        case "fedavgm":
+            server = FedAvgM(
+                server_learning_rate=rate or 1.0,
+                server_momentum=float(config["server-momentum"]),
+                **nodes,
+            )
+            return Hosted(server, **options)
+        case "fedprox":
+            return Hosted(FedProx(proximal_mu=local.proximal_weight, **nodes), **options)
+        case "fedyogi":
+            return Hosted(
+                FedYogi(eta=rate or 0.01, tau=float(config["adaptivity"]), **nodes), **options
+            )
+        case "scaffold":
+            return Scaffold(server_learning_rate=rate or 1.0, **options)
+        case "feddyn":
+            return FedDyn(regularization=float(config["regularization"]), **options)
+        case _:
+            personal = replace(
+                local,
+                steps=int(config["personal-steps"]),
+                learning_rate=float(config["personal-learning-rate"]),
+            )
+            return PFedMe(
+                attraction=float(config["attraction"]),
+                personal_training=personal,
+                server_learning_rate=rate or 1.0,
+                **options,
+            )

@@ -1,0 +1,77 @@
+"""The learning problem that the run configuration asks for."""
+
+from functools import cache
+from pathlib import Path
+
+from flwr.app import Context, UserConfig
+
+from flower_ext.data import (
+    ClientData,
+    DevicesInfo,
+    describe_devices,
+    load_devices,
+    within_unit_ball,
+)
+from flower_ext.training import Task
+from flower_ext.training.models import build
+
+
+def task_of(context: Context) -> Task:
+    """The task of a run, for its clients and its server alike."""
+    config = context.run_config
+    facts, model = data_facts(config), model_name(config)
+    key = (
+        str(config["dataset"]),
+        str(config["data-folder"]),
+        int(config["clients"]),
+        int(config["classes"]),
+        int(config["seed"]),
+        bool(config["generated"]),
+        bool(config["unit-features"]),
+    )
+    return Task(
+        model=lambda: build(model, num_classes=facts.num_classes),
+        data=lambda client: devices(*key)[client],
+    )
+
+
+def data_facts(config: UserConfig) -> DevicesInfo:
+    """Classes, model and source of the data set."""
+    return describe_devices(
+        str(config["dataset"]),
+        folder(str(config["data-folder"])),
+        num_classes=int(config["classes"]) or None,
+        generated=bool(config["generated"]),
+    )
+
+
+def model_name(config: UserConfig) -> str:
+    """The configured model, or the data set's."""
+    return str(config["model"]) or data_facts(config).model
+
+
+@cache
+def devices(
+    dataset: str,
+    data_folder: str,
+    clients: int,
+    classes: int,
+    seed: int,
+    generated: bool,
+    unit_features: bool,
+) -> list[ClientData]:
+    """All devices, read or drawn once a process; the same in every process."""
+    loaded = load_devices(
+        dataset,
+        folder(data_folder),
+        num_devices=clients,
+        num_classes=classes or None,
+        seed=seed,
+        generated=generated,
+    )
+    return within_unit_ball(loaded) if unit_features else loaded
+
+
+def folder(name: str) -> Path | None:
+    """A configured folder; empty is none."""
+    return Path(name) if name else None
