@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee
-from flower_ext.reporting.figures import draw_comparison
+from flower_ext.reporting.figures import Line, cumulative, draw_comparison
 from flower_ext.reporting.report import epsilon_text, table, to_html
 from flower_ext.reporting.run import NotARun, RunDirectory
 
 
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
-    """Write ``comparison.md`` and ``.html`` with a table and an accuracy figure.
+    """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
-    Runs are grouped by their configured method; within a group they are repetitions (seeds).
+    Runs are grouped by their configured method, plain or upcycled; within a group they are
+    repetitions (seeds).
 
     Raises
     ------
@@ -31,49 +32,106 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             )
         if run.facts["status"] not in ("completed", "budget-exhausted"):
             raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
-        groups.setdefault(str(run.config.get("method", run.path.name)), []).append(run)
-    rows = []
-    for method, members in groups.items():
-        spreads = [summarize([row["accuracy"] for row in run.client_metrics()]) for run in members]
-        rows.append(
-            (
-                method,
-                len(members),
-                mean_and_std([s.mean for s in spreads]),
-                mean_and_std([s.worst_decile for s in spreads]),
-                mean_and_std([s.std for s in spreads]),
-                _epsilon(members, "provable"),
-                _epsilon(members, "published"),
-            )
-        )
-    header = ["method", "runs", "accuracy", "worst tenth", "std over clients"]
-    header += ["ε provable (released models)", "ε published"]
+        groups.setdefault(group_name(run), []).append(run)
     folder.mkdir(parents=True, exist_ok=True)
-    draw_comparison(
-        folder / "figures",
-        "accuracy",
-        "Mean accuracy of the clients' models",
-        "accuracy",
-        {
-            name: [run.series("accuracy_mean") for run in members]
-            for name, members in groups.items()
-        },
-    )
+    figures = _figures(groups, folder / "figures")
     short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
     text = "\n\n".join(
         [
             f"# {title}",
-            table(header, rows),
+            table(_HEADER, [_row(name, members) for name, members in groups.items()]),
             "Accuracies: mean ± sample standard deviation over runs. A run's accuracy is the mean "
-            "over all clients of the accuracy of the client's own model on its own test examples.",
+            "over all clients of the accuracy of the client's own model on its own test examples. "
+            "Messages, megabytes (model arrays) and seconds: of training, both ways, mean over "
+            "runs.",
             *([f"Stopped early by their budget: {', '.join(short)}."] if short else []),
-            "![Accuracy](figures/accuracy.svg)",
+            *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
         ]
     )
     (folder / "comparison.md").write_text(text + "\n")
     path = folder / "comparison.html"
     path.write_text(to_html(text, title=title, folder=folder))
     return path
+
+
+def group_name(run: RunDirectory) -> str:
+    """The configured method, and whether it was upcycled."""
+    method = str(run.config.get("method", run.path.name))
+    return f"{method}, upcycled" if run.config.get("upcycled") else method
+
+
+_HEADER = (
+    "method",
+    "runs",
+    "accuracy",
+    "worst tenth",
+    "std over clients",
+    "messages",
+    "MB",
+    "seconds",
+    "ε provable",
+    "ε published",
+)
+
+
+def _row(name: str, runs: Sequence[RunDirectory]) -> tuple[object, ...]:
+    spreads = [summarize([row["accuracy"] for row in run.client_metrics()]) for run in runs]
+
+    def mean(*names: str) -> float:
+        return sum(sum(run.series(n)[1]) for run in runs for n in names) / len(runs)
+
+    return (
+        name,
+        len(runs),
+        mean_and_std([s.mean for s in spreads]),
+        mean_and_std([s.worst_decile for s in spreads]),
+        mean_and_std([s.std for s in spreads]),
+        f"{mean('messages'):.0f}",
+        f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
+        f"{mean('training_seconds'):.1f}",
+        _epsilon(runs, "provable"),
+        _epsilon(runs, "published"),
+    )
+
+
+def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
+    """Accuracy, loss and costs against rounds, and accuracy against messages; what was measured."""
+
+    def lines(name: str) -> dict[str, list[Line]]:
+        return {group: [run.series(name) for run in runs] for group, runs in groups.items()}
+
+    def sums(name: str, scale: float = 1.0) -> dict[str, list[Line]]:
+        return {
+            group: [cumulative(line, scale=scale) for line in found]
+            for group, found in lines(name).items()
+        }
+
+    accuracy, messages = lines("accuracy_mean"), sums("messages")
+    drawn: dict[str, Path] = {}
+    for name, title, ylabel, measured in (
+        ("accuracy", "Mean accuracy of the clients' models", "accuracy", accuracy),
+        ("loss", "Mean loss of the clients' models", "loss", lines("loss_mean")),
+        ("messages", "Training messages", "messages, cumulative", messages),
+        ("upload", "Arrays uploaded", "megabytes, cumulative", sums("bytes_up", 1e-6)),
+        ("time", "Training time", "seconds, cumulative", sums("training_seconds")),
+        ("epsilon", "Privacy spent, provable", "ε", lines("epsilon_provable")),
+        ("epsilon_published", "Privacy spent, as published", "ε", lines("epsilon_published")),
+    ):
+        measured = {group: found for group, found in measured.items() if all(x for x, _ in found)}
+        if measured:
+            drawn[title] = draw_comparison(folder, name, title, ylabel, measured)
+    if all(x for found in messages.values() for x, _ in found):
+        title = "Mean accuracy for the messages it took"
+        drawn[title] = draw_comparison(
+            folder,
+            "accuracy_by_messages",
+            title,
+            "accuracy",
+            accuracy,
+            xlabel="training messages",
+            against=messages,
+        )
+    return drawn
 
 
 def mean_and_std(values: Sequence[float]) -> str:
@@ -86,18 +144,17 @@ def mean_and_std(values: Sequence[float]) -> str:
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """The largest ε of a group and its δ; "none" if any of its runs has none."""
+    """The largest ε of a group, who sees what, and δ; "none" if any of its runs has none.
+
+    Of the provable ones it is that against released models, where there is one.
+    """
     largest: list[Guarantee] = []
     for run in runs:
-        found = [
-            g
-            for g in run.guarantees()
-            if g.basis == basis
-            and (basis == "published" or g.view is AdversaryView.RELEASED_MODELS)
-        ]
+        found = [g for g in run.guarantees() if g.basis == basis]
+        against_models = [g for g in found if g.view is AdversaryView.RELEASED_MODELS]
         if not found:
             return "none"
-        largest.append(max(found, key=lambda g: g.epsilon))
+        largest.append(max(against_models or found, key=lambda g: g.epsilon))
     worst = max(largest, key=lambda g: g.epsilon)
     deltas = ", ".join(f"{delta:.3g}" for delta in sorted({g.delta for g in largest}))
-    return f"{epsilon_text(worst.epsilon)} (δ = {deltas})"
+    return f"{epsilon_text(worst.epsilon)} ({worst.unit.value}, {worst.view.value}, δ = {deltas})"

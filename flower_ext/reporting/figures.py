@@ -38,19 +38,21 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
         "worst tenth of clients": run.series("accuracy_worst_decile"),
     }
     add("accuracy", "Test accuracy of the clients' models", "accuracy", accuracy)
-    published, provable = run.series("epsilon_published"), run.series("epsilon_provable")
-    spread = max([*published[1], 0.0]) > 20 * max([*provable[1], 1e-9])
-    epsilon = {"published": published, "provable, released models": provable}
-    add("epsilon", "Privacy spent", "ε", epsilon, log=spread)
-    add(
-        "traffic",
-        "Model arrays sent",
-        "megabytes, cumulative",
-        {
-            "to clients": _cumulative(run.series("bytes_down")),
-            "from clients": _cumulative(run.series("bytes_up")),
-        },
-    )
+    epsilon = epsilon_lines(run)
+    last = [values[-1] for _, values in epsilon.values()]
+    add("epsilon", "Privacy spent", "ε", epsilon, log=bool(last) and max(last) > 20 * min(last))
+    messages = {"to and from clients": cumulative(run.series("messages"))}
+    add("messages", "Training messages", "messages, cumulative", messages)
+    megabytes = {
+        "to clients": cumulative(run.series("bytes_down"), scale=1e-6),
+        "from clients": cumulative(run.series("bytes_up"), scale=1e-6),
+    }
+    add("traffic", "Model arrays sent for training", "megabytes, cumulative", megabytes)
+    seconds = {
+        "training": cumulative(run.series("training_seconds")),
+        "with evaluation": cumulative(run.series("seconds")),
+    }
+    add("time", "Time of the rounds", "seconds, cumulative", seconds)
     norm = {"mean over the cohort": run.series("update_norm_mean")}
     add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
     if scores := [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]:
@@ -59,39 +61,67 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     return drawn
 
 
+def epsilon_lines(run: RunDirectory) -> dict[str, Line]:
+    """ε against rounds; of record-level ε both the largest over clients and the mean."""
+    lines: dict[str, Line] = {}
+    for basis in ("published", "provable"):
+        largest, mean = (run.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
+        if mean[0]:
+            lines[f"{basis}, each upload, largest of the clients"] = largest
+            lines[f"{basis}, each upload, mean of the clients"] = mean
+        elif largest[0]:
+            lines["published" if basis == "published" else "provable, released models"] = largest
+    return lines
+
+
 def draw_comparison(
     folder: Path,
     name: str,
     title: str,
     ylabel: str,
     groups: Mapping[str, Sequence[Line]],
+    *,
+    xlabel: str = "round",
+    against: Mapping[str, Sequence[Line]] | None = None,
 ) -> Path:
-    """Mean line and band of one sample standard deviation, at rounds that all runs measured."""
-    figure, axes = _canvas(title, "round", ylabel)
+    """Mean line and band of one sample standard deviation, at rounds that all runs measured.
+
+    Parameters
+    ----------
+    groups : Mapping[str, Sequence[Line]]
+        For each group its runs as (rounds, values).
+    against : Mapping[str, Sequence[Line]], optional
+        The same for the horizontal axis, where that is not the round; the mean over runs is drawn.
+    """
+    figure, axes = _canvas(title, xlabel, ylabel)
     table: list[tuple[str, float, float, float]] = []
     for number, (label, lines) in enumerate(groups.items()):
-        measured = [dict(zip(*line, strict=True)) for line in lines]
+        every = [*lines, *(against[label] if against else [])]
+        measured = [dict(zip(*line, strict=True)) for line in every]
         rounds = sorted(set.intersection(*(set(values) for values in measured)))
         if not rounds:
             continue
         values = np.asarray([[one[r] for r in rounds] for one in measured])
-        mean = values.mean(axis=0)
-        deviation = values.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
+        own, other = values[: len(lines)], values[len(lines) :]
+        x = other.mean(axis=0) if against else np.asarray(rounds, dtype=float)
+        mean = own.mean(axis=0)
+        deviation = own.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        axes.plot(rounds, mean, label=label, color=colour, linestyle=dash)
-        axes.fill_between(rounds, mean - deviation, mean + deviation, color=colour, alpha=0.15)
+        axes.plot(x, mean, label=label, color=colour, linestyle=dash)
+        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15)
         table += [
             (label, float(r), float(m), float(d))
-            for r, m, d in zip(rounds, mean, deviation, strict=True)
+            for r, m, d in zip(x, mean, deviation, strict=True)
         ]
     if table:
         axes.legend(frameon=False)
-    return _save(figure, folder, name, ("method", "round", "mean", "std"), table)
+    return _save(figure, folder, name, ("method", xlabel, "mean", "std"), table)
 
 
-def _cumulative(line: Line) -> Line:
-    return line[0], (np.cumsum(line[1]) / 1e6).tolist()
+def cumulative(line: Line, *, scale: float = 1.0) -> Line:
+    """Sums up to each round."""
+    return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
 def _lines(

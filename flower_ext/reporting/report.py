@@ -191,31 +191,24 @@ def _rounds(run: RunDirectory) -> str:
     def total(name: str) -> float:
         return sum(row.get(name, 0) for row in rows)
 
-    asked, answered = total("cohort"), total("answered")
-    return table(
-        (
-            "rounds",
-            "clients asked",
-            "answered",
-            "refused",
-            "discarded",
-            "MB down",
-            "MB up",
-            "seconds",
-        ),
-        [
-            (
-                len(rows),
-                f"{asked:.0f}",
-                f"{answered:.0f}",
-                f"{total('refused'):.0f}",
-                f"{total('discarded'):.0f}",
-                f"{total('bytes_down') / 1e6:.2f}",
-                f"{total('bytes_up') / 1e6:.2f}",
-                f"{total('seconds'):.1f}",
-            )
-        ],
-    )
+    def megabytes(name: str) -> str:
+        return f"{total(name) / 1e6:.2f}"
+
+    facts = {
+        "rounds": str(len(rows)),
+        "that asked a client to train": str(sum(row.get("messages", 0) > 0 for row in rows)),
+        "clients asked": f"{total('cohort'):.0f}",
+        "answered": f"{total('answered'):.0f}",
+        "refused": f"{total('refused'):.0f}",
+        "discarded": f"{total('discarded'):.0f}",
+        "training messages": f"{total('messages'):.0f}",
+        "MB down": megabytes("bytes_down"),
+        "MB up": megabytes("bytes_up"),
+        "training seconds": f"{total('training_seconds'):.1f}",
+        "evaluation MB down": megabytes("evaluation_bytes_down"),
+        "seconds in all": f"{total('seconds'):.1f}",
+    }
+    return table(("of all rounds", "sum"), facts.items())
 
 
 def _epsilon(guarantee: Guarantee) -> str:

@@ -1,5 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
+from flower_ext.privacy import (
+    FullParticipation,
+    LocalObjective,
+    OutputPerturbation,
+    PerturbationPlan,
+)
 from flower_ext.reporting import NotARun, RunDirectory, write_comparison
 from flower_ext.reporting.comparison import mean_and_std
 from tests.reporting.test_report import finished
@@ -66,3 +74,56 @@ def test_a_failed_run_is_not_averaged_in(tmp_path):
     run.finish("failed", "disk full")
     with pytest.raises(NotARun, match="is failed"):
         write_comparison([run], tmp_path, title="Failed")
+
+
+def record_level(path, *, upcycled, epsilon, provable):
+    objective = LocalObjective(convex=True, gradient_bound=1.0)
+    run = finished(path, method="fedprox", private=False, upcycled=upcycled)
+    plan = PerturbationPlan(
+        sampling=FullParticipation(2),
+        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0),
+        objective=objective,
+        delta=1e-3,
+    )
+    guarantees = plan.guarantees(
+        num_examples={0: 90, 1: 45},
+        participations={0: 2, 1: 2},
+        secure_noise=True,
+        not_covered=[],
+    )
+    assert {g.basis for g in guarantees} == {"published", "provable"}
+    run.save_guarantees(
+        [replace(g, epsilon=epsilon if g.basis == "published" else provable) for g in guarantees]
+    )
+    return run
+
+
+def test_plain_and_upcycled_runs_of_a_method_are_two_lines_with_their_costs(tmp_path):
+    runs = [
+        record_level(tmp_path / "a", upcycled=False, epsilon=0.25, provable=9.0),
+        record_level(tmp_path / "b", upcycled=True, epsilon=0.125, provable=4.5),
+    ]
+    write_comparison(runs, tmp_path, title="Both")
+    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    (plain,) = (line for line in lines if line.startswith("| fedprox |"))
+    (upcycled,) = (line for line in lines if line.startswith("| fedprox, upcycled |"))
+    assert "| 38 | 12.00 | 1.0 |" in plain  # messages, megabytes, seconds
+    view = "record, each-upload, δ = 0.001"
+    assert plain.endswith(f"| 9.000 ({view}) | 0.250 ({view}) |")
+    assert upcycled.endswith(f"| 4.500 ({view}) | 0.125 ({view}) |")
+
+
+def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):
+    write_comparison([finished(tmp_path / "a")], tmp_path, title="One")
+    drawn = {path.stem for path in (tmp_path / "figures").glob("*.svg")}
+    assert drawn == {
+        "accuracy",
+        "accuracy_by_messages",
+        "epsilon",
+        "epsilon_published",
+        "messages",
+        "time",
+        "upload",
+    }
+    rows = (tmp_path / "figures" / "accuracy_by_messages.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in rows[1:]] == ["19.0", "19.0", "38.0", "38.0"]

@@ -42,7 +42,7 @@ def test_traffic_is_cumulative_and_in_megabytes(tmp_path):
 def test_axes_say_what_they_show_in_words_a_search_finds(tmp_path):
     draw_figures(finished(tmp_path / "run"), tmp_path)
     svg = (tmp_path / "traffic.svg").read_text()
-    for word in ("Model arrays sent", "round", "megabytes, cumulative", "to clients"):
+    for word in ("Model arrays sent for training", "round", "megabytes, cumulative", "to clients"):
         assert f">{word}</text>" in svg
 
 
@@ -80,3 +80,42 @@ def test_more_groups_than_colours_stay_apart(tmp_path):
     groups = {f"m{n}": [([1, 2], [n / 10, n / 10])] for n in range(9)}
     draw_comparison(tmp_path, "c", "title", "accuracy", groups)
     assert len({r["method"] for r in rows_of(tmp_path / "c.csv")}) == 9
+
+
+def test_record_level_epsilons_are_drawn_for_the_largest_client_and_the_mean(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    for number in (1, 2):
+        run.log(
+            number,
+            epsilon_published=0.2 * number,
+            epsilon_published_mean=0.1 * number,
+            epsilon_provable=4.0 * number,
+            epsilon_provable_mean=3.0 * number,
+        )
+    draw_figures(run, tmp_path)
+    last = {row["line"]: float(row["ε"]) for row in rows_of(tmp_path / "epsilon.csv")}
+    assert last == {
+        "published, each upload, largest of the clients": 0.4,
+        "published, each upload, mean of the clients": 0.2,
+        "provable, each upload, largest of the clients": 8.0,
+        "provable, each upload, mean of the clients": 6.0,
+    }
+
+
+def test_messages_and_seconds_add_up_over_rounds(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    for number, messages in enumerate((6, 0, 6, 0), 1):
+        run.log(number, messages=messages, training_seconds=0.5, seconds=2.0)
+    draw_figures(run, tmp_path)
+    sent = [float(row["messages, cumulative"]) for row in rows_of(tmp_path / "messages.csv")]
+    assert sent == [6, 6, 12, 12]
+    seconds = [float(r["seconds, cumulative"]) for r in rows_of(tmp_path / "time.csv")]
+    assert seconds == [0.5, 1.0, 1.5, 2.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
+    groups = {"a": [([2, 4], [0.1, 0.5]), ([2, 4], [0.3, 0.5])]}
+    cost = {"a": [([1, 2, 3, 4], [5, 10, 15, 20]), ([1, 2, 3, 4], [7, 12, 17, 22])]}
+    draw_comparison(tmp_path, "c", "t", "accuracy", groups, xlabel="messages", against=cost)
+    rows = [(float(r["messages"]), float(r["mean"])) for r in rows_of(tmp_path / "c.csv")]
+    assert rows == [(11.0, pytest.approx(0.2)), (21.0, 0.5)]

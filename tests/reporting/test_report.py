@@ -41,6 +41,8 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
             cohort=10,
             answered=9,
             refused=1,
+            messages=19 * (number % 2),
+            training_seconds=0.25,
             bytes_down=1e6,
             bytes_up=2e6,
             accuracy_mean=accuracy * number / 4,
@@ -76,14 +78,25 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
     write_report(run)
     text = (run.path / "report.md").read_text()
     assert "| 4 | 4 | 0 | 0 | 1 |" in text  # reserved, committed, discarded, open, topped up
-    assert "| 4 | 40 | 36 | 4 | 0 | 4.00 | 8.00 |" in text
+    for fact, value in {
+        "rounds": "4",
+        "that asked a client to train": "2",
+        "clients asked": "40",
+        "answered": "36",
+        "refused": "4",
+        "training messages": "38",
+        "MB down": "4.00",
+        "MB up": "8.00",
+        "training seconds": "1.0",
+    }.items():
+        assert f"| {fact} | {value} |" in text
 
 
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text()
     svgs = sorted(p.stem for p in (run.path / "figures").glob("*.svg"))
-    assert svgs == ["accuracy", "epsilon", "fairness", "traffic"]
+    assert svgs == ["accuracy", "epsilon", "fairness", "messages", "time", "traffic"]
     assert page.count("<svg") == len(svgs)
     assert "http://" not in page.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
@@ -154,7 +167,10 @@ def test_a_printed_epsilon_is_never_less_than_what_was_spent(tmp_path, spent, pr
     write_report(run)
     assert f"| **{printed}** | 0.01 |" in (run.path / "report.md").read_text()
     write_comparison([run], tmp_path, title="One")
-    assert f"| {printed} (δ = 0.01) |" in (tmp_path / "comparison.md").read_text()
+    assert (
+        f"| {printed} (client, released-models, δ = 0.01) |"
+        in (tmp_path / "comparison.md").read_text()
+    )
 
 
 def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
