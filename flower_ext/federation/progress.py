@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 
+import numpy as np
 from flwr.app import Message
 
 from flower_ext.evaluation import summarize
@@ -43,19 +44,25 @@ class Progress:
             log.warning("refused reply: %s", refusal)
 
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        """Every client counts alike: mean, worst tenth, spread and Jain's index."""
+        """Mean, worst tenth, spread and Jain's index over clients, which count alike.
+
+        ``…_pooled`` is the mean over all test examples instead: large clients count more.
+        """
         by_client = list(by_client)
         summary: dict[str, float] = {}
-        for name in sorted(set.intersection(*(set(scores) for scores in by_client))):
-            if name == "num-examples":
-                continue
-            spread = summarize([scores[name] for scores in by_client])
+        names = set.intersection(*(set(scores) for scores in by_client))
+        for name in sorted(names - {"num-examples"}):
+            values = [scores[name] for scores in by_client]
+            spread = summarize(values)
             summary |= {
                 f"{name}_mean": spread.mean,
                 f"{name}_std": spread.std,
                 f"{name}_worst_decile": spread.worst_decile,
                 f"{name}_jain": spread.jain_index,
             }
+            sizes = [scores.get("num-examples", 0.0) for scores in by_client]
+            if all(size > 0 for size in sizes):
+                summary[f"{name}_pooled"] = float(np.average(values, weights=sizes))
         self.row |= summary
         return summary
 

@@ -134,13 +134,13 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
     return drawn
 
 
-def mean_and_std(values: Sequence[float]) -> str:
+def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
     """``mean ± sample standard deviation``, or the value alone."""
     mean = sum(values) / len(values)
     if len(values) == 1:
-        return f"{mean:.3f}"
+        return f"{mean:.{digits}f}"
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return f"{mean:.3f} ± {deviation:.3f}"
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:

@@ -85,22 +85,29 @@ def _outcome(run: RunDirectory) -> list[str]:
     if facts["status"] != "completed":
         reason = f": {facts['reason']}" if facts.get("reason") else ""
         lines.append(f"> **This run is {facts['status']}**{reason}")
-    scores = [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]
-    if scores:
-        spread = summarize(scores)
-        lines.append(
-            table(
-                ("accuracy of the clients' models", "value"),
-                [
-                    ("mean over clients", f"{spread.mean:.4f}"),
-                    ("standard deviation over clients", f"{spread.std:.4f}"),
-                    ("worst tenth of clients", f"{spread.worst_decile:.4f}"),
-                    ("Jain's fairness index", f"{spread.jain_index:.4f}"),
-                    ("clients", len(scores)),
-                ],
-            )
-        )
+    clients = [row for row in run.client_metrics() if "accuracy" in row]
+    if clients:
+        spread = summarize([row["accuracy"] for row in clients])
+        facts = {"mean over clients": f"{spread.mean:.4f}"}
+        if (pooled := pooled_accuracy(run)) is not None:
+            facts["over all test examples"] = f"{pooled:.4f}"
+        facts |= {
+            "standard deviation over clients": f"{spread.std:.4f}",
+            "worst tenth of clients": f"{spread.worst_decile:.4f}",
+            "Jain's fairness index": f"{spread.jain_index:.4f}",
+            "clients": str(len(clients)),
+        }
+        lines.append(table(("accuracy of the clients' models", "value"), facts.items()))
     return lines
+
+
+def pooled_accuracy(run: RunDirectory) -> float | None:
+    """Accuracy over all test examples of all clients, where their numbers are known."""
+    rows = run.client_metrics()
+    if not rows or not all({"accuracy", "num-examples"} <= set(row) for row in rows):
+        return None
+    total = sum(row["num-examples"] for row in rows)
+    return sum(row["accuracy"] * row["num-examples"] for row in rows) / total
 
 
 def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:

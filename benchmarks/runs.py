@@ -1,0 +1,88 @@
+"""Many runs of one app on a few processor cores; runs that are finished already are kept."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from flower_ext.federation import run_in_process
+from flower_ext.reporting import RunDirectory
+
+Config = dict[str, bool | float | int | str]
+
+
+def settings(app: Path) -> Config:
+    """The run-config defaults of an app."""
+    return dict(_project(app)["config"])
+
+
+def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
+    """``config`` with ``name=value`` texts read as the type each default has.
+
+    Raises
+    ------
+    ValueError
+        An unknown name, or a value of another type.
+    """
+    changed = dict(config)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name not in config:
+            raise ValueError(f"unknown run-config name {name!r}; expected one of {sorted(config)}")
+        kind = type(config[name])
+        changed[name] = value == "true" if kind is bool else kind(value)
+    return changed
+
+
+def run(app: Path, config: Config) -> RunDirectory:
+    """One run in this process, unless ``config["run-directory"]`` holds it already."""
+    path = Path(str(config["run-directory"]))
+    if (path / "run.json").exists():
+        found = RunDirectory.open(path)
+        if found.facts["status"] == "completed":
+            return found
+        shutil.rmtree(path)  # what an interrupted or failed attempt left
+    # One thread a process: these models are too small for more, and results do not depend on it.
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    if str(app) not in sys.path:
+        sys.path.insert(0, str(app))
+    parts = _project(app)["components"]
+    server, client = (_component(parts[side]) for side in ("serverapp", "clientapp"))
+    with redirect_stdout(StringIO()):
+        run_in_process(server, client, num_clients=int(config["clients"]), run_config=config)
+    return RunDirectory.open(path)
+
+
+def run_all(
+    app: Path, configs: Sequence[Config], *, workers: int, title: str
+) -> list[RunDirectory]:
+    """`run` for each, ``workers`` at a time, with progress; in the order of ``configs``."""
+    with ProcessPoolExecutor(workers) as pool:
+        waiting = [pool.submit(run, app, config) for config in configs]
+        for done in track(as_completed(waiting), total=len(waiting), description=title):
+            done.result()  # an error ends everything here, with its message
+        return [future.result() for future in waiting]
+
+
+def _project(app: Path) -> dict[str, Any]:
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    return dict(project["tool"]["flwr"]["app"])
+
+
+def _component(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,180 @@
+"""What the tables and figures of Upcycled-FL share: methods, scales, and the grid search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from benchmarks.runs import Config, run_all, settings
+from flower_ext.reporting import RunDirectory
+
+APP = Path(__file__).parents[2] / "apps" / "upcycled_fl"
+METHODS = {
+    "fedavg": "FedAvg",
+    "fedavgm": "FedAvgM",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "feddyn": "FedDyn",
+    "pfedme": "pFedMe",
+    "fedyogi": "FedYogi",
+}
+SEARCH_SEED = 1001
+"""Tried settings see other cohorts, batches and initial models than reported ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much of the paper's experiments is run.
+
+    Parameters
+    ----------
+    training_rounds : int
+        Of Tables 1 and 3; the upcycled version has twice as many visible rounds.
+    search_rounds : int
+        The same while searching.
+    private_rounds : int
+        Visible rounds of Figures 3 and 4, plain and upcycled alike.
+    timed_rounds : int
+        Visible rounds of Table 5, plain and upcycled alike.
+    """
+
+    datasets: tuple[str, ...]
+    straggler_ratios: tuple[float, ...]
+    seeds: tuple[int, ...] = (1, 2, 3, 4)
+    training_rounds: int
+    search_rounds: int
+    learning_rates: tuple[float, ...]
+    coefficients: tuple[float, ...]
+    private_datasets: tuple[str, ...]
+    private_methods: tuple[str, ...]
+    private_rounds: int
+    timed_rounds: int
+
+
+SYNTHETIC = ("synthetic-iid", "synthetic-0-0", "synthetic-0.5-0.5", "synthetic-1-1")
+DEFAULT = Scale(
+    datasets=SYNTHETIC,
+    straggler_ratios=(0.9,),
+    training_rounds=40,
+    search_rounds=15,
+    learning_rates=(0.003, 0.01, 0.05, 0.2),
+    coefficients=(0.1, 0.5, 0.9),
+    private_datasets=("synthetic-iid",),
+    private_methods=("fedavg", "fedprox", "scaffold"),
+    private_rounds=40,
+    timed_rounds=10,
+)
+FULL = Scale(
+    datasets=(*SYNTHETIC, "letters"),
+    straggler_ratios=(0.9, 0.3),
+    training_rounds=80,
+    search_rounds=80,
+    learning_rates=(0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2),
+    coefficients=(0.1, 0.3, 0.5, 0.7, 0.9),
+    private_datasets=SYNTHETIC,
+    private_methods=tuple(METHODS),
+    private_rounds=80,
+    timed_rounds=80,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Runs of one app configuration in one folder."""
+
+    folder: Path
+    base: Config
+    workers: int
+
+    def config(self, name: str, *changes: Config) -> Config:
+        """The base with changes, recorded as ``name``."""
+        merged = dict(self.base)
+        for more in changes:
+            assert set(more) <= set(self.base), set(more) - set(self.base)
+            merged |= more
+        return {**merged, "run-directory": str(self.folder / "runs" / name)}
+
+    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
+        """Run what is missing."""
+        return run_all(APP, configs, workers=self.workers, title=title)
+
+
+def base_config(data_folder: str) -> Config:
+    """The paper's local training and the app's defaults."""
+    folder = str(Path(data_folder).absolute()) if data_folder else ""
+    return settings(APP) | {"data-folder": folder}
+
+
+def method_config(method: str) -> Config:
+    """A method under its name; FedYogi needs a larger server step than Flower's default."""
+    return {"method": method, "server-learning-rate": 0.05 if method == "fedyogi" else 0.0}
+
+
+def evaluations(visible_rounds: int) -> int:
+    """Rounds between ten evaluations; even, so that upcycled runs show extrapolated models."""
+    return max(2, visible_rounds // 10 // 2 * 2)
+
+
+def late(run: RunDirectory, metric: str) -> float:
+    """Mean of the last three evaluations: less chance than in the very last one.
+
+    Not a number where training diverged so far that no score was finite.
+    """
+    values = run.series(metric)[1][-3:]
+    return sum(values) / len(values) if values else math.nan
+
+
+def search(
+    experiment: Experiment,
+    pairs: Mapping[str, Config],
+    *,
+    rounds: tuple[int, int],
+    learning_rates: Sequence[float],
+    coefficients: Sequence[float],
+    metric: str,
+) -> dict[str, dict[bool, Config]]:
+    """The best learning rate of each plain method, and learning rate and coefficient upcycled.
+
+    The whole grid is tried under one seed of its own and judged by the clients' test examples, as
+    in the paper, whose data have no validation part.
+
+    Parameters
+    ----------
+    pairs : Mapping[str, Config]
+        Settings of each pair to compare, by a name of its own.
+    rounds : (int, int)
+        Visible rounds, plain and upcycled.
+    metric : str
+        Of the rounds' metrics; of a loss the smaller the better.
+    """
+    tried: list[tuple[str, bool, Config]] = []
+    configs = []
+    for name, changes in pairs.items():
+        for upcycled in (False, True):
+            for rate, coefficient in product(learning_rates, coefficients if upcycled else (0.5,)):
+                choice: Config = {
+                    "upcycled": upcycled,
+                    "rounds": rounds[upcycled],
+                    "evaluate-every": evaluations(rounds[upcycled]),
+                    "learning-rate": rate,
+                    "coefficient": coefficient,
+                }
+                label = f"search/{name}-{upcycled:d}-{rate:g}-{coefficient:g}-{rounds[upcycled]}"
+                tried.append((name, upcycled, choice))
+                configs.append(experiment.config(label, changes, choice, {"seed": SEARCH_SEED}))
+    runs = experiment.run(configs, "searching")
+    best: dict[str, dict[bool, tuple[float, Config]]] = {name: {} for name in pairs}
+    for (name, upcycled, choice), run in zip(tried, runs, strict=True):
+        score = late(run, metric) * (-1 if metric.startswith("loss") else 1)
+        score = -math.inf if math.isnan(score) else score
+        if upcycled not in best[name] or score > best[name][upcycled][0]:
+            best[name][upcycled] = score, choice
+    return {name: {up: choice for up, (_, choice) in two.items()} for name, two in best.items()}
+
+
+def in_rounds(choice: Config, rounds: int) -> Config:
+    """A searched choice in a run of its full length."""
+    return {**choice, "rounds": rounds, "evaluate-every": evaluations(rounds)}

@@ -1,0 +1,78 @@
+"""Table 5: training time, plain against upcycled, one after the other in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks.runs import Config, run
+from benchmarks.upcycled.experiment import APP, METHODS, Experiment, Scale, method_config
+from flower_ext.reporting.report import table
+
+PAPER = {  # seconds, plain and upcycled
+    "fedavg": (147.50, 86.44),
+    "fedavgm": (147.47, 84.95),
+    "fedprox": (139.91, 80.59),
+    "scaffold": (153.88, 95.09),
+    "feddyn": (181.49, 99.82),
+    "pfedme": (467.42, 259.54),
+    "fedyogi": (153.53, 92.82),
+}
+PRIVATE: Config = {
+    "dataset": "synthetic-iid",
+    "sampling-rate": 1.0,
+    "perturbation": "output",
+}
+
+
+def times(experiment: Experiment, scale: Scale) -> str:
+    """Output perturbation on Syn(iid), all devices, equal visible rounds; returns the table."""
+    rows = []
+    for method, name in METHODS.items():
+        training: dict[bool, list[float]] = {False: [], True: []}
+        whole: dict[bool, list[float]] = {False: [], True: []}
+        for seed in scale.seeds:
+            for up in (False, True):
+                config = experiment.config(
+                    f"time/{method}-{up:d}-{seed}-{scale.timed_rounds}",
+                    PRIVATE,
+                    method_config(method),
+                    {"seed": seed, "upcycled": up},
+                    {"rounds": scale.timed_rounds, "evaluate-every": scale.timed_rounds},
+                )
+                done = run(APP, config)
+                training[up].append(sum(done.series("training_seconds")[1]))
+                whole[up].append(sum(done.series("seconds")[1]))
+        ratios = [b / a for a, b in zip(training[False], training[True], strict=True)]
+        in_all = [b / a for a, b in zip(whole[False], whole[True], strict=True)]
+        before, after = PAPER[method]
+        rows.append(
+            (
+                name,
+                f"{statistics.mean(training[False]):.2f}",
+                f"{statistics.mean(training[True]):.2f}",
+                f"{statistics.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{statistics.mean(in_all):.2f}",
+                f"{after / before:.2f}",
+            )
+        )
+    header = (
+        "method",
+        "plain, s",
+        "upcycled, s",
+        "ratio of training time (range over seeds)",
+        "ratio with evaluation",
+        "ratio in the paper",
+    )
+    text = table(header, rows) + (
+        f"\n\n{scale.timed_rounds} visible rounds each, all 30 devices; plain and upcycled "
+        f"alternate in one process, {len(scale.seeds)} times. One evaluation, in the last round."
+    )
+    text = f"# Training time\n\n{text}"
+    (experiment.folder / "time.md").write_text(text + "\n")
+    return text
+
+
+def warm_up(experiment: Experiment) -> None:
+    """One short run whose time nobody counts: imports, data, thread pools."""
+    run(APP, experiment.config(f"warm-up/{time.time():.0f}", PRIVATE, {"rounds": 2}))
