@@ -101,7 +101,7 @@ class Scaffold(FederatedStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """As every method; the round's learning rate tells the controls later."""
-        self._learning_rate = self.local.in_round(server_round).learning_rate
+        self._learning_rate = self.local.in_round(self.next_training).learning_rate
         return super().configure_train(server_round, arrays, config, grid)
 
     def server_state(self) -> Mapping[str, ArrayRecord]:

@@ -173,9 +173,9 @@ def _unpack(
     content = message.content
     facts = content.config_records[records.ROUND]
     partition = partition_of(context.node_config)
-    server_round, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
+    number, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
     kind = message.metadata.message_type.partition(".")[0]
-    numbers = seeded_generator(seed, "client", kind, partition, server_round)
+    numbers = seeded_generator(seed, "client", kind, partition, number)
     received = {name: records.to_params(record) for name, record in content.array_records.items()}
     model, data = received.pop(records.MODEL), task.data(partition)
     return ClientWork(
@@ -184,7 +184,7 @@ def _unpack(
         received=model,
         memory=ClientMemory(context, method.name).load(),
         training=records.read_trainings(content),
-        round=server_round,
+        round=number,
         seed=seed,
         generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
         settings=dict(content.config_records.get(records.SETTINGS, {})),  # type: ignore[arg-type]

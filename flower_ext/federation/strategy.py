@@ -186,8 +186,8 @@ class FederatedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Draw the cohort, make the spend durable, and ask.
 
-        Cohorts and stragglers are numbered by the training rounds so far, so that a strategy
-        which trains in some rounds only asks the same clients as one that trains in all.
+        Cohorts, stragglers, batches and learning rates are numbered by training rounds, so that a
+        strategy which trains in some rounds only does there what it would do alone.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class FederatedStrategy(Strategy):
             This round would exceed the ledger's budget; nothing was sent.
         """
         self._connect(grid)
-        number = self.participations.rounds + 1
+        number = self.next_training
         self._cohort = self.plan.sampling.draw(self._generator("cohort", number))
         self._base = records.shared_arrays(self._shared(arrays))
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
@@ -204,10 +204,10 @@ class FederatedStrategy(Strategy):
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             slow = self.stragglers.draw(self._cohort, self._generator("stragglers", number))
-        trainings = _in_round(self.training, server_round)
+        trainings = _in_round(self.training, number)
         shared: Content = {
             records.MODEL: records.to_record(self._base),
-            records.ROUND: self._facts(server_round, self._protection()),
+            records.ROUND: self._facts(number, self._protection()),
             records.SETTINGS: ConfigRecord(dict(self.settings)),
             records.CONFIG: config,
             **self.server_state(),
@@ -289,11 +289,12 @@ class FederatedStrategy(Strategy):
         if server_round % self.evaluate_every and server_round != self._last_round:
             return []
         self._connect(grid)
+        last = max(1, self.participations.rounds)
         content: Content = {
             records.MODEL: records.to_record(records.shared_arrays(self._shared(arrays))),
-            records.ROUND: self._facts(server_round, {}),
+            records.ROUND: self._facts(last, {}),
             records.CONFIG: config,
-            **records.training_records(_in_round(self.evaluation_training, server_round)),
+            **records.training_records(_in_round(self.evaluation_training, last)),
         }
         everyone = dict.fromkeys(self._exchange.nodes, content)
         return self._exchange.ask("evaluate", everyone, server_round)
@@ -440,6 +441,11 @@ class FederatedStrategy(Strategy):
         return facts
 
     @property
+    def next_training(self) -> int:
+        """Number of the next training round, from 1: silent rounds do not count."""
+        return self.participations.rounds + 1
+
+    @property
     def refusals(self) -> list[str]:
         """Replies that were not used, and why."""
         return self._exchange.refusals
@@ -480,12 +486,12 @@ class FederatedStrategy(Strategy):
             return SeededNoise(self.seed, *path)
         return SecureNoise()
 
-    def _facts(self, server_round: int, more: Mapping[str, float]) -> ConfigRecord:
-        own = {"number": server_round, "seed": self.seed or 0, "diagnostics": self.diagnostics}
+    def _facts(self, training_round: int, more: Mapping[str, float]) -> ConfigRecord:
+        own = {"number": training_round, "seed": self.seed or 0, "diagnostics": self.diagnostics}
         return ConfigRecord({**own, **more})
 
 
 def _in_round(
-    trainings: Mapping[str, LocalTraining], server_round: int
+    trainings: Mapping[str, LocalTraining], training_round: int
 ) -> dict[str, LocalTraining]:
-    return {phase: training.in_round(server_round) for phase, training in trainings.items()}
+    return {phase: training.in_round(training_round) for phase, training in trainings.items()}

@@ -114,7 +114,9 @@ def draw_comparison(
             (label, float(r), float(m), float(d))
             for r, m, d in zip(x, mean, deviation, strict=True)
         ]
-    if table:
+    if len(groups) > 6:  # they would hide what they explain
+        figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    elif table:
         axes.legend(frameon=False)
     return _save(figure, folder, name, ("method", xlabel, "mean", "std"), table)
 

@@ -71,9 +71,9 @@ class LocalTraining:
             require(name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
 
-    def in_round(self, server_round: int) -> LocalTraining:
-        """The same training with the learning rate of round ``server_round`` (from 1)."""
-        rate = self.learning_rate * self.learning_rate_decay ** (server_round - 1)
+    def in_round(self, number: int) -> LocalTraining:
+        """The same training with the learning rate of training round ``number`` (from 1)."""
+        rate = self.learning_rate * self.learning_rate_decay ** (number - 1)
         return replace(self, learning_rate=rate, learning_rate_decay=1.0)
 
     def num_steps(self, num_examples: int) -> int:

@@ -1,37 +1,76 @@
-"""The DP²-FedSAM app as tests run it: its own files, its own defaults, a few overrides."""
+"""The apps as tests run them: their own files, their own defaults, a few overrides."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-
-APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
-
-SMALL = {
-    "clients": 3,
-    "sampling": "everyone",
-    "partition": "iid",
-    "rounds": 2,
-    "evaluate-every": 1,
-    "seeded-noise": True,
-    "noise-multiplier": 0.5,
-}
+from typing import Any
 
 
-def config(**overrides):
-    """The app's run config with ``overrides`` (underscores for hyphens)."""
-    defaults = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    changes = {name.replace("_", "-"): value for name, value in overrides.items()}
-    assert set(changes) <= set(defaults)
-    return {**defaults, **changes}
+@dataclass(frozen=True, kw_only=True)
+class App:
+    """One folder of ``apps/`` and settings that make a run of it small."""
+
+    folder: Path
+    small: dict[str, Any]
+
+    def config(self, **overrides):
+        """The app's run config with ``overrides`` (underscores for hyphens)."""
+        defaults = self._project["config"]
+        changes = {name.replace("_", "-"): value for name, value in overrides.items()}
+        assert set(changes) <= set(defaults), set(changes) - set(defaults)
+        return {**defaults, **changes}
+
+    def small_config(self, **overrides):
+        """The small run with ``overrides``."""
+        return {**self.config(**overrides), **self.small}
+
+    def parts(self):
+        """(ServerApp, ClientApp) of the app."""
+        if str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        found = []
+        for side in ("serverapp", "clientapp"):
+            module, _, name = self._project["components"][side].partition(":")
+            found.append(getattr(importlib.import_module(module), name))
+        return tuple(found)
+
+    @property
+    def _project(self):
+        return tomllib.loads((self.folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
 
 
-def parts():
-    """(ServerApp, ClientApp) of the app."""
-    if str(APP) not in sys.path:
-        sys.path.insert(0, str(APP))
-    return tuple(
-        importlib.import_module(f"dp2_fedsam_app.{side}_app").app for side in ("server", "client")
-    )
+APPS = Path(__file__).parents[2] / "apps"
+
+DP2_FEDSAM = App(
+    folder=APPS / "dp2_fedsam",
+    small={
+        "clients": 3,
+        "sampling": "everyone",
+        "partition": "iid",
+        "rounds": 2,
+        "evaluate-every": 1,
+        "seeded-noise": True,
+        "noise-multiplier": 0.5,
+    },
+)
+UPCYCLED_FL = App(
+    folder=APPS / "upcycled_fl",
+    small={
+        "method": "scaffold",
+        "clients": 3,
+        "sampling-rate": 1.0,
+        "generated": True,
+        "rounds": 4,
+        "local-epochs": 2,
+        "straggler-ratio": 0.4,
+        "evaluate-every": 1,
+        "perturbation": "output",
+        "noise-stddev": 0.1,
+        "seeded-noise": True,
+    },
+)
+FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

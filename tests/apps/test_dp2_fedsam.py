@@ -9,7 +9,7 @@ from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.reporting import NotARun, RunDirectory
-from tests.apps.app import config, parts
+from tests.apps.app import DP2_FEDSAM
 
 METHODS = (
     "dp2-fedsam",
@@ -24,9 +24,9 @@ METHODS = (
 
 
 def run(path, **overrides):
-    server, client = parts()
+    server, client = DP2_FEDSAM.parts()
     facts = {"clients": 8, "rounds": 3, "sampling_rate": 0.5, "evaluate_every": 2, **overrides}
-    settings = config(run_directory=str(path), **facts)
+    settings = DP2_FEDSAM.config(run_directory=str(path), **facts)
     run_in_process(server, client, num_clients=settings["clients"], run_config=settings)
     return RunDirectory.open(path)
 
@@ -115,8 +115,8 @@ def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_says_so_in_its_directory(tmp_path):
-    server, client = parts()
-    settings = config(run_directory=str(tmp_path / "run"), clients=8, rounds=1)
+    server, client = DP2_FEDSAM.parts()
+    settings = DP2_FEDSAM.config(run_directory=str(tmp_path / "run"), clients=8, rounds=1)
     with pytest.raises(RuntimeError, match="7 of 8|9 nodes"):
         run_in_process(server, client, num_clients=9, run_config=settings)
     facts = json.loads((tmp_path / "run" / "run.json").read_text())

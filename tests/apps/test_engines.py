@@ -8,20 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from flower_ext.federation import run_in_process
-from flower_ext.privacy import Ledger
 from flower_ext.reporting import RunDirectory
-from tests.apps.app import APP, SMALL, config, parts
+from tests.apps.app import DP2_FEDSAM, FOREIGN, UPCYCLED_FL, App
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BIN = Path(sys.executable).parent
-SETTINGS = [f"{name}={str(value).lower()}" for name, value in SMALL.items()]
 
 
 def free_port() -> int:
@@ -70,15 +69,46 @@ class Flower:
             )
         )
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, app: App, *where: str, **settings: object) -> None:
+        """``flower-ext run`` of an app's small run, to its end."""
+        words = {**app.small, **{n.replace("_", "-"): v for n, v in settings.items()}}
+        sets = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in words.items()]
+        options = (part for text in sets for part in ("--set", text))
+        done = self.command("flower-ext", "run", str(app.folder), *where, *options)
+        assert done.returncode == 0, done.stdout + done.stderr + self.logs()
+
+    def command(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(BIN / "flower-ext"), "run", str(APP), *arguments],
+            [str(BIN / name), *arguments],
             env=self.env,
             capture_output=True,
             text=True,
             check=False,
             cwd=self.home,
         )
+
+    def deploy(self, nodes: int) -> None:
+        """A SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
+        port = free_port()
+        self.start(
+            "flower-superlink",
+            "--insecure",
+            *("--host", "127.0.0.1", "--port", str(port)),
+            "--disable-runtime-dependency-installation",
+        )
+        (self.home / "config.toml").write_text(
+            '[superlink]\ndefault = "loopback"\n\n'
+            f'[superlink.loopback]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        wait_for_port(port)
+        for partition in range(nodes):
+            self.start(
+                "flower-supernode",
+                "--insecure",
+                *("--superlink", f"127.0.0.1:{port}"),
+                *("--host", "127.0.0.1", "--port", str(free_port())),
+                *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
+            )
 
     def logs(self) -> str:
         return "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in self.home.glob("*.log"))
@@ -108,14 +138,11 @@ def flower(tmp_path):
     processes.stop()
 
 
-@pytest.fixture(scope="module")
-def in_process(tmp_path_factory):
+def in_process(app: App, path: Path) -> RunDirectory:
     """The reference: the same seeded run in this process."""
-    path = tmp_path_factory.mktemp("reference") / "run"
-    server, client = parts()
-    changes = {name.replace("-", "_"): value for name, value in SMALL.items()}
-    settings = config(run_directory=str(path), **changes)
-    run_in_process(server, client, num_clients=3, run_config=settings)
+    server, client = app.parts()
+    settings = app.small_config(run_directory=str(path))
+    run_in_process(server, client, num_clients=settings["clients"], run_config=settings)
     return RunDirectory.open(path)
 
 
@@ -129,73 +156,70 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
     assert [g.epsilon for g in ours.guarantees()] == [g.epsilon for g in reference.guarantees()]
     for row, other in zip(ours.metrics(), reference.metrics(), strict=True):
         assert row["accuracy_mean"] == pytest.approx(other["accuracy_mean"], abs=1e-5)
-        assert row["answered"] == other["answered"] == 3
-        assert row["refused"] == 0
-    kinds = [entry["kind"] for entry in Ledger.read(ours.ledger_path)]
-    assert kinds == ["reserve", "commit"] * 2
+        for count in ("cohort", "answered", "refused", "messages", "bytes_down", "bytes_up"):
+            assert row.get(count) == other.get(count)
+    kinds = [entry["kind"] for entry in ours.ledger()]
+    assert kinds == [entry["kind"] for entry in reference.ledger()]
 
 
-def test_ray_simulation_equals_the_in_process_run(flower, in_process, tmp_path):
-    path = tmp_path / "run"
-    settings = [*SETTINGS, f"run-directory={path}"]
-    done = flower.run(*(part for s in settings for part in ("--set", s)))
-    assert done.returncode == 0, done.stdout + done.stderr + flower.logs()
-    same_run(RunDirectory.open(path), in_process)
+@pytest.mark.parametrize("app", [DP2_FEDSAM, UPCYCLED_FL], ids=["dp2-fedsam", "upcycled"])
+def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
+    flower.run(app, run_directory=tmp_path / "run")
+    same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
 def test_a_failed_run_looks_failed(flower, tmp_path):
-    done = flower.run("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
+    settings = ("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
+    done = flower.command("flower-ext", "run", str(DP2_FEDSAM.folder), *settings)
     assert done.returncode == 1
     assert "method='nonsense': expected one of" in done.stderr
 
 
-def test_superlink_and_three_supernodes_equal_the_simulation(flower, in_process, tmp_path):
-    port = free_port()
-    flower.start(
-        "flower-superlink",
-        "--insecure",
-        *("--host", "127.0.0.1", "--port", str(port)),
-        "--disable-runtime-dependency-installation",
-    )
-    (flower.home / "config.toml").write_text(
-        '[superlink]\ndefault = "loopback"\n\n'
-        f'[superlink.loopback]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    wait_for_port(port)
-    for partition in range(3):
-        flower.start(
-            "flower-supernode",
-            "--insecure",
-            *("--superlink", f"127.0.0.1:{port}"),
-            *("--host", "127.0.0.1", "--port", str(free_port())),
-            *("--node-config", f"partition-id={partition} num-partitions=3"),
-        )
-    path = tmp_path / "run"
-    settings = [*SETTINGS, f"run-directory={path}"]
-    done = flower.run("loopback", *(part for s in settings for part in ("--set", s)))
-    assert done.returncode == 0, done.stdout + done.stderr + flower.logs()
-    same_run(RunDirectory.open(path), in_process)
+def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
+    """Three projects on one deployment, the last of them somebody else's."""
+    flower.deploy(nodes=3)
+    for app in (DP2_FEDSAM, UPCYCLED_FL):
+        name = app.folder.name
+        flower.run(app, "loopback", run_directory=tmp_path / name)
+        same_run(RunDirectory.open(tmp_path / name), in_process(app, tmp_path / f"{name}-0"))
+    same_upcycling(foreign(flower, tmp_path, "upcycled", "loopback"), tmp_path)
 
 
 def test_a_foreign_project_drops_the_strategy_in(flower, tmp_path):
     """Somebody else's ClientApp, unchanged, on Ray; only the strategy is ours."""
-    output = tmp_path / "facts.json"
-    done = subprocess.run(
-        [
-            *(str(BIN / "flwr"), "run", str(Path(__file__).parent / "foreign_project")),
-            *("--stream", "--federation-config", "num-supernodes=6"),
-            *("--run-config", f"output='{output}'"),
-        ],
-        env=flower.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=flower.home,
-    )
-    assert output.exists(), done.stdout + done.stderr
-    facts = json.loads(output.read_text())
+    facts = foreign(flower, tmp_path, "dp-fedavg", "--federation-config", "num-supernodes=6")
     assert facts["refusals"] == []
     assert 0 < facts["accuracy"] <= 1
     models = next(s for s in facts["statements"] if "the released models" in s)
     assert "add-or-remove-one" in models
     assert "PLD" in models
+
+
+def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_path):
+    """Somebody else's ClientApp and Flower's FedAvgM, on Ray; only the wrapper is ours."""
+    facts = foreign(flower, tmp_path, "upcycled", "--federation-config", "num-supernodes=3")
+    same_upcycling(facts, tmp_path)
+
+
+def foreign(flower: Flower, tmp_path: Path, strategy: str, *where: str) -> dict[str, Any]:
+    """What the foreign project's run found out, started with Flower's own command."""
+    output = tmp_path / "facts.json"
+    settings = ("--run-config", f"strategy='{strategy}' output='{output}'")
+    done = flower.command("flwr", "run", str(FOREIGN.folder), *where, "--stream", *settings)
+    assert output.exists(), done.stdout + done.stderr + flower.logs()
+    return dict(json.loads(output.read_text()))
+
+
+def same_upcycling(facts: dict[str, Any], tmp_path: Path) -> None:
+    """The foreign run is what the same project does in this process: half of it silent."""
+    server, client = FOREIGN.parts()
+    settings = FOREIGN.config(strategy="upcycled", output=str(tmp_path / "reference.json"))
+    run_in_process(server, client, num_clients=3, run_config=settings)
+    expected = json.loads((tmp_path / "reference.json").read_text())
+    assert facts["messages"] == expected["messages"] == {"1": 6, "2": 0, "3": 6, "4": 0}
+    assert facts["bytes"] == expected["bytes"]
+    assert facts["bytes"]["2"] == 0 < facts["bytes"]["1"]
+    assert set(facts["accuracy"]) == {"1", "2", "3", "4"}  # evaluated in silent rounds as well
+    for name, value in expected["model"].items():
+        np.testing.assert_allclose(facts["model"][name], value, atol=1e-5)
+        assert not np.allclose(facts["model"][name], facts["initial"][name], atol=1e-3)

@@ -94,9 +94,9 @@ def test_report_of_something_else_exits_with_2(tmp_path):
     ],
 )
 def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
-    from tests.apps.app import APP
+    from tests.apps.app import DP2_FEDSAM
 
-    done = call("run", str(APP), *arguments)
+    done = call("run", str(DP2_FEDSAM.folder), *arguments)
     assert done.exit_code == 1
     assert said in done.stderr
 

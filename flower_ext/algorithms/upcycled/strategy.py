@@ -177,7 +177,7 @@ def extrapolated(before: ArrayRecord, after: ArrayRecord, coefficient: float) ->
             old = before[name].numpy().astype(np.float64)
             wide = new.astype(np.float64)
             new = np.asarray(wide + coefficient * (wide - old)).astype(new.dtype)
-        moved[name] = Array(np.ascontiguousarray(new))
+        moved[name] = Array(np.asarray(new, order="C"))
     return ArrayRecord(moved)
 
 
