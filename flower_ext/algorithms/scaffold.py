@@ -8,12 +8,13 @@ paper                 here
 ====================  =====================================================
 x, c                  the shared model (``arrays``), ``Scaffold.control``
 y_i, c_i              the trained model, the client's memory
-K, η_l                ``local``: its number of steps, its learning rate
+K, η_l                ``local``: its `effective_steps`, its learning rate
 η_g                   ``server_learning_rate``
 ====================  =====================================================
 
-A client uploads y_i − x and its number of steps; Δc_i = −c − (y_i − x) / (K_i η_l) follows from
-them, so it does not travel, and where y_i was perturbed it reveals no more.
+With momentum, which the paper does not have, K counts how often gradients act: only then is c_i a
+mean of gradients, as option II wants it. A client uploads y_i − x and K_i; Δc_i = −c − (y_i − x) /
+(K_i η_l) follows from them, so it does not travel, and where y_i was perturbed it reveals no more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def local_update(work: ClientWork) -> LocalResult:
     trained = work.train("local", work.received, terms=[correction])
     update = difference(trained, work.received)
     local = work.training["local"]
-    steps = local.num_steps(len(work.data.train))
+    steps = local.effective_steps(len(work.data.train))
     renewed = {
         name: own[name] - control[name] - update[name] / (steps * local.learning_rate)
         for name in own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,9 +35,24 @@ class Stragglers:
         chosen = rng.permutation(np.asarray(cohort, dtype=np.int64))[:number]
         return dict(zip(chosen.tolist(), rng.random(number).tolist(), strict=True))
 
+    @staticmethod
+    def check(trainings: Iterable[LocalTraining]) -> None:
+        """Refuse what no straggler could stop early.
+
+        Raises
+        ------
+        ValueError
+            No training is counted in epochs.
+        """
+        if not any(t.steps is None and not t.tolerance for t in trainings):
+            raise ValueError(
+                "stragglers complete some of their epochs, but local training is counted in steps "
+                "or runs to a tolerance: give epochs, or stragglers=None"
+            )
+
 
 def shortened(training: LocalTraining, how_far: float | None) -> LocalTraining:
-    """What a straggler completes of ``training``; everything where it is none."""
+    """What a straggler completes of ``training``: some epochs; all where they do not count it."""
     if how_far is None or training.epochs < 2:
         return training
     return replace(training, epochs=1 + math.floor(how_far * (training.epochs - 1)))

@@ -203,6 +203,7 @@ class FederatedStrategy(Strategy):
             self._reservation = self._release.enter_context(entry)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
+            self.stragglers.check(self.training.values())
             slow = self.stragglers.draw(self._cohort, self._generator("stragglers", number))
         trainings = _in_round(self.training, number)
         shared: Content = {
@@ -265,7 +266,7 @@ class FederatedStrategy(Strategy):
             aggregate = self.plan.aggregate(
                 updates,
                 cohort_size=len(self._cohort),
-                noise=self._noise("server-noise", server_round),
+                noise=self._noise("server-noise", self.participations.rounds),
                 like=self._base,
             )
         except RoundDiscarded as reason:

@@ -82,6 +82,15 @@ class LocalTraining:
             return self.steps
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
+    def effective_steps(self, num_examples: int) -> float:
+        """How often, in all, the gradients of one local training move the model.
+
+        The number of steps K without momentum; with momentum β a gradient acts again in all later
+        steps, and this is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
+        """
+        steps, beta = self.num_steps(num_examples), self.momentum
+        return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
+
 
 def batches(
     examples: Examples, training: LocalTraining, generator: torch.Generator

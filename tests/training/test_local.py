@@ -200,6 +200,116 @@ def test_linear_term_adds_its_direction_to_the_gradient():
         torch.testing.assert_close(runs[0][name] - runs[1][name], 0.1 * direction[name])
 
 
+def test_proximal_sgd_equals_a_hand_written_loop():
+    """FedProx: every step adds μ(w − w₀) to the gradient of the batch."""
+    training = LocalTraining(
+        epochs=3, batch_size=7, learning_rate=0.3, momentum=0.5, proximal_weight=0.8
+    )
+    params, data = task().initial_params(seed=3), examples()
+    ours = train(task(), params, data, training, generator=torch.Generator().manual_seed(5))
+
+    model = Net()
+    model.load_state_dict(params)
+    velocity = [torch.zeros_like(w) for w in model.parameters()]
+    for x, y in batches(data, training, torch.Generator().manual_seed(5)):
+        slopes = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x), y), list(model.parameters())
+        )
+        with torch.no_grad():
+            for (name, w), slope, v in zip(model.named_parameters(), slopes, velocity, strict=True):
+                v.mul_(0.5).add_(slope + 0.8 * (w - params[name]))
+                w.sub_(0.3 * v)
+    free = plain_sgd(params, data, training, seed=5)
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(expected, free[name], atol=1e-3)  # the term did something
+
+
+def test_a_proximal_weight_keeps_only_trained_parameters_near_and_others_where_they_are():
+    params, data = task().initial_params(seed=3), examples()
+    training = LocalTraining(steps=1, batch_size=30, learning_rate=0.1, proximal_weight=100.0)
+    moved = train(
+        task(),
+        params,
+        data,
+        training,
+        trained=lambda name: name.startswith("head"),
+        generator=torch.Generator(),
+    )
+    assert torch.equal(moved["extractor.weight"], params["extractor.weight"])
+    # The term starts flat: the first step is that of plain SGD.
+    plain = plain_sgd(params, data, training, seed=0)
+    torch.testing.assert_close(moved["head.weight"], plain["head.weight"])
+
+
+def ridge(dtype: torch.dtype = torch.float64) -> Task:
+    """Linear regression, whose proximal minimiser has a closed form."""
+    data = Examples(features=examples().features, targets=examples().features @ torch.ones(4) + 2)
+    return Task(
+        model=lambda: nn.Linear(4, 1).to(dtype),
+        data=lambda i: ClientData(train=data, test=data),
+        loss=lambda outputs, y: (outputs.squeeze(1) - y).square().mean() / 2,
+        metrics={},
+        device="cpu",
+    )
+
+
+def proximal_ridge(params, data: Examples, weight: float, linear: torch.Tensor) -> torch.Tensor:
+    """argmin of the mean squared error / 2 + (μ/2)‖w − w₀‖² + ⟨n, w⟩, the bias last."""
+    x = torch.cat([data.features, torch.ones(len(data), 1)], dim=1).double()
+    anchor = torch.cat([params["weight"].flatten(), params["bias"]]).double()
+    left = x.T @ x / len(data) + weight * torch.eye(5).double()
+    return torch.linalg.solve(
+        left, x.T @ data.targets.double() / len(data) + weight * anchor - linear
+    )
+
+
+def flat(params) -> torch.Tensor:
+    return torch.cat([params["weight"].flatten(), params["bias"]])
+
+
+def test_a_tolerance_trains_to_the_exact_minimiser_whatever_the_settings_of_sgd():
+    params, data = ridge().initial_params(seed=1), ridge().data(0).train
+    exact = proximal_ridge(params, data, 0.7, torch.zeros(5))
+    for settings in ({}, {"epochs": 0}, {"steps": 3, "learning_rate": 50.0, "momentum": 0.9}):
+        training = LocalTraining(tolerance=1e-10, proximal_weight=0.7, **settings)
+        moved = train(ridge(), params, data, training, generator=torch.Generator())
+        torch.testing.assert_close(flat(moved), exact, rtol=0, atol=1e-9)
+
+
+def test_a_linear_term_moves_the_exact_minimiser_to_where_the_slope_is_its_opposite():
+    params, data = ridge().initial_params(seed=1), ridge().data(0).train
+    n = {"weight": torch.tensor([[1.0, -2.0, 0.5, 3.0]]).double(), "bias": torch.ones(1).double()}
+    training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
+    moved = train(
+        ridge(), params, data, training, terms=[Linear(direction=n)], generator=torch.Generator()
+    )
+    exact = proximal_ridge(params, data, 0.7, flat(n))
+    torch.testing.assert_close(flat(moved), exact, rtol=0, atol=1e-9)
+
+
+def test_exact_training_keeps_the_model_in_its_precision_and_frozen_parts_as_they_are():
+    params, data = ridge(torch.float32).initial_params(seed=1), ridge().data(0).train
+    training = LocalTraining(tolerance=1e-10, proximal_weight=0.7)
+    moved = train(ridge(torch.float32), params, data, training, generator=torch.Generator())
+    assert {p.dtype for p in moved.values()} == {torch.float32}
+    exact = proximal_ridge(params, data, 0.7, torch.zeros(5)).float()
+    torch.testing.assert_close(flat(moved), exact, rtol=1e-6, atol=1e-7)
+
+    half = train(
+        ridge(torch.float32),
+        params,
+        data,
+        training,
+        trained=lambda name: name == "bias",
+        generator=torch.Generator(),
+    )
+    assert torch.equal(half["weight"], params["weight"])
+    residual = data.targets - data.features @ params["weight"][0]
+    alone = (residual.mean() + 0.7 * params["bias"]) / 1.7
+    torch.testing.assert_close(half["bias"], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_learning_rate_decays_by_round():
     training = LocalTraining(learning_rate=0.1, learning_rate_decay=0.99)
     assert training.in_round(1).learning_rate == pytest.approx(0.1)
@@ -218,11 +328,20 @@ def test_learning_rate_decays_by_round():
         ("momentum", 1.0),
         ("sam_radius", -0.1),
         ("sam_radius", float("inf")),
+        ("proximal_weight", -0.1),
+        ("proximal_weight", float("inf")),
+        ("tolerance", -1e-9),
+        ("tolerance", float("nan")),
     ],
 )
 def test_bad_settings_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field}=.*expected"):
         LocalTraining(**{field: value})
+
+
+def test_an_exact_minimiser_and_sharpness_aware_steps_exclude_each_other():
+    with pytest.raises(ValueError, match="tolerance=.*0 with a sam_radius"):
+        LocalTraining(tolerance=1e-6, sam_radius=0.1)
 
 
 def test_evaluation_in_pieces_equals_evaluation_at_once():
@@ -258,3 +377,19 @@ def test_cuda_training_equals_cpu_training():
     ]
     for name in params:
         torch.testing.assert_close(results[0][name], results[1][name].cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_effective_steps_say_how_far_a_constant_gradient_moves_the_model(momentum):
+    training = LocalTraining(epochs=2, batch_size=4, learning_rate=0.01, momentum=momentum)
+    x = torch.tensor([[1.0, -3.0]]).repeat(10, 1)
+    moved = minimise(
+        lambda params, x, y: (x @ params["w"]).mean(),
+        {"w": torch.zeros(2)},
+        Examples(features=x, targets=torch.zeros(10)),
+        training,
+        torch.Generator().manual_seed(0),
+    )
+    expected = -0.01 * training.effective_steps(10) * x[0]
+    torch.testing.assert_close(moved["w"], expected)
+    assert momentum > 0 or training.effective_steps(10) == training.num_steps(10) == 6

@@ -4,12 +4,17 @@
 paper                 here
 ====================  =====================================================
 L                     ``smoothness`` of the local losses F_i
-B                     ``dissimilarity``: ‖∇F_i‖² is at most B² ‖∇f‖² on average
+B                     ``dissimilarity``: ‖∇F_i‖² is at most B² ‖∇f‖² on average, so B >= 1
 μ                     ``proximal_weight``
 ρ                     ``strong_convexity`` of F_i + (μ/2) ‖· − w̄‖²
 K                     ``cohort_size``
 μ / (μ + λ_m)         ``coefficient``
 ====================  =====================================================
+
+Two steps of the printed proofs do not hold. Lemma B.1 bounds ⟨∇f, Φ⟩ by ‖∇f‖ ‖Φ‖ / μ, where the
+Cauchy-Schwarz inequality gives no 1/μ; Lemma B.2 loses the factor L of E‖w̄ − w̃‖² when it collects
+terms. With μ <= 1 and L <= 1 the printed constants are only too careful; above they can promise a
+descent that does not happen (the tests have an example). Both sets are here.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +47,9 @@ def convergence_constants(
     strong_convexity: float,
     cohort_size: int,
     coefficient: float,
+    basis: Literal["published", "provable"] = "provable",
 ) -> ConvergenceConstants:
-    """Eqs. 11–13 of Appendix C.
+    """Eqs. 11–13 of Appendix C as ``published``, or with the two steps of the proof put right.
 
     C₁ does not depend on the coefficient; C₂ grows with it, and C₃ with its square.
 
@@ -60,29 +67,29 @@ def convergence_constants(
             raise ValueError(f"{name}={value!r}: expected a finite number > 0")
     if not 0 <= dissimilarity < math.inf:
         raise ValueError(f"dissimilarity={dissimilarity!r}: expected a finite number >= 0")
-    if cohort_size < 1:
+    if not 1 <= cohort_size < math.inf:
         raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
     if not 0 <= coefficient <= 1:
         raise ValueError(f"coefficient={coefficient!r}: expected μ/(μ+λ), a number in [0, 1]")
     L, B, mu, rho, K = smoothness, dissimilarity, proximal_weight, strong_convexity, cohort_size
     root = math.sqrt(2 / K)
+    inner, variance = (1 / mu, 1.0) if basis == "published" else (1.0, L)
     c1 = (
         1 / mu
-        - L * B / (mu**2 * rho)
+        - inner * L * B / (mu * rho)
         - L * B**2 / (2 * rho**2)
-        - 2 * B**2 / (K * rho**2)
+        - variance * 2 * B**2 / (K * rho**2)
         - (2 * L * B + rho) / rho * root * B / rho
     )
     c2 = (
-        L**2 / (mu**2 * rho)
-        + (L + mu) / mu**2
+        inner * (L**2 / (mu * rho) + (L + mu) / mu)
         + L * (L + rho) * B / rho**2
-        + 4 * L * B / (K * rho**2)
+        + variance * 4 * L * B / (K * rho**2)
         + (4 * L**2 * B + rho * L * (1 + 2 * B)) / rho**2 * root
     ) * coefficient
     c3 = (
         L * (L + rho) ** 2 / (2 * rho**2)
-        + 2 * L**2 / (K * rho**2)
+        + variance * 2 * L**2 / (K * rho**2)
         + 2 * L * (L + rho) / rho * root * L / rho
     ) * coefficient**2
     return ConvergenceConstants(c1=c1, c2=c2, c3=c3)
@@ -95,7 +102,7 @@ def gradient_norm_bound(
     gradient_norms: Sequence[float],
     steps: Sequence[float],
 ) -> float:
-    """Theorem 5.6: a bound on min_m E‖∇f(w̄²ᵐ⁻¹)‖² after M odd rounds.
+    """Theorem 5.6: a bound on min_m E‖∇f(w̄²ᵐ⁻¹)‖² after M odd rounds, by either basis' constants.
 
     Parameters
     ----------
@@ -111,10 +118,17 @@ def gradient_norm_bound(
     Raises
     ------
     ValueError
-        No rounds, sequences of different lengths, different C₁, or C₁ <= 0, where the theorem
-        says nothing: take another proximal weight or a larger cohort.
+        No rounds, sequences of different lengths, a negative or undefined number, different C₁,
+        or C₁ <= 0, where the theorem says nothing: take another proximal weight or a larger cohort.
     """
     M = len(constants)
+    for name, values in (
+        ("initial_gap", [initial_gap]),
+        ("gradient_norms", gradient_norms),
+        ("steps", steps),
+    ):
+        if not all(0 <= value < math.inf for value in values):
+            raise ValueError(f"{name}: expected finite numbers >= 0, got {list(values)}")
     if M == 0 or not M == len(gradient_norms) == len(steps):
         raise ValueError(
             f"{M} constants, {len(gradient_norms)} gradient norms, {len(steps)} steps: expected "

@@ -51,8 +51,9 @@ class Upcycled(Strategy):
 
     The base strategy sees the odd rounds under their own numbers (1, 3, 5, …) and evaluates in
     every round, as it would alone. Whatever else it offers (``guarantees()``, ``stopped``, …) is
-    found here as well. Its server optimiser's state is left alone in even rounds; what it keeps
-    of the global model follows the extrapolation.
+    found here as well. Its server optimiser's state is left alone in even rounds; the copy that
+    Flower's FedAvgM keeps of the global model follows the extrapolation. A strategy of your own
+    that keeps one has to take the ``arrays`` of every `configure_train` instead.
 
     Parameters
     ----------
@@ -69,6 +70,8 @@ class Upcycled(Strategy):
         if isinstance(base, Upcycled):
             raise TypeError("base is upcycled already")
         self.base = base
+        if not callable(coefficient) and not isinstance(coefficient, int | float):
+            raise TypeError(f"coefficient={coefficient!r}: expected a number or a function of m")
         self.coefficient: Schedule = coefficient if callable(coefficient) else Constant(coefficient)
         self.traffic: dict[int, Traffic] = {}
         self._before = self._after = ArrayRecord()
@@ -85,14 +88,15 @@ class Upcycled(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The base's messages in odd rounds; none in even ones."""
-        traffic = self.traffic[server_round] = Traffic()
+        messages: list[Message] = []
         if server_round % 2 == 0:
             self._after = arrays
-            return []
-        self._before = arrays
-        _follow(self.base, arrays)
-        messages = list(self._base_configure(server_round, arrays, config, grid))
-        traffic.count(messages)
+        else:
+            self._before = arrays
+            _follow(self.base, arrays)
+            messages = list(self._base_configure(server_round, arrays, config, grid))
+        self.traffic[server_round] = Traffic()
+        self.traffic[server_round].count(messages)
         return messages
 
     def aggregate_train(
@@ -188,18 +192,23 @@ def _differ(one: ArrayRecord, other: ArrayRecord) -> bool:
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:
     """Let a base that keeps its own copy of the global model take the extrapolated one.
 
-    Flower's FedAvgM reads the model it is given in its first round only.
+    Flower's FedAvgM reads the model it is given in its first round only; Flower's own wrappers
+    (differential privacy) keep the strategy that they wrap as ``strategy``.
     """
     if isinstance(base, FedAvgM) and base.current_arrays is not None:
         base.current_arrays = arrays.copy()
+    if isinstance(inner := getattr(base, "strategy", None), Strategy):
+        _follow(inner, arrays)
 
 
 @contextmanager
 def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
     """Lead calls of ``base``'s own loop to the wrapper's methods, for as long as it runs."""
+    own = {name: vars(base)[name] for name in methods if name in vars(base)}
     vars(base).update(methods)
     try:
         yield
     finally:
         for name in methods:
-            vars(base).pop(name, None)
+            vars(base).pop(name)
+        vars(base).update(own)

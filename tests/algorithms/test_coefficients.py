@@ -1,0 +1,88 @@
+"""Schedules of the even rounds' coefficient c_m."""
+
+import math
+
+import pytest
+
+from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda, ProximalRatio
+
+ROUNDS = range(1, 101)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.9, 1.7])
+def test_a_constant_is_the_same_in_every_round(value):
+    assert {Constant(value)(m) for m in ROUNDS} == {value}
+
+
+@pytest.mark.parametrize("mu", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("penalty", [0.0, 0.5, 100.0])
+def test_the_proximal_ratio_solves_the_first_order_condition_of_the_even_round(mu, penalty):
+    # Eq. 5 in one dimension, with w_i = w̄ = after: its derivative is zero at the extrapolation.
+    before, after = 2.0, -1.5
+    c = ProximalRatio(proximal_weight=mu, penalty=penalty)(3)
+    w = after + c * (after - before)
+    derivative = mu * (before - after) + penalty * (w - after) + mu * (w - after)
+    assert derivative == pytest.approx(0, abs=1e-12 * (mu + penalty))
+    assert 0 < c <= 1
+
+
+def test_without_a_penalty_the_proximal_ratio_repeats_the_whole_step():
+    assert ProximalRatio(proximal_weight=0.3, penalty=0.0)(1) == 1
+
+
+def test_a_larger_penalty_means_a_smaller_proximal_ratio_and_a_larger_weight_a_larger_one():
+    def ratio(mu, penalty):
+        return ProximalRatio(proximal_weight=mu, penalty=penalty)(1)
+
+    assert ratio(1, 3) < ratio(1, 2) < ratio(2, 2)
+    assert ratio(5, 10) == pytest.approx(ratio(1, 2))  # only λ/μ matters
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.2, 1.0, 5.0])
+def test_half_lambda_is_half_of_it_as_algorithm_1_prints(penalty):
+    assert {HalfLambda(penalty=penalty)(m) for m in ROUNDS} == {0.5 * penalty}
+
+
+@pytest.mark.parametrize(("c", "mu"), [(0.2, 0.5), (1.0, 2.0)])
+def test_decaying_is_the_proximal_ratio_of_penalties_that_grow_with_the_root_of_m(c, mu):
+    for m in ROUNDS:
+        penalty = mu * (math.sqrt(m) / c - 1)
+        expected = ProximalRatio(proximal_weight=mu, penalty=penalty)(m)
+        assert Decaying(c)(m) == pytest.approx(expected, rel=1e-12)
+
+
+def test_decaying_begins_at_its_first_value_and_falls_to_half_of_it_in_four_times_the_rounds():
+    schedule = Decaying(0.8)
+    values = [schedule(m) for m in ROUNDS]
+    assert values[0] == 0.8
+    assert values == sorted(values, reverse=True)
+    assert len(set(values)) == len(values)
+    assert schedule(4 * 7) == pytest.approx(schedule(7) / 2)
+
+
+def test_the_mean_of_decaying_coefficients_is_of_the_order_that_corollary_5_8_asks_for():
+    # Σ c/√m ≤ 2c√M: with bounded steps the bound of Theorem 5.6 is O(1/√M).
+    for M in (1, 10, 1000):
+        mean = sum(Decaying(0.9)(m) for m in range(1, M + 1)) / M
+        assert 0.9 / math.sqrt(M) <= mean <= 2 * 0.9 / math.sqrt(M)
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("schedule", "field"),
+    [
+        (Constant, "coefficient"),
+        (Decaying, "first"),
+        (lambda value: HalfLambda(penalty=value), "penalty"),
+        (lambda value: ProximalRatio(proximal_weight=1.0, penalty=value), "penalty"),
+        (lambda value: ProximalRatio(proximal_weight=value, penalty=1.0), "proximal_weight"),
+    ],
+)
+def test_negative_and_infinite_parameters_are_refused_by_name_and_value(schedule, field, bad):
+    with pytest.raises(ValueError, match=f"{field}={bad!r}: expected a finite number"):
+        schedule(bad)
+
+
+def test_a_proximal_ratio_without_a_proximal_weight_is_refused():
+    with pytest.raises(ValueError, match="proximal_weight=0: expected a finite number > 0"):
+        ProximalRatio(proximal_weight=0, penalty=1.0)

@@ -1,0 +1,414 @@
+"""Lemma 5.5's constants and Theorem 5.6's bound, next to the paper and to real descents."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import FedProx
+from torch import nn
+
+from flower_ext.algorithms import Hosted, Upcycled
+from flower_ext.algorithms.upcycled import (
+    Constant,
+    ConvergenceConstants,
+    Decaying,
+    ProximalRatio,
+    convergence_constants,
+    gradient_norm_bound,
+)
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.privacy import FullParticipation, NonPrivatePlan
+from flower_ext.training import LocalTraining, Task
+
+USUAL = {
+    "smoothness": 0.1,
+    "dissimilarity": 1.1,
+    "proximal_weight": 0.8,
+    "strong_convexity": 0.85,
+    "cohort_size": 40,
+    "coefficient": 0.5,
+}
+
+
+def constants(**changes) -> ConvergenceConstants:
+    return convergence_constants(**{**USUAL, **changes})
+
+
+def lemma_b1(L, B, mu, rho, c):
+    """Ĉ₁, Ĉ₂, Ĉ₃ of Lemma B.1, as printed."""
+    return (
+        1 / mu - L * B / (mu * mu * rho) - L * B * B / (2 * rho * rho),
+        (L * L / (mu * mu * rho) + (L + mu) / (mu * mu) + L * (L + rho) * B / (rho * rho)) * c,
+        L * (L + rho) * (L + rho) / (2 * rho * rho) * c * c,
+    )
+
+
+def lemma_b2(L, B, rho, K, c):
+    """C̃₁, C̃₂, C̃₃ of Lemma B.2, as printed."""
+    root = math.sqrt(2 / K)
+    return (
+        2 * B * B / (K * rho * rho) + (2 * L * B + rho) / rho * root * B / rho,
+        (
+            4 * L * B / (K * rho * rho)
+            + (2 * L * B + rho) / rho * root * L / rho
+            + 2 * L * (L + rho) / rho * root * B / rho
+        )
+        * c,
+        (2 / K * L * L / (rho * rho) + 2 * L * (L + rho) / rho * root * L / rho) * c * c,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_constants_are_those_of_lemmas_b1_and_b2_put_together(seed):
+    rng = np.random.default_rng(seed)
+    L, B, mu, rho = np.exp(rng.uniform(-2, 2, 4))
+    K, c = int(rng.integers(1, 100)), rng.uniform()
+    ours = convergence_constants(
+        smoothness=L,
+        dissimilarity=B,
+        proximal_weight=mu,
+        strong_convexity=rho,
+        cohort_size=K,
+        coefficient=c,
+        basis="published",
+    )
+    (a1, a2, a3), (b1, b2, b3) = lemma_b1(L, B, mu, rho, c), lemma_b2(L, B, rho, K, c)
+    assert ours.c1 == pytest.approx(a1 - b1, rel=1e-9, abs=1e-12)
+    assert ours.c2 == pytest.approx(a2 + b2, rel=1e-9)
+    assert ours.c3 == pytest.approx(a3 + b3, rel=1e-9)
+
+
+def test_the_constants_of_a_case_that_is_computed_by_hand():
+    ones = dict.fromkeys(
+        ["smoothness", "dissimilarity", "proximal_weight", "strong_convexity", "coefficient"], 1.0
+    )
+    ours = convergence_constants(**ones, cohort_size=2, basis="published")  # √(2/K) is 1
+    assert ours.c1 == pytest.approx(1 - 1 - 1 / 2 - 1 - 3)
+    assert ours.c2 == pytest.approx(1 + 2 + 2 + 2 + 7)
+    assert ours.c3 == pytest.approx(2 + 1 + 4)
+    assert not ours.converges
+
+
+def test_the_first_constant_ignores_the_coefficient_the_others_grow_with_it_and_its_square():
+    full = constants(coefficient=1.0)
+    for c in (0.0, 0.1, 0.5, 0.9):
+        part = constants(coefficient=c)
+        assert part.c1 == full.c1
+        assert part.c2 == pytest.approx(c * full.c2)
+        assert part.c3 == pytest.approx(c**2 * full.c3)
+    assert full.c2 > 0
+    assert full.c3 > 0
+
+
+def test_without_dissimilarity_the_first_constant_is_the_inverse_of_the_weight():
+    for K in (1, 10):
+        assert constants(dissimilarity=0.0, cohort_size=K).c1 == pytest.approx(1 / 0.8)
+
+
+def test_the_first_constant_grows_with_the_cohort_and_shrinks_with_dissimilarity():
+    by_cohort = [constants(cohort_size=K).c1 for K in (1, 5, 50, 500)]
+    by_dissimilarity = [constants(dissimilarity=B).c1 for B in (0.0, 1.0, 1.5, 4.0)]
+    assert by_cohort == sorted(by_cohort)
+    assert by_dissimilarity == sorted(by_dissimilarity, reverse=True)
+    assert len({*by_cohort, *by_dissimilarity}) == 8
+    assert not constants(cohort_size=1).converges
+    assert constants(cohort_size=500).converges
+
+
+def test_the_bound_is_theorem_5_6_term_by_term():
+    rounds = [constants(coefficient=c) for c in (0.9, 0.5, 0.1)]
+    norms, steps = [3.0, 2.0, 1.5], [0.7, 0.4, 0.2]
+    bound = gradient_norm_bound(rounds, initial_gap=5.0, gradient_norms=norms, steps=steps)
+    c1 = rounds[0].c1
+    expected = 5.0 / (3 * c1)
+    for one, norm, step in zip(rounds, norms, steps, strict=True):
+        expected += one.c2 * (norm * step) / (3 * c1) + one.c3 * step**2 / (3 * c1)
+    assert bound == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_rate_of_corollary_5_8_needs_coefficients_that_shrink():
+    def bound(schedule, M):
+        rounds = [constants(coefficient=schedule(m)) for m in range(1, M + 1)]
+        return gradient_norm_bound(
+            rounds, initial_gap=2.0, gradient_norms=[1.0] * M, steps=[0.5] * M
+        )
+
+    sizes = (100, 400, 1600, 6400)
+    of_all_rounds = [bound(lambda m, M=M: 0.9 / math.sqrt(M), M) * math.sqrt(M) for M in sizes]
+    decaying = [bound(Decaying(0.9), M) * math.sqrt(M) for M in sizes]
+    constant = [bound(Constant(0.9), M) * math.sqrt(M) for M in sizes]
+    assert max(of_all_rounds) < 1.5 * min(of_all_rounds)  # the corollary's choice: O(1/√M)
+    assert max(decaying) < 1.5 * min(decaying)  # the same without knowing M
+    assert constant[-1] > 6 * constant[0]  # no rate at all
+
+
+class Quadratics:
+    """F_i(w) = ½ Σ_j a_ij w_j² on n clients: one minimiser, exact L, B and proximal steps."""
+
+    def __init__(self, curvatures, mu):
+        self.a, self.mu = np.asarray(curvatures), mu
+        self.mean = self.a.mean(axis=0)
+        # The ratio of the two sums over j is at most the largest ratio of their terms.
+        ratios = (self.a**2).mean(axis=0) / self.mean**2
+        self.facts = {
+            "smoothness": self.a.max(),
+            "dissimilarity": math.sqrt(ratios.max()),
+            "proximal_weight": mu,
+            "strong_convexity": self.a.min() + mu,
+        }
+
+    def value(self, w):
+        return 0.5 * float((self.mean * w**2).sum())
+
+    def gradient_norm(self, w):
+        return float(np.linalg.norm(self.mean * w))
+
+    def proximal_steps(self, w):
+        """The exact minimiser of F_i + (μ/2) ‖· − w‖² on each client."""
+        return self.mu / (self.a + self.mu) * w
+
+    def expected_value(self, w, K):
+        """E f of the mean over K clients drawn uniformly and independently."""
+        models = self.proximal_steps(w)
+        spread = 0.5 * float((self.mean * models.var(axis=0)).sum()) / K
+        return self.value(models.mean(axis=0)) + spread
+
+
+def random_quadratics(rng, *, mu, scale, n=10, dimensions=3):
+    spread = rng.choice([0.001, 0.1, 0.4])
+    factors = np.exp(spread * rng.uniform(-1, 1, (n, dimensions)))
+    return Quadratics(scale * factors, mu)
+
+
+def promised_less_than_reached(problem, constants, *, before, after, c, K):
+    """Left side of Lemma 5.5 minus its right side, over f: at most 0 where the lemma holds."""
+    reached = problem.expected_value(after + c * (after - before), K)
+    norm, step = problem.gradient_norm(after), float(np.linalg.norm(after - before))
+    promised = (
+        problem.value(after)
+        - constants.c1 * norm**2
+        + constants.c2 * norm * step
+        + constants.c3 * step**2
+    )
+    return (reached - promised) / problem.value(after)
+
+
+def random_case(rng, **how):
+    problem = random_quadratics(rng, **how)
+    K, c = int(10.0 ** rng.integers(1, 7)), float(rng.choice([0.0, 0.1, 0.5, 1.0]))
+    before = rng.normal(size=3)
+    after = before * rng.choice([0.3, 0.95]) + 0.1 * rng.normal(size=3)
+    return problem, {"before": before, "after": after, "c": c, "K": K}
+
+
+@pytest.mark.parametrize("basis", ["published", "provable"])
+@pytest.mark.parametrize("mu", [0.4, 1.0])
+@pytest.mark.parametrize("scale", [0.01, 0.1, 0.6])
+def test_lemma_5_5_holds_where_weight_and_smoothness_are_at_most_one(mu, scale, basis):
+    assert largest_excess(mu=mu, scale=scale, basis=basis) < 1e-9
+
+
+@pytest.mark.parametrize("mu", [2.0, 10.0, 100.0])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
+def test_with_both_steps_put_right_lemma_5_5_holds_above_one_as_well(mu, scale):
+    assert largest_excess(mu=mu, scale=scale, basis="provable") < 1e-9
+    assert largest_excess(mu=mu, scale=scale, basis="published") > 1e-4
+
+
+def largest_excess(*, mu, scale, basis):
+    rng = np.random.default_rng(int(100 * (mu + scale)))
+    excess = []
+    for _ in range(200):
+        problem, case = random_case(rng, mu=mu, scale=scale)
+        ours = of_problem(problem, basis=basis, **case)
+        excess.append(promised_less_than_reached(problem, ours, **case))
+    return max(excess)
+
+
+def of_problem(problem, *, basis, c, K, **_):
+    return convergence_constants(**problem.facts, cohort_size=K, coefficient=c, basis=basis)
+
+
+def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
+    """One client's quadratic, everybody sampled, nothing extrapolated: the descent is exact."""
+    problem = Quadratics([[1.0]], mu=10.0)
+    case = {"before": np.array([2.0]), "after": np.array([1.0]), "c": 0.0, "K": 10**9}
+    excess = {
+        basis: promised_less_than_reached(problem, of_problem(problem, basis=basis, **case), **case)
+        for basis in ("published", "provable")
+    }
+    assert excess["published"] > 0.01
+    assert excess["provable"] <= 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_up_to_one_the_printed_constants_are_only_more_careful(seed):
+    rng = np.random.default_rng(seed)
+    L, mu = rng.uniform(0.1, 1, 2)
+    facts = {**USUAL, "smoothness": L, "proximal_weight": mu}
+    printed, sound = (
+        convergence_constants(**facts, basis=basis) for basis in ("published", "provable")
+    )
+    assert printed.c1 <= sound.c1
+    assert printed.c2 >= sound.c2
+    assert printed.c3 >= sound.c3
+
+
+def bounds_of_a_descent(models, problem, *, c, K):
+    """(least squared gradient norm, their sum with the initial one over M, Theorem 5.6's bound).
+
+    ``models`` are w̄⁰, w̄¹, …, w̄²ᴹ. The proof bounds the sum, which is not below the least.
+    """
+    odd, even = models[1::2], models[0:-1:2]
+    norms = [problem.gradient_norm(w) for w in odd]
+    ours = convergence_constants(**problem.facts, cohort_size=K, coefficient=c)
+    assert ours.converges
+    bound = gradient_norm_bound(
+        [ours] * len(odd),
+        initial_gap=problem.value(models[0]),
+        gradient_norms=norms,
+        steps=[float(np.linalg.norm(a - b)) for a, b in zip(odd, even, strict=True)],
+    )
+    squares = np.square(norms)
+    total = float(squares.sum() + problem.gradient_norm(models[0]) ** 2) / len(odd)
+    return float(squares.min()), total, bound
+
+
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("rounds", [1, 3, 30])
+def test_theorem_5_6_bounds_the_mean_descent_of_sampled_cohorts(c, rounds):
+    rng = np.random.default_rng(rounds)
+    problem = random_quadratics(rng, mu=1.0, scale=0.1)
+    K, least, totals, bounds = 100, [], [], []
+    for _ in range(200):
+        models = [np.ones(3)]
+        for _ in range(rounds):
+            cohort = rng.integers(len(problem.a), size=K)
+            models.append(problem.proximal_steps(models[-1])[cohort].mean(axis=0))
+            models.append(models[-1] + c * (models[-1] - models[-2]))
+        one = bounds_of_a_descent(models, problem, c=c, K=K)
+        for values, value in zip((least, totals, bounds), one, strict=True):
+            values.append(value)
+    assert np.mean(least) < np.mean(totals) <= np.mean(bounds)
+
+
+def test_the_bound_leaves_no_slack_to_a_single_flat_client():
+    # Everybody alike and no extrapolation: the telescoped descent is the bound, but for o(L).
+    problem = Quadratics([[0.01]], mu=1.0)
+    models = [np.ones(1)]
+    for _ in range(200):
+        models.append(problem.proximal_steps(models[-1]).mean(axis=0))
+        models.append(models[-1])
+    least, total, bound = bounds_of_a_descent(models, problem, c=0.0, K=10**9)
+    assert least <= 0.999 * bound
+    assert 0.97 * bound < total <= bound
+
+
+def test_upcycled_fedprox_with_exact_minimisers_keeps_to_the_bound():
+    clients, mu, penalty, rounds = 30, 1.0, 1.5, 5
+    rng = np.random.default_rng(3)
+    curvatures = 0.2 * np.exp(0.2 * rng.uniform(-1, 1, (clients, 2)))
+    best = np.array([1.0, -2.0])
+
+    def data(client):
+        # Two examples along the axes: the mean of ½ (x·w − y)² has curvatures x²/2.
+        x = torch.tensor(np.diag(np.sqrt(2 * curvatures[client])), dtype=torch.float32)
+        examples = Examples(features=x, targets=x @ torch.tensor(best, dtype=torch.float32))
+        return ClientData(train=examples, test=examples)
+
+    task = Task(
+        model=lambda: nn.Linear(2, 1, bias=False),
+        data=data,
+        loss=lambda outputs, y: 0.5 * (outputs.squeeze(1) - y).square().mean(),
+        metrics={},
+        device="cpu",
+    )
+    base = Hosted(
+        FedProx(proximal_mu=mu),
+        plan=NonPrivatePlan(sampling=FullParticipation(clients)),
+        local=LocalTraining(tolerance=1e-9),
+        evaluate_every=0,
+        seed=1,
+    )
+    models = [task.initial_params(1)["weight"].double().numpy()[0] - best]
+
+    def keep(server_round, arrays):
+        models.append(records.to_arrays(arrays)["weight"].astype(np.float64)[0] - best)
+
+    schedule = ProximalRatio(proximal_weight=mu, penalty=penalty)
+    Upcycled(base, schedule).start(
+        InProcessGrid(Hosted.client_app(task), num_clients=clients),
+        ArrayRecord(task.initial_params(1)),
+        num_rounds=2 * rounds,
+        evaluate_fn=keep,
+    )
+    assert base.refusals == []
+    problem = Quadratics(curvatures, mu)
+    by_hand = [models[0]]
+    for _ in range(rounds):
+        by_hand.append(problem.proximal_steps(by_hand[-1]).mean(axis=0))
+        by_hand.append(by_hand[-1] + schedule(1) * (by_hand[-1] - by_hand[-2]))
+    np.testing.assert_allclose(models, by_hand, atol=1e-5)
+    least, total, bound = bounds_of_a_descent(models, problem, c=schedule(1), K=clients)
+    assert least < total <= bound
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        *[(f, b) for f in ("smoothness", "proximal_weight", "strong_convexity") for b in (0, -1)],
+        ("smoothness", math.nan),
+        ("proximal_weight", math.inf),
+        ("dissimilarity", -0.1),
+        ("dissimilarity", math.inf),
+        ("cohort_size", 0),
+        ("cohort_size", math.nan),
+        ("coefficient", -0.1),
+        ("coefficient", 1.01),
+        ("coefficient", math.nan),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name_and_value(field, bad):
+    with pytest.raises(ValueError, match=f"{field}={bad!r}: expected"):
+        constants(**{field: bad})
+
+
+def bound_of(rounds, *, norms=None, steps=None):
+    return gradient_norm_bound(
+        rounds,
+        initial_gap=1.0,
+        gradient_norms=norms or [1.0] * len(rounds),
+        steps=steps or [1.0] * len(rounds),
+    )
+
+
+def test_a_bound_of_no_rounds_or_of_uneven_sequences_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        bound_of([])
+    with pytest.raises(ValueError, match="2 constants, 3 gradient norms, 2 steps"):
+        bound_of([constants()] * 2, norms=[1.0] * 3)
+    with pytest.raises(ValueError, match="2 constants, 2 gradient norms, 1 steps"):
+        bound_of([constants()] * 2, steps=[1.0])
+
+
+def test_a_bound_over_rounds_of_different_problems_is_refused():
+    with pytest.raises(ValueError, match="must not change"):
+        bound_of([constants(), constants(proximal_weight=0.7)])
+
+
+def test_a_bound_where_the_theorem_says_nothing_is_refused_with_advice():
+    with pytest.raises(ValueError, match="does not apply; take another proximal weight"):
+        bound_of([constants(cohort_size=1)])
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_a_bound_from_numbers_that_cannot_be_is_refused(bad):
+    facts = {"initial_gap": 1.0, "gradient_norms": [1.0], "steps": [1.0]}
+    for name, value in facts.items():
+        wrong = bad if name == "initial_gap" else [bad]
+        with pytest.raises(ValueError, match=f"{name}: expected finite numbers >= 0"):
+            gradient_norm_bound([constants(cohort_size=500)], **{**facts, name: wrong})
+        assert value is not wrong

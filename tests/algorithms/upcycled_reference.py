@@ -1,0 +1,184 @@
+"""The seven methods of the Upcycled-FL paper as the plainest loops, plain and upcycled.
+
+Models are flat vectors, gradients of all added terms are written out by hand. Only what must be
+common to compare at all is shared with the package: cohorts, straggler draws, batch orders and
+the initial model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.privacy import seeded_generator
+from flower_ext.training import Task
+from tests.algorithms.reference import batch_order
+from tests.worlds import Net, client_data
+
+
+def uneven_data(client):
+    """Clients of different sizes, so that weighting and numbers of steps matter."""
+    data = client_data(client)
+    size = 12 + 3 * client
+    train = Examples(features=data.train.features[:size], targets=data.train.targets[:size])
+    return ClientData(train=train, test=data.test)
+
+
+def task():
+    return Task(model=Net, data=uneven_data, device="cpu")
+
+
+def slope(w, x, y):
+    """Gradient of the mean cross-entropy at ``w``."""
+    model = Net()
+    vector_to_parameters(w, model.parameters())
+    loss = cross_entropy(model(x), y)
+    return parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+
+
+class Client:
+    """One client in one round: its data, what a straggler leaves of its epochs, its batches."""
+
+    def __init__(self, number, *, epochs, rate, momentum, batch, generator):
+        self.number = number
+        self.data = uneven_data(number).train
+        self.epochs, self.rate, self.momentum, self.batch = epochs, rate, momentum, batch
+        self.generator = generator
+
+    def batches(self):
+        for _ in range(self.epochs):
+            order = torch.randperm(len(self.data), generator=self.generator)
+            for start in range(0, len(order), self.batch):
+                rows = order[start : start + self.batch]
+                yield self.data.features[rows], self.data.targets[rows]
+
+    def sgd(self, w, added=lambda w: 0.0):
+        """The model after local training, and how often gradients moved it."""
+        velocity, share, acted = torch.zeros_like(w), 0.0, 0.0
+        for x, y in self.batches():
+            velocity = self.momentum * velocity + slope(w, x, y) + added(w)
+            w = w - self.rate * velocity
+            share = self.momentum * share + 1  # what a constant gradient has grown to by now
+            acted += share
+        return w, acted
+
+
+def weighted_mean(models, clients):
+    total = sum(len(c.data) for c in clients)
+    return sum(len(c.data) / total * w for w, c in zip(models, clients, strict=True))
+
+
+def fedavg(x, clients, server, memory):
+    return weighted_mean([c.sgd(x)[0] for c in clients], clients)
+
+
+def fedprox(x, clients, server, memory, *, mu):
+    return weighted_mean([c.sgd(x, lambda w: mu * (w - x))[0] for c in clients], clients)
+
+
+def fedavgm(x, clients, server, memory, *, rate, momentum):
+    step = x - fedavg(x, clients, server, memory)
+    server["v"] = momentum * server.get("v", 0.0) + step
+    return x - rate * server["v"]
+
+
+def fedyogi(x, clients, server, memory, *, eta, beta_1, beta_2, tau):
+    delta = fedavg(x, clients, server, memory) - x
+    zero = torch.zeros_like(x)
+    server["m"] = beta_1 * server.get("m", zero) + (1 - beta_1) * delta
+    v = server.get("v", zero)
+    server["v"] = v - (1 - beta_2) * delta**2 * torch.sign(v - delta**2)
+    return x + eta * server["m"] / (torch.sqrt(server["v"]) + tau)
+
+
+def scaffold(x, clients, server, memory, *, population, rate):
+    zero = torch.zeros_like(x)
+    c = server["c"] = server.get("c", zero)
+    moves, changes = [], []
+    for client in clients:
+        own = memory.get(client.number, zero)
+        y, steps = client.sgd(x, lambda w, own=own: c - own)
+        renewed = own - c + (x - y) / (steps * client.rate)
+        moves.append(y - x)
+        changes.append(renewed - own)
+        memory[client.number] = renewed
+    # The server's Δc: on the client c⁺ᵢ − cᵢ, the same numbers without c ever having travelled.
+    server["c before"], server["c"] = c, c + sum(changes) / population
+    return x + rate * sum(moves) / len(moves)
+
+
+def feddyn(x, clients, server, memory, *, population, alpha):
+    zero = torch.zeros_like(x)
+    models = []
+    for client in clients:
+        g = memory.get(client.number, zero)
+        theta, _ = client.sgd(x, lambda w, g=g: -g + alpha * (w - x))
+        memory[client.number] = g - alpha * (theta - x)
+        models.append(theta)
+    server["h"] = server.get("h", zero) - alpha / population * sum(w - x for w in models)
+    return sum(models) / len(models) - server["h"] / alpha
+
+
+def pfedme(x, clients, server, memory, *, attraction, inner_steps, inner_rate, beta):
+    models = []
+    for client in clients:
+        w, theta = x, x
+        for features, targets in client.batches():
+            for _ in range(inner_steps):
+                down = slope(theta, features, targets) + attraction * (theta - w)
+                theta = theta - inner_rate * down
+            w = w - client.rate * attraction * (w - theta)
+        memory[client.number] = theta
+        models.append(w)
+    return (1 - beta) * x + beta * sum(models) / len(models)
+
+
+METHODS = {
+    "fedavg": fedavg,
+    "fedavgm": fedavgm,
+    "fedprox": fedprox,
+    "fedyogi": fedyogi,
+    "scaffold": scaffold,
+    "feddyn": feddyn,
+    "pfedme": pfedme,
+}
+
+
+def federated(method, *, seed, sampling, stragglers, rounds, local, coefficient=None, **numbers):
+    """(model, server state, client memories) after ``rounds`` visible rounds.
+
+    ``coefficient`` is c_m by m; with one, every even round only extrapolates. Everything that is
+    drawn or decays counts training rounds.
+    """
+    start = task().initial_params(seed)
+    w = before = parameters_to_vector(start[name] for name, _ in Net().named_parameters())
+    server, memory = {}, {}
+    m = 0
+    for t in range(1, rounds + 1):
+        if coefficient is not None and t % 2 == 0:
+            w = w + coefficient(m) * (w - before)
+            if "c" in server:
+                server["c"] = server["c"] + coefficient(m) * (server["c"] - server["c before"])
+            continue
+        m += 1
+        cohort = sampling.draw(seeded_generator(seed, "cohort", m))
+        slow = stragglers.draw(cohort, seeded_generator(seed, "stragglers", m))
+        clients = [
+            Client(
+                number,
+                epochs=1 + math.floor(slow[number] * (local.epochs - 1))
+                if number in slow
+                else local.epochs,
+                rate=local.learning_rate * local.learning_rate_decay ** (m - 1),
+                momentum=local.momentum,
+                batch=local.batch_size,
+                generator=batch_order(seed, number, m),
+            )
+            for number in cohort
+        ]
+        before, w = w, METHODS[method](w, clients, server, memory, **numbers)
+    return w, server, memory

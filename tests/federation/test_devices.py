@@ -1,0 +1,87 @@
+"""Simulated devices that complete only some of their local epochs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.federation import Stragglers
+from flower_ext.federation.devices import shortened
+from flower_ext.training import LocalTraining
+
+COHORT = [3, 1, 4, 15, 9, 2, 6]
+
+
+def draw(ratio, cohort=COHORT, seed=0):
+    return Stragglers(ratio=ratio).draw(cohort, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size", "number"),
+    [(0.0, 7, 0), (0.3, 10, 3), (0.9, 10, 9), (0.3, 7, 2), (0.5, 7, 4), (0.9, 1, 1), (1.0, 7, 7)],
+)
+def test_exactly_the_asked_share_of_a_cohort_straggles_rounded_to_whole_clients(
+    ratio, size, number
+):
+    for seed in range(10):
+        slow = draw(ratio, list(range(100, 100 + size)), seed)
+        assert len(slow) == number
+        assert set(slow) <= set(range(100, 100 + size))
+
+
+def test_an_empty_cohort_has_no_stragglers():
+    assert draw(1.0, []) == {}
+
+
+def test_a_draw_repeats_for_a_seed_and_differs_for_another():
+    assert draw(0.5, seed=1) == draw(0.5, seed=1)
+    assert draw(0.5, seed=1) != draw(0.5, seed=2)
+
+
+def test_every_client_straggles_as_often_as_the_others_and_gets_anywhere_below_the_end():
+    rng = np.random.default_rng(0)
+    draws = [Stragglers(ratio=0.3).draw(list(range(10)), rng) for _ in range(2000)]
+    counts = np.bincount([client for slow in draws for client in slow], minlength=10)
+    # 2000 draws of probability 0.3: five standard deviations are 102.
+    assert abs(counts - 600).max() < 102
+    shares = np.array([share for slow in draws for share in slow.values()])
+    assert shares.min() >= 0
+    assert shares.max() < 1
+    assert np.histogram(shares, bins=4, range=(0, 1))[0] == pytest.approx(1500, abs=170)
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 10])
+def test_a_straggler_completes_one_to_all_but_one_epochs_each_as_likely(epochs):
+    training = LocalTraining(epochs=epochs, learning_rate=0.3, momentum=0.5)
+    shares = (np.arange(1000 * (epochs - 1)) + 0.5) / (1000 * (epochs - 1))
+    done = [shortened(training, float(share)) for share in shares]
+    counts = np.bincount([t.epochs for t in done], minlength=epochs + 1)
+    assert counts.tolist() == [0] + [1000] * (epochs - 1) + [0]
+    assert {t.learning_rate for t in done} == {0.3}
+    assert {t.momentum for t in done} == {0.5}
+
+
+def test_the_ends_of_the_range_are_one_epoch_and_all_but_one():
+    training = LocalTraining(epochs=10)
+    assert shortened(training, 0.0).epochs == 1
+    assert shortened(training, math.nextafter(1.0, 0.0)).epochs == 9
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_who_does_not_straggle_and_who_has_at_most_one_epoch_completes_everything(epochs):
+    assert shortened(LocalTraining(epochs=10), None) == LocalTraining(epochs=10)
+    training = LocalTraining(epochs=epochs)
+    assert shortened(training, 0.0) == training
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan])
+def test_a_ratio_that_is_no_share_is_refused(ratio):
+    with pytest.raises(ValueError, match=f"ratio={ratio!r}: expected a number in \\[0, 1\\]"):
+        Stragglers(ratio=ratio)
+
+
+@pytest.mark.parametrize("counted", [{"steps": 5}, {"tolerance": 1e-6, "proximal_weight": 0.1}])
+def test_training_that_no_straggler_could_stop_early_is_refused(counted):
+    with pytest.raises(ValueError, match="give epochs, or stragglers=None"):
+        Stragglers(ratio=0.5).check([LocalTraining(**counted)])
+    Stragglers(ratio=0.5).check([LocalTraining(epochs=5), LocalTraining(**counted)])
