@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -38,14 +39,27 @@ def output_perturbation_mod(
         reply = call_next(message, context)
         if message.metadata.message_type.partition(".")[0] != "train" or not reply.has_content():
             return reply
-        sent = {key: records.to_arrays(r) for key, r in reply.content.array_records.items()}
-        whole = {f"{key}/{name}": a for key, arrays in sent.items() for name, a in arrays.items()}
-        noised = perturbation.apply(whole, noise())
-        for key, arrays in sent.items():
-            reply.content[key] = records.to_record({n: noised[f"{key}/{n}"] for n in arrays})
+        sent = {
+            (key, name): array
+            for key, record in reply.content.array_records.items()
+            for name, array in records.to_arrays(record).items()
+        }
+        if not sent:
+            return reply
+        noised = perturbation.apply({_label(*where): a for where, a in sent.items()}, noise())
+        released: dict[str, dict[str, np.ndarray]] = {}
+        for key, name in sent:
+            released.setdefault(key, {})[name] = noised[_label(key, name)]
+        for key, arrays in released.items():
+            reply.content[key] = records.to_record(arrays)
         return reply
 
     return mod
+
+
+def _label(record: str, array: str) -> str:
+    """One name for an array among those of all records; no two arrays share it."""
+    return f"{record.replace('/', '%2F')}/{array}"
 
 
 def objective_perturbation_term(

@@ -41,12 +41,12 @@ class RefusedReply(ValueError):
 
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
     """Tensors or arrays as an ArrayRecord, on the CPU, order kept."""
-    return ArrayRecord(
-        {
-            name: Array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
-            for name, value in params.items()
-        }
-    )
+    arrays = {
+        name: value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        for name, value in params.items()
+    }
+    # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
 
 
 def to_params(record: ArrayRecord) -> Params:
@@ -101,7 +101,7 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
 
 
 def payload_bytes(message: Message) -> int:
-    """Bytes of all arrays in a message: what a round costs on the wire, headers aside."""
+    """Bytes of all arrays in a message as they are serialised; the rest of it is small."""
     if not message.has_content():
         return 0
     records = message.content.array_records.values()

@@ -242,7 +242,10 @@ class FederatedStrategy(Strategy):
         sizes = {
             p: u.metrics["num-examples"] for p, u in updates.items() if "num-examples" in u.metrics
         }
-        self.num_examples |= {partition: int(size) for partition, size in sizes.items()}
+        for partition, size in sizes.items():  # the smallest told: none makes ε look smaller
+            self.num_examples[partition] = min(
+                int(size), self.num_examples.get(partition, int(size))
+            )
         with self._release:
             mean = self._aggregate([u.arrays for u in updates.values()], server_round)
         if mean is None:
@@ -252,7 +255,12 @@ class FederatedStrategy(Strategy):
         return records.to_record(moved), records.metrics_record(row)
 
     def _read_update(self, reply: Message) -> records.Update:
-        return records.read_update(reply, base=self._base, trust_models=not self._client_protects)
+        update = records.read_update(reply, base=self._base, trust_models=not self._client_protects)
+        if not update.metrics.get("num-examples", 1) >= 1:
+            raise records.RefusedReply(
+                f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
+            )
+        return update
 
     @property
     def _client_protects(self) -> bool:

@@ -205,7 +205,10 @@ class LocalObjective:
             Another condition of the theorem fails already.
         """
         _refuse_unless(self.theorem_6_3_conditions())
-        return max(1, math.ceil(2 * self.curvature_bound / self.proximal_weight))
+        least = max(1, math.floor(2 * self.curvature_bound / self.proximal_weight))
+        while not _large_enough(self, least).holds:  # the division may have been rounded
+            least += 1
+        return least
 
     def solution_conditions(self) -> list[Condition]:
         """What the proofs take for granted of the solver."""
@@ -246,7 +249,7 @@ def upcycled_theorem_6_2_delta(
     a = _moments(perturbation, num_examples, participations)
     if a == 0:
         return 0.0
-    if epsilon < a:
+    if not epsilon >= a:
         raise PreconditionFailed(
             f"epsilon={epsilon!r}: Theorem 6.2 speaks of ε ≥ Mτ²/(2σ²|D|²) = {a:.4g}"
         )
@@ -267,6 +270,7 @@ def upcycled_theorem_6_3(
     PreconditionFailed
         Names every precondition that fails.
     """
+    _check_participations(participations)
     _refuse_unless([*objective.theorem_6_3_conditions(), _large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
     one = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
@@ -300,6 +304,8 @@ def epsilons(
     A client that was asked but never told its number of examples counts as one that uploaded.
     """
     _check_delta(delta)
+    covered = all(condition.holds for condition in objective.theorem_6_3_conditions())
+    solved = all(condition.holds for condition in objective.solution_conditions())
     by_client = {}
     for client, uploads in participations.items():
         size = num_examples.get(client)
@@ -309,16 +315,17 @@ def epsilons(
                 published = upcycled_theorem_6_2(
                     perturbation, num_examples=size, participations=uploads, delta=delta
                 )
-            multiplier = perturbation.noise_stddev / sensitivity(perturbation, objective, size)
-            provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
+            moved, provable = sensitivity(perturbation, objective, size), 0.0
+            if moved > 0:
+                multiplier = perturbation.noise_stddev / moved
+                provable = gaussian_loss(multiplier, releases=uploads, delta=delta).epsilon
         else:
             published = provable = math.inf
-            if size is not None and _large_enough(objective, size).holds:
+            if covered and size is not None and _large_enough(objective, size).holds:
                 published = upcycled_theorem_6_3(
                     perturbation, objective, num_examples=size, participations=uploads
                 )
-                if all(condition.holds for condition in objective.solution_conditions()):
-                    provable = published
+                provable = published if solved else math.inf
         by_client[client] = (published, provable)
     return by_client
 
@@ -352,13 +359,13 @@ def perturbation_guarantees(
     published, provable = zip(*by_client.values(), strict=True) if by_client else ((), ())
     output = isinstance(perturbation, OutputPerturbation)
     theorem = f"Yin et al., Upcycled-FL, Theorem 6.{2 if output else 3}"
-    known = [size for client, size in num_examples.items() if client in participations]
+    sizes = [num_examples.get(client) for client in participations]
     solution = objective.solution_conditions()
     if isinstance(perturbation, OutputPerturbation):
-        conditions = [_published_sensitivity(perturbation, objective, known)]
-        provable_source = _how_sensitive(perturbation, objective, known)
+        conditions = [_published_sensitivity(perturbation, objective, sizes)]
+        provable_source = _how_sensitive(perturbation, objective, sizes)
     else:
-        smallest = _large_enough(objective, min(known, default=0))
+        smallest = _large_enough(objective, min((size or 0 for size in sizes), default=0))
         conditions = [*objective.theorem_6_3_conditions(), smallest, *solution]
         provable_source = theorem
 
@@ -407,19 +414,22 @@ def perturbation_guarantees(
 
 
 def _published_sensitivity(
-    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int]
+    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
 ) -> Condition:
     """Whether τ/|D_i| bounds what one record can do, for every client."""
     tau = perturbation.clipping_norm
     return Condition(
         "one record moves a clipped local model by at most τ/|D_i| (what holds is "
         f"{_how_sensitive(perturbation, objective, sizes)})",
-        all(sensitivity(perturbation, objective, size) <= tau / size for size in sizes),
+        all(
+            size is not None and sensitivity(perturbation, objective, size) <= tau / size
+            for size in sizes
+        ),
     )
 
 
 def _how_sensitive(
-    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int]
+    perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
 ) -> str:
     ceiling = 2 * perturbation.clipping_norm
     largest = max((sensitivity(perturbation, objective, size) for size in sizes), default=ceiling)
@@ -456,10 +466,14 @@ def _spread(values: Sequence[float]) -> str:
 def _moments(perturbation: OutputPerturbation, num_examples: int, participations: int) -> float:
     if num_examples < 1:
         raise ValueError(f"num_examples={num_examples!r}: expected an integer >= 1")
-    if participations < 0:
-        raise ValueError(f"participations={participations!r}: expected an integer >= 0")
+    _check_participations(participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
     return participations * ratio**2 / 2
+
+
+def _check_participations(participations: int) -> None:
+    if participations < 0:
+        raise ValueError(f"participations={participations!r}: expected an integer >= 0")
 
 
 def _check_delta(delta: float) -> None:

@@ -43,7 +43,8 @@ def newton(
     Raises
     ------
     NotConverged
-        The objective is not strongly convex, or ``tolerance`` is below what float64 reaches.
+        No such point was found: the objective is not strongly convex, or ``tolerance`` is below
+        what float64 reaches.
     ValueError
         Too many parameters.
     """

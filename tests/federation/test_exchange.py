@@ -1,0 +1,180 @@
+"""Asking and listening: who is asked in which words, what is accepted, what is counted."""
+
+from logging import getLogger
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_ext.federation import FederationNotReady, InProcessGrid
+from flower_ext.federation.cohort import partition_of, tell_partition
+from flower_ext.federation.exchange import Exchange
+from flower_ext.federation.progress import Progress
+from flower_ext.federation.records import RefusedReply
+
+CLIENTS = 4
+DOWN = ArrayRecord({"w": Array(np.zeros(1_000, np.float32)), "b": Array(np.zeros(200))})
+UP = ArrayRecord({"w": Array(np.ones(300))})
+# As they travel: NumPy's own header of each array included.
+DOWN_BYTES = sum(len(array.data) for array in DOWN.values())
+UP_BYTES = sum(len(array.data) for array in UP.values())
+
+
+def client_app(method: str | None = "meth", fails: tuple[int, ...] = ()) -> ClientApp:
+    """Answers its partition's square; ``method`` None is an app that does not know us."""
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        partition = partition_of(context.node_config)
+        if partition in fails:
+            raise RuntimeError("out of memory")
+        square = MetricRecord({"square": partition**2})
+        return Message(RecordDict({"up": UP, "metrics": square}), reply_to=message)
+
+    if method is None:
+        app.train()(answer)
+        app.evaluate()(answer)
+        return app
+
+    @app.query("identity")
+    def _(message: Message, context: Context) -> Message:
+        return tell_partition(message, partition_of(context.node_config))
+
+    app.train(method)(answer)
+    app.evaluate(method)(answer)
+    return app
+
+
+def square_of(reply: Message) -> int:
+    if reply.has_error():
+        raise RefusedReply("the client failed")
+    return int(reply.content.metric_records["metrics"]["square"])
+
+
+def connected(app: ClientApp | None = None) -> tuple[Exchange, InProcessGrid]:
+    exchange, grid = Exchange("meth", Progress()), InProcessGrid(app or client_app(), CLIENTS)
+    exchange.progress.begin()
+    exchange.connect(grid, CLIENTS, timeout=1.0)
+    return exchange, grid
+
+
+def listen(exchange, grid, kind, partitions, server_round=1):
+    """Ask and accept: values by partition."""
+    messages = exchange.ask(kind, {p: {"down": DOWN} for p in partitions}, server_round)
+    replies = grid.send_and_receive(messages)
+    return exchange.accepted(kind, server_round, replies, partitions, square_of)
+
+
+def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_it():
+    assert Exchange("meth", Progress()).nodes == {}
+    exchange, _ = connected()
+    assert list(exchange.nodes) == list(range(CLIENTS))
+    assert len(set(exchange.nodes.values())) == CLIENTS
+
+
+def test_nodes_are_asked_who_they_are_once_only():
+    exchange, _ = connected()
+    roster = exchange.roster
+    other = InProcessGrid(client_app(), CLIENTS + 1)  # would be refused
+    assert exchange.connect(other, CLIENTS, timeout=0.1) is roster
+    with pytest.raises(FederationNotReady):
+        Exchange("meth", Progress()).connect(other, CLIENTS, timeout=0.1)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_each_partition_gets_its_own_content_in_a_message_of_the_method_and_round(kind):
+    exchange, _ = connected()
+    contents = {p: {"mine": ConfigRecord({"partition": p})} for p in (3, 1)}
+    messages = exchange.ask(kind, contents, server_round=7)
+    assert len(messages) == 2
+    for message in messages:
+        partition = message.content.config_records["mine"]["partition"]
+        assert message.metadata.dst_node_id == exchange.nodes[partition]
+        assert message.metadata.message_type == f"{kind}.meth"
+        assert message.metadata.group_id == "7"
+
+
+def test_apps_that_do_not_know_us_are_asked_in_flowers_plain_words():
+    exchange, grid = connected(client_app(method=None))
+    (message,) = exchange.ask("train", {0: {}}, 1)
+    assert message.metadata.message_type == "train"
+    assert listen(exchange, grid, "train", [0, 2]) == {0: 0, 2: 4}
+
+
+def test_answers_come_back_by_partition_in_order():
+    exchange, grid = connected()
+    assert list(listen(exchange, grid, "train", [3, 0, 2]).items()) == [(0, 0), (2, 4), (3, 9)]
+    assert exchange.refusals == []
+
+
+def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
+    exchange, grid = connected()
+    listen(exchange, grid, "train", [0, 1, 2])
+    listen(exchange, grid, "evaluate", [0, 1, 2, 3])
+    listen(exchange, grid, "evaluate", [0])
+    row = exchange.progress.row
+    assert {name: row[name] for name in ("messages", "bytes_down", "bytes_up")} == {
+        "messages": 6,
+        "bytes_down": 3 * DOWN_BYTES,
+        "bytes_up": 3 * UP_BYTES,
+    }
+    assert row["evaluation_messages"] == 10
+    assert row["evaluation_bytes_down"] == 5 * DOWN_BYTES
+    assert row["evaluation_bytes_up"] == 5 * UP_BYTES
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
+    return caplog
+
+
+def test_bytes_are_those_of_the_numbers_but_for_a_small_header():
+    assert 4 * 1_000 + 8 * 200 <= DOWN_BYTES < 1.1 * (4 * 1_000 + 8 * 200)
+    exchange, _ = connected()
+    exchange.ask("train", {0: {"down": DOWN, "more": DOWN, "facts": ConfigRecord({"a": 1})}}, 1)
+    assert exchange.progress.row["bytes_down"] == 2 * DOWN_BYTES
+
+
+def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logged):
+    exchange, grid = connected(client_app(fails=(1, 2)))
+    assert listen(exchange, grid, "train", [0, 1, 2]) == {0: 0}
+    nodes = exchange.nodes
+    assert exchange.refusals == [
+        f"round 1, node {nodes[1]}: the client failed",
+        f"round 1, node {nodes[2]}: the client failed",
+    ]
+    row = exchange.progress.row
+    assert row["refused"] == 2
+    assert row["messages"] == 6
+    assert row["bytes_up"] == UP_BYTES  # an error carries no arrays
+    warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
+    assert warned == [f"refused reply: {refusal}" for refusal in exchange.refusals]
+
+
+def test_refusals_add_up_over_rounds_and_kinds():
+    exchange, grid = connected(client_app(fails=(1,)))
+    listen(exchange, grid, "train", [0, 1])
+    listen(exchange, grid, "evaluate", [1], server_round=2)
+    assert [refusal.partition(",")[0] for refusal in exchange.refusals] == ["round 1", "round 2"]
+
+
+def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
+    exchange, grid = connected()
+    old = list(grid.send_and_receive(exchange.ask("train", {0: {}}, 1)))
+    new = list(grid.send_and_receive(exchange.ask("train", {1: {}, 2: {}, 3: {}}, 2)))
+    accepted = exchange.accepted("train", 2, [*old, *new, new[0]], [0, 1, 2], square_of)
+    assert accepted == {1: 1, 2: 4}
+    reasons = [refusal.partition(": ")[2] for refusal in exchange.refusals]
+    assert reasons == [
+        "answers round 1",
+        "not asked in this round, or answered already",
+        "not asked in this round, or answered already",
+    ]
+
+
+def test_nothing_asked_costs_nothing():
+    exchange, grid = connected()
+    assert listen(exchange, grid, "train", []) == {}
+    assert set(exchange.progress.row.values()) == {0}

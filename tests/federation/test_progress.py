@@ -1,0 +1,128 @@
+"""The numbers of a round: counted, summarised, logged, written."""
+
+from logging import getLogger
+
+import numpy as np
+import pytest
+
+from flower_ext.federation.progress import Progress
+from flower_ext.reporting import RunDirectory
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
+    caplog.set_level("INFO", logger="flwr")
+    return caplog
+
+
+def lines(logged) -> list[str]:
+    return [record.getMessage() for record in logged.records if record.name == "flwr"]
+
+
+def test_a_new_round_starts_from_zero_training_messages_and_forgets_the_last():
+    progress = Progress()
+    progress.begin()
+    progress.row |= {"messages": 9, "refused": 2, "loss_mean": 1.0}
+    progress.begin()
+    assert progress.row == {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
+
+
+def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
+    progress = Progress()
+    progress.begin()
+    progress.asked("evaluate", [])
+    assert progress.row["evaluation_messages"] == 0
+    assert "evaluation_bytes_up" not in progress.row
+    progress.answered("train", [], ["one", "two"])
+    progress.answered("evaluate", [], ["three"])
+    assert progress.row["refused"] == 3
+    assert progress.row["evaluation_bytes_up"] == 0
+
+
+def test_every_client_counts_alike_in_the_scores_and_by_its_examples_where_they_are_pooled():
+    progress = Progress()
+    progress.begin()
+    values, sizes = np.linspace(0.1, 1.0, 20), np.arange(20.0) ** 2 + 1
+    clients = [
+        {"accuracy": value, "num-examples": size} for value, size in zip(values, sizes, strict=True)
+    ]
+    summary = progress.scores(clients)
+    assert summary == {
+        "accuracy_mean": pytest.approx(values.mean()),
+        "accuracy_std": pytest.approx(values.std()),
+        "accuracy_worst_decile": pytest.approx(values[:2].mean()),
+        "accuracy_jain": pytest.approx(values.sum() ** 2 / (20 * (values**2).sum())),
+        "accuracy_pooled": pytest.approx((values * sizes).sum() / sizes.sum()),
+    }
+    assert progress.row.items() >= summary.items()
+
+
+@pytest.mark.parametrize("size", [{}, {"num-examples": 0.0}])
+def test_scores_are_not_pooled_where_a_client_does_not_tell_how_many_examples_it_has(size):
+    clients = [{"loss": 1.0, "num-examples": 3.0}, {"loss": 2.0, **size}]
+    summary = Progress().scores(clients)
+    assert "loss_pooled" not in summary
+    assert summary["loss_mean"] == 1.5
+
+
+def test_only_scores_that_every_client_reports_are_summarised():
+    progress = Progress()
+    summary = progress.scores(iter([{"loss": 1.0, "auc": 0.5}, {"loss": 3.0}]))
+    assert summary["loss_mean"] == 2.0
+    assert not any(name.startswith("auc") for name in summary)
+
+
+def test_the_row_of_a_round_is_written_under_its_number(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    progress = Progress(run)
+    for number in (1, 2):
+        progress.begin()
+        progress.row["cohort"] = 10 * number
+        progress.end(number, 2)
+    zeros = {"messages": 0, "bytes_down": 0, "bytes_up": 0}
+    assert run.metrics() == [
+        {"round": 1, "cohort": 10, **zeros},
+        {"round": 2, "cohort": 20, **zeros},
+    ]
+
+
+def test_one_line_says_what_a_round_achieved_and_cost(logged):
+    progress = Progress()
+    progress.begin()
+    progress.row |= {
+        "cohort": 8,
+        "answered": 5,
+        "refused": 3,
+        "accuracy_mean": 0.8125,
+        "accuracy_worst_decile": 0.25,
+        "epsilon_provable": 3.456,
+        "epsilon_published": 0.1,
+    }
+    progress.end(4, 9)
+    (line,) = lines(logged)
+    for part in (
+        "round 4/9",
+        "accuracy 0.812 (worst tenth 0.250)",
+        "ε 3.46 provable",
+        "ε 0.10 published",
+        "5 of 8 answered",
+        "3 refused",
+    ):
+        assert part in line
+
+
+def test_the_line_leaves_out_what_was_not_measured(logged):
+    progress = Progress()
+    progress.begin()
+    progress.end(1, 2)
+    (line,) = lines(logged)
+    assert line == "round 1/2"
+
+
+def test_without_a_run_directory_a_round_ends_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    progress = Progress()
+    progress.begin()
+    progress.end(1, 1)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,541 @@
+"""What leaves a client under each protection, seen through a real ClientApp in this process."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from scipy import stats
+from torch import nn
+
+from flower_ext.algorithms import DPFedAvg, Scaffold
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation.protection import perturbation_facts, plan_facts, protected
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    LocalObjective,
+    NonPrivatePlan,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    PerturbationPlan,
+    PreconditionFailed,
+    ReleasePlan,
+    SeededNoise,
+    perturbation_guarantees,
+    upcycled_theorem_6_3,
+)
+from flower_ext.training import LocalTraining, Task, train
+from tests import worlds
+from tests.federation.test_strategy import Recorder, Tampering
+
+CLIENTS = 3
+DIMENSION = 2
+MU = 0.1
+EXACT = LocalTraining(tolerance=1e-10, proximal_weight=MU)
+OUTPUT = OutputPerturbation(clipping_norm=0.8, noise_stddev=0.05)
+OBJECTIVE = ObjectivePerturbation(rate=2.0)
+KNOWN = LocalObjective(
+    convex=True,
+    generalised_linear=True,
+    gradient_bound=1.0,
+    curvature_bound=0.25,
+    feature_norm_bound=1.0,
+)
+
+
+def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.softplus(-labels * outputs.squeeze(1)).mean()
+
+
+def client_data(client: int, size: int = 12) -> ClientData:
+    generator = torch.Generator().manual_seed(client)
+    x = torch.randn(size, DIMENSION, generator=generator).double()
+    x /= x.norm(dim=1, keepdim=True).clamp(min=1.0)
+    y = torch.sign(x[:, 0] - 0.3 + 0.1 * torch.randn(size, generator=generator))
+    data = Examples(features=x, targets=y)
+    return ClientData(train=data, test=data)
+
+
+def task(sizes: dict[int, int] | None = None) -> Task:
+    """Logistic regression of two classes in float64, no bias."""
+    return Task(
+        model=lambda: nn.Linear(DIMENSION, 1, bias=False).double(),
+        data=lambda client: client_data(client, (sizes or {}).get(client, 12)),
+        loss=logistic_loss,
+        metrics={},
+        device="cpu",
+    )
+
+
+def initial(value: float = 0.5) -> ArrayRecord:
+    return ArrayRecord({"weight": torch.full((1, DIMENSION), value).double()})
+
+
+def plan(perturbation=OUTPUT, **changes) -> PerturbationPlan:
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "perturbation": perturbation,
+        "objective": KNOWN,
+        "delta": 1e-3,
+    }
+    return PerturbationPlan(**{**facts, **changes})
+
+
+def run(the_plan, *, start=None, rounds=1, clients=CLIENTS, app=None, **options):
+    """A run of FedAvg under a plan: the strategy, and all messages."""
+    app = app or DPFedAvg.client_app(task(), allow_seeded_noise=True)
+    grid = Recorder(app, num_clients=clients)
+    strategy = DPFedAvg(plan=the_plan, **{"local": EXACT, "evaluate_every": 0, **options})
+    strategy.start(grid, start or initial(), num_rounds=rounds)
+    return strategy, grid
+
+
+def of_training(messages):
+    return [m for m in messages if m.metadata.message_type.startswith("train")]
+
+
+def uploads(grid) -> dict[int, np.ndarray]:
+    """The model that each client sent in the only round, by partition."""
+    sent = {}
+    for question, reply in zip(of_training(grid.sent), of_training(grid.received), strict=True):
+        base = question.content.array_records[records.MODEL]["weight"].numpy()
+        update = reply.content.array_records[records.UPDATE]["weight"].numpy()
+        sent[reply.metadata.src_node_id - 1_000] = (base + update).ravel()
+    return sent
+
+
+def trained(client: int, start: float = 0.5) -> np.ndarray:
+    """A client's exact local model, without any protection."""
+    params = {"weight": torch.full((1, DIMENSION), start).double()}
+    moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
+    return moved["weight"].numpy().ravel()
+
+
+# Output perturbation ----------------------------------------------------------------------------
+
+
+def test_under_output_perturbation_a_clipped_model_plus_the_clients_own_noise_leaves_it():
+    """The seeded stream of client and round, on the trained model projected onto the ball."""
+    tight = OutputPerturbation(clipping_norm=0.4, noise_stddev=0.05)
+    _, grid = run(plan(tight), seed=6, seeded_noise=True)
+    sent, clipped = uploads(grid), 0
+    assert sorted(sent) == list(range(CLIENTS))
+    for client, released in sent.items():
+        local = trained(client)
+        inside = local * min(1.0, 0.4 / np.linalg.norm(local))
+        clipped += np.linalg.norm(local) > 0.4
+        stream = SeededNoise(6, "client-noise", client, 1)
+        noise = stream.add_gaussian({"weight": np.zeros((1, DIMENSION))}, 0.05)["weight"].ravel()
+        np.testing.assert_allclose(released, inside + noise, atol=1e-8)
+    assert clipped > 0
+
+
+def test_the_whole_model_is_clipped_not_what_changed():
+    """From a model far outside, every upload comes back onto the ball: its update is large."""
+    quiet = OutputPerturbation(clipping_norm=0.8, noise_stddev=1e-9)
+    _, grid = run(plan(quiet), start=initial(50.0), local=LocalTraining(epochs=0))
+    for released in uploads(grid).values():
+        assert np.linalg.norm(released) == pytest.approx(0.8, rel=1e-6)
+        np.testing.assert_allclose(released, 0.8 / math.sqrt(2), rtol=1e-6)
+
+
+def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
+    """200 clients, two rounds, secure noise: ±20 % of σ would be seen."""
+    clients, sigma = 200, 3.0
+    _, grid = run(
+        plan(
+            OutputPerturbation(clipping_norm=1e-6, noise_stddev=sigma),
+            sampling=FullParticipation(clients),
+        ),
+        clients=clients,
+        rounds=2,
+        local=LocalTraining(epochs=0),
+    )
+    # The received model plus the update: what was sent, within 1e-6 of the noise.
+    noise = np.array(
+        [
+            question.content.array_records[records.MODEL]["weight"].numpy()
+            + reply.content.array_records[records.UPDATE]["weight"].numpy()
+            for question, reply in zip(
+                of_training(grid.sent), of_training(grid.received), strict=True
+            )
+        ]
+    ).reshape(2, -1)
+    assert noise.shape[1] == clients * DIMENSION
+    assert stats.kstest(noise.ravel() / sigma, "norm").pvalue > 1e-5
+    assert noise.std() == pytest.approx(sigma, rel=0.15)
+    assert len(np.unique(noise)) == noise.size
+    assert abs(np.corrcoef(noise)[0, 1]) < 0.3
+
+
+def test_the_server_averages_what_the_clients_sent_and_adds_nothing():
+    grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    result = strategy.start(grid, initial(), num_rounds=1)
+    mean = np.mean(list(uploads(grid).values()), axis=0)
+    np.testing.assert_allclose(result.arrays["weight"].numpy().ravel(), mean, atol=1e-12)
+
+
+def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
+    with pytest.raises(ValueError, match="noise_stddev="):
+        OutputPerturbation(clipping_norm=1.0, noise_stddev=0.0)
+    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    received = {"weight": torch.zeros(1, DIMENSION).double()}
+    facts = perturbation_facts(plan(), seeded_noise=False)
+    context = next(iter(grid.contexts.values()))
+    for changes, said in (
+        ({"model-noise-stddev": 0.0}, "noise_stddev="),
+        ({"model-clipping-norm": -1.0}, "clipping_norm="),
+    ):
+        with pytest.raises(ValueError, match=said):
+            protected(
+                received,
+                received,
+                ConfigRecord({**facts, **changes}),
+                context,
+                allow_seeded_noise=False,
+            )
+
+
+def test_a_fact_that_is_no_number_is_refused_by_name():
+    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    received = {"weight": torch.zeros(1, DIMENSION).double()}
+    facts = perturbation_facts(plan(), seeded_noise=False)
+    with pytest.raises(TypeError, match="model-noise-stddev='much'.*expected a number"):
+        protected(
+            received,
+            received,
+            ConfigRecord({**facts, "model-noise-stddev": "much"}),
+            next(iter(grid.contexts.values())),
+            allow_seeded_noise=False,
+        )
+
+
+# Objective perturbation -------------------------------------------------------------------------
+
+
+def slope_at(client: int, released: np.ndarray, start: float, mu: float = MU) -> np.ndarray:
+    """Gradient at a model of the client's mean loss and proximal term, written out."""
+    data = client_data(client).train
+    x, y = data.features.numpy(), data.targets.double().numpy()
+    share = -y / (1 + np.exp(y * (x @ released)))
+    return x.T @ share / len(y) + mu * (released - start)
+
+
+def test_under_objective_perturbation_the_slope_at_what_a_client_sends_is_minus_its_noise():
+    _, grid = run(plan(OBJECTIVE), seed=6, seeded_noise=True)
+    sent = uploads(grid)
+    assert sorted(sent) == list(range(CLIENTS))
+    for client, released in sent.items():
+        like = {"weight": np.zeros((1, DIMENSION))}
+        stream = SeededNoise(6, "client-noise", client, 1)
+        noise = OBJECTIVE.direction(like, stream)["weight"].ravel()
+        np.testing.assert_allclose(slope_at(client, released, 0.5), -noise, atol=1e-9)
+        assert np.linalg.norm(released - trained(client)) > 0.01
+
+
+def test_the_objective_noise_of_many_clients_has_the_norm_of_the_paper():
+    """80 clients: ‖n‖ ~ Gamma(d, 1/α), read off the slope at each upload."""
+    clients = 80
+    _, grid = run(
+        plan(OBJECTIVE, sampling=FullParticipation(clients)),
+        clients=clients,
+        seed=6,
+        seeded_noise=True,
+    )
+    norms = [
+        float(np.linalg.norm(slope_at(client, released, 0.5)))
+        for client, released in uploads(grid).items()
+    ]
+    assert len(norms) == clients
+    assert stats.kstest(norms, stats.gamma(DIMENSION, scale=1 / 2.0).cdf).pvalue > 1e-5
+    for wrong in (0.4, 2.5):
+        assert stats.kstest(norms, stats.gamma(DIMENSION, scale=wrong / 2.0).cdf).pvalue < 1e-5
+
+
+@pytest.mark.parametrize(("size", "refused"), [(5, 0), (4, 1), (1, 1)])
+def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(size, refused):
+    """2u₂/μ = 5."""
+    app = DPFedAvg.client_app(task({1: size}))
+    strategy, grid = run(plan(OBJECTIVE), app=app)
+    assert len(strategy.refusals) == refused
+    if refused:
+        (said,) = strategy.refusals
+        assert f"trains on {size} examples" in said
+        assert "fewer than 5 = 2u₂/μ (Theorem 6.3): take a larger proximal_weight" in said
+        assert "PreconditionFailed" in said
+        (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
+        assert not failed.has_content()
+    assert strategy.progress.row["answered"] == CLIENTS - refused
+
+
+def test_output_perturbation_asks_for_no_number_of_examples():
+    strategy, _ = run(plan(OUTPUT), app=DPFedAvg.client_app(task({1: 1})))
+    assert strategy.refusals == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "local", "said"),
+    [
+        ({"generalised_linear": False}, EXACT, "generalised linear model"),
+        ({"feature_norm_bound": 2.0}, EXACT, "features have norm at most 1"),
+        ({}, LocalTraining(epochs=1), "the proximal weight is above 0"),
+    ],
+)
+def test_a_problem_that_theorem_6_3_does_not_cover_ends_the_run_before_anything_is_sent(
+    changes, local, said
+):
+    grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    the_plan = plan(OBJECTIVE, objective=replace(KNOWN, **changes))
+    with pytest.raises(PreconditionFailed, match=said):
+        DPFedAvg(plan=the_plan, local=local).start(grid, initial())
+    assert of_training(grid.sent) == []
+
+
+# Both -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
+@pytest.mark.parametrize(("allowed", "veto"), [(False, False), (True, True)])
+def test_seeded_noise_that_a_client_does_not_allow_is_refused_with_what_to_change(
+    perturbation, allowed, veto
+):
+    grid = Recorder(DPFedAvg.client_app(task(), allow_seeded_noise=allowed), num_clients=CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config["require-secure-noise"] = veto
+    strategy = DPFedAvg(
+        plan=plan(perturbation), local=EXACT, evaluate_every=0, seed=1, seeded_noise=True
+    )
+    strategy.start(grid, initial(), num_rounds=1)
+    assert len(strategy.refusals) == CLIENTS
+    for said in strategy.refusals:
+        assert "seeded noise, which this client does not allow" in said
+        assert "allow_seeded_noise=True" in said
+    assert not any(reply.has_content() for reply in of_training(grid.received))
+
+
+@pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
+def test_seeded_runs_repeat_and_secure_ones_never_do_even_with_a_seed(perturbation):
+    def sent(seeded):
+        _, grid = run(plan(perturbation), seed=6, seeded_noise=seeded, rounds=2)
+        return [
+            reply.content.array_records[records.UPDATE]["weight"].numpy().tobytes()
+            for reply in of_training(grid.received)
+        ]
+
+    repeated = sent(True)
+    assert repeated == sent(True)
+    assert len(set(repeated)) == 2 * CLIENTS  # another stream for each client and round
+    assert not set(sent(False)) & set(sent(False))
+
+
+def release_plan(**changes) -> ReleasePlan:
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.1,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def test_every_message_asks_for_one_protection_only():
+    own = {
+        "update": {"clipping-norm", "noise-stddev"},
+        "output": {"model-clipping-norm", "model-noise-stddev"},
+        "objective": {"objective-rate", "least-examples"},
+        "none": set(),
+    }
+    every = set.union(*own.values())
+    plans = {
+        "update": release_plan(),
+        "output": plan(OUTPUT),
+        "objective": plan(OBJECTIVE),
+        "none": NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
+    }
+    for kind, the_plan in plans.items():
+        _, grid = run(the_plan)
+        messages = of_training(grid.sent)
+        assert len(messages) == CLIENTS
+        for message in messages:
+            facts = message.content.config_records[records.ROUND]
+            assert set(facts) & every == own[kind]
+
+
+def test_the_facts_of_a_plan_are_its_own_numbers():
+    assert perturbation_facts(plan(OUTPUT), seeded_noise=True) == {
+        "model-clipping-norm": 0.8,
+        "model-noise-stddev": 0.05,
+        "seeded-noise": True,
+    }
+    known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
+    assert perturbation_facts(known, seeded_noise=False) == {
+        "objective-rate": 2.0,
+        "least-examples": 5,
+        "seeded-noise": False,
+    }
+    facts = plan_facts(release_plan(), 4, seeded_noise=False)
+    assert facts["clipping-norm"] == 0.5
+    assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
+    assert plan_facts(release_plan(), 0, seeded_noise=False) == {}
+
+
+def test_without_a_plan_for_it_an_update_leaves_as_it_was_trained():
+    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    for client, sent in uploads(grid).items():
+        np.testing.assert_allclose(sent, trained(client), atol=1e-12)
+
+
+def test_output_perturbation_keeps_single_precision_and_sends_the_difference_to_what_came():
+    received = {"weight": torch.full((1, DIMENSION), 100.0)}
+    update = {"weight": torch.ones(1, DIMENSION)}
+    quiet = plan(OutputPerturbation(clipping_norm=1.0, noise_stddev=1e-6))
+    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    sent = protected(
+        update,
+        received,
+        ConfigRecord(perturbation_facts(quiet, seeded_noise=False)),
+        next(iter(grid.contexts.values())),
+        allow_seeded_noise=False,
+    )
+    assert sent["weight"].dtype == torch.float32
+    whole = {name: received[name] + value for name, value in sent.items()}
+    assert float(whole["weight"].norm()) == pytest.approx(1.0, rel=1e-3)
+
+
+# What the strategy makes of it ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
+def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(perturbation):
+    """Sampled cohorts: no amplification, each client by how often it was asked."""
+    sizes = {0: 12, 1: 30, 2: 7, 3: 9}
+    app = DPFedAvg.client_app(task(sizes))
+    sampled = plan(perturbation, sampling=FixedSizeSampling(4, 2))
+    strategy, grid = run(sampled, app=app, clients=4, rounds=5, seed=3)
+    asked = [m.metadata.dst_node_id - 1_000 for m in of_training(grid.sent)]
+    counts = {client: asked.count(client) for client in set(asked)}
+    assert sum(counts.values()) == 10
+    assert len(set(counts.values())) > 1
+    trained_objective = replace(
+        KNOWN, proximal_weight=MU, distance_to_minimiser=1e-10 / MU, memoryless=True
+    )
+    expected = perturbation_guarantees(
+        perturbation,
+        trained_objective,
+        num_examples=sizes,
+        participations=counts,
+        delta=1e-3,
+        not_covered=["that a client answered or not, and when"],
+    )
+    assert strategy.guarantees() == expected
+    assert math.isfinite(expected[1].epsilon)
+    if perturbation is OBJECTIVE:
+        assert expected[1].epsilon == max(
+            upcycled_theorem_6_3(
+                OBJECTIVE, trained_objective, num_examples=sizes[c], participations=counts[c]
+            )
+            for c in counts
+        )
+
+
+def test_the_numbers_of_a_round_say_what_was_spent():
+    strategy, _ = run(plan(OUTPUT), rounds=2)
+    published, provable = strategy.guarantees()
+    assert strategy.progress.row["epsilon_published"] == published.epsilon
+    assert strategy.progress.row["epsilon_provable"] == provable.epsilon
+
+
+def test_training_by_sgd_is_not_taken_for_an_exact_minimiser():
+    sgd = LocalTraining(epochs=1, proximal_weight=MU)
+    _, provable = run(plan(OUTPUT), local=sgd)[0].guarantees()
+    assert "sensitivity 2τ = 1.6" in provable.source
+    published, provable = run(plan(OBJECTIVE), local=sgd)[0].guarantees()
+    assert math.isfinite(published.epsilon)
+    assert math.isinf(provable.epsilon)
+
+
+def test_a_method_whose_clients_remember_is_not_taken_for_memoryless():
+    sgd = LocalTraining(epochs=1, proximal_weight=MU)
+    for method, remembers in ((Scaffold, True), (DPFedAvg, False)):
+        grid = Recorder(method.client_app(task()), num_clients=CLIENTS)
+        strategy = method(plan=plan(OBJECTIVE), local=sgd, evaluate_every=0)
+        strategy.start(grid, initial(), num_rounds=1)
+        assert strategy.refusals == []
+        for guarantee in strategy.guarantees():
+            assert ("clients keep no state" in guarantee.statement()) == remembers
+
+
+def test_the_number_of_examples_is_told_only_where_records_not_clients_are_protected():
+    for the_plan, told in ((plan(OUTPUT), True), (release_plan(), False)):
+        strategy, grid = run(the_plan)
+        for reply in of_training(grid.received):
+            assert (records.METRICS in reply.content) == told
+        assert strategy.num_examples == (dict.fromkeys(range(CLIENTS), 12) if told else {})
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.temperature
+
+
+@pytest.mark.parametrize(
+    "the_plan",
+    [
+        NonPrivatePlan(sampling=FullParticipation(3)),
+        ReleasePlan(
+            sampling=FullParticipation(3),
+            clipping_norm=1.0,
+            noise_multiplier=1.0,
+            rounds=1,
+            delta=0.1,
+        ),
+        PerturbationPlan(sampling=FullParticipation(3), perturbation=OUTPUT, delta=0.1),
+    ],
+    ids=["none", "release", "perturbation"],
+)
+def test_a_model_with_a_scalar_parameter_can_be_trained(the_plan):
+    world = Task(model=Scaled, data=worlds.client_data, device="cpu")
+    grid = InProcessGrid(DPFedAvg.client_app(world), num_clients=3)
+    result = DPFedAvg(plan=the_plan, local=LocalTraining(epochs=1)).start(
+        grid, ArrayRecord(world.initial_params(0)), num_rounds=1
+    )
+    assert result.arrays["temperature"].numpy().shape == ()
+
+
+@pytest.mark.parametrize("lie", [0, 0.5, -3])
+def test_one_client_that_tells_nonsense_of_its_size_does_not_end_the_run(lie):
+    grid = Tampering(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+
+    def tell(reply):
+        reply.content["metrics"] = MetricRecord({"num-examples": lie})
+        return [reply]
+
+    grid.tamper = {1: tell}
+    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    strategy.start(grid, initial(), num_rounds=1)
+    assert strategy.guarantees()
+
+
+def test_a_size_that_shrinks_or_grows_between_rounds_is_accounted_by_the_smallest():
+    told = iter([5] * CLIENTS + [5000] * CLIENTS)
+    grid = Tampering(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+
+    def tell(reply):
+        reply.content["metrics"] = MetricRecord({"num-examples": next(told)})
+        return [reply]
+
+    grid.tamper = dict.fromkeys(range(CLIENTS), tell)
+    strategy = DPFedAvg(plan=plan(), local=EXACT, evaluate_every=0)
+    strategy.start(grid, initial(), num_rounds=2)
+    assert set(strategy.num_examples.values()) == {5}

@@ -1,0 +1,183 @@
+"""What every app leaves behind: a run directory, an outcome, a report; failures too."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from safetensors.numpy import load_file
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.federation import InProcessGrid, choice, recorded_run, save_outcome
+from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
+from flower_ext.reporting import NotARun, RunDirectory
+from flower_ext.training import LocalTraining
+from tests.worlds import task
+
+CLIENTS = 3
+
+
+def config_of(path: Path, **more):
+    return {"run-directory": str(path), "method": "dp-fedavg", "dataset": "toy", **more}
+
+
+def private_plan(**changes) -> ReleasePlan:
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 3.0,
+        "rounds": 4,
+        "delta": 0.1,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, **config):
+    """A whole small run, as an app makes it."""
+    with recorded_run(config_of(path, **config), "toy") as run:
+        ledger = None if budget is None else Ledger(run.ledger_path, budget=budget)
+        strategy = DPFedAvg(
+            plan=plan, local=LocalTraining(epochs=1), ledger=ledger, run=run, timeout=5.0
+        )
+        grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+        result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+        save_outcome(run, strategy, result)
+    return run, strategy, result
+
+
+def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_report(tmp_path):
+    run, strategy, result = record(tmp_path / "deep" / "run", private_plan(), lr=0.5)
+    assert run.path == tmp_path / "deep" / "run"
+    assert run.config["lr"] == 0.5
+    assert run.facts["status"] == "completed"
+    assert run.facts["reason"] is None
+    assert run.facts["summary"] == {"refused": 0}
+    assert [row["round"] for row in run.metrics()] == [1, 2]
+    assert run.guarantees() == strategy.guarantees() != []
+    saved = load_file(run.path / "model.safetensors")
+    assert set(saved) == set(result.arrays)
+    for name, array in saved.items():
+        np.testing.assert_array_equal(array, result.arrays[name].numpy())
+    rows = run.client_metrics()
+    assert [row["partition"] for row in rows] == [0, 1, 2]
+    assert [row["accuracy"] for row in rows] == [
+        strategy.client_metrics[partition]["accuracy"] for partition in range(CLIENTS)
+    ]
+    for name in ("report.md", "report.html"):
+        assert "dp-fedavg on toy" in (run.path / name).read_text()
+
+
+def test_the_report_is_named_where_the_user_looks_once_it_is_there(tmp_path, capsys):
+    record(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)), rounds=1)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Report:"))
+    assert Path(line.removeprefix("Report: ")).is_file()
+
+
+def test_a_run_without_privacy_saves_no_guarantee(tmp_path):
+    run, *_ = record(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    assert run.guarantees() == []
+    assert run.facts["status"] == "completed"
+
+
+def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
+    run, strategy, _ = record(
+        tmp_path / "run", private_plan(), rounds=9, budget=Budget(epsilon=0.6, delta=0.1)
+    )
+    assert 1 <= len(run.metrics()) < 9
+    assert run.facts["status"] == "budget-exhausted"
+    assert run.facts["reason"] == strategy.stopped
+    assert "above the budget" in run.facts["reason"]
+    assert (run.path / "model.safetensors").is_file()
+    assert "budget-exhausted" in (run.path / "report.md").read_text()
+
+
+def test_refused_replies_are_in_the_summary(tmp_path):
+    with recorded_run(config_of(tmp_path / "run"), "toy") as run:
+        strategy = DPFedAvg(
+            plan=private_plan(),
+            local=LocalTraining(epochs=1),
+            seed=1,
+            seeded_noise=True,  # which these clients do not allow
+            evaluate_every=0,
+            run=run,
+        )
+        grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+        start = ArrayRecord(task().initial_params(0))
+        save_outcome(run, strategy, strategy.start(grid, start, num_rounds=2))
+    assert run.facts["summary"] == {"refused": 2 * CLIENTS}
+    assert run.client_metrics() == []
+
+
+@pytest.mark.parametrize("error", [ValueError("bad luck"), KeyboardInterrupt("bad luck")])
+def test_a_failure_is_recorded_then_raised_and_no_report_pretends_otherwise(
+    tmp_path, error, capsys
+):
+    def fail():
+        with recorded_run(config_of(tmp_path / "run"), "toy") as run:
+            run.log(1, loss=2.0)
+            raise error
+
+    with pytest.raises(type(error), match="bad luck"):
+        fail()
+    reopened = RunDirectory.open(tmp_path / "run")
+    assert reopened.facts["status"] == "failed"
+    assert reopened.facts["reason"] == f"{type(error).__name__}: bad luck"
+    assert reopened.metrics() == [{"round": 1, "loss": 2.0}]
+    assert not (reopened.path / "report.html").exists()
+    assert "Report:" not in capsys.readouterr().out
+
+
+def test_a_named_directory_may_begin_at_home_or_be_relative_and_becomes_absolute(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with recorded_run(config_of(Path("~/run")), "toy") as run:
+        assert run.path == tmp_path / "home" / "run"
+    with recorded_run(config_of(Path("here")), "toy") as run:
+        assert run.path == tmp_path / "here"
+
+
+def test_a_named_directory_is_never_overwritten(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    with (
+        pytest.raises(NotARun, match="not empty"),
+        recorded_run(config_of(tmp_path), "toy"),
+    ):
+        raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("config", [{}, {"run-directory": ""}])
+def test_an_unnamed_run_goes_below_the_runs_folder_under_a_name_of_its_own(
+    tmp_path, monkeypatch, config
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLOWER_EXT_RUNS", raising=False)
+    paths = []
+    for _ in range(2):
+        with recorded_run(config, "fedavg-toy") as run:
+            paths.append(run.path)
+    assert len(set(paths)) == 2
+    for path in paths:
+        assert path.parent == tmp_path / "runs"
+        assert "fedavg-toy" in path.name
+    monkeypatch.setenv("FLOWER_EXT_RUNS", str(tmp_path / "elsewhere"))
+    with recorded_run(config, "fedavg-toy") as run:
+        assert run.path.parent == tmp_path / "elsewhere"
+    assert list((tmp_path / "elsewhere").iterdir()) == [run.path]
+
+
+def test_a_choice_is_one_of_the_allowed_words():
+    config = {"solver": "newton"}
+    assert choice(config, "solver", ("sgd", "newton")) == "newton"
+    with pytest.raises(
+        ValueError, match=r"run-config solver='newton': expected one of sgd, lbfgs$"
+    ):
+        choice(config, "solver", ("sgd", "lbfgs"))
+
+
+@pytest.mark.parametrize("value", ["", "SGD", 1, True])
+def test_a_choice_that_only_looks_right_is_refused(value):
+    with pytest.raises(ValueError, match="run-config solver="):
+        choice({"solver": value}, "solver", ("sgd", "newton"))
