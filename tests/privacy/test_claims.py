@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -11,12 +12,19 @@ from flower_ext.privacy import (
     Participations,
     PoissonSampling,
     PrivacyUnit,
+    Release,
     ReleasePlan,
     client_level_guarantees,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
     privacy_loss,
     theorem2_of_plan,
+)
+
+RELEASE = Release(
+    sampling=PoissonSampling(100, 0.1),
+    noise_multiplier=1.0,
+    relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
 )
 
 
@@ -187,3 +195,18 @@ def test_unfit_parameters_of_theorem_2_are_refused_by_name(field, value):
     facts = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "rounds": 10, "delta": 1e-2}
     with pytest.raises(ValueError, match=f"{field}="):
         dp2_fedsam_theorem2(**{**facts, field: value})
+
+
+def test_guarantees_and_releases_survive_json_text():
+    plan = ReleasePlan(
+        sampling=PoissonSampling(50, 0.2),
+        clipping_norm=0.5,
+        noise_multiplier=1.5,
+        rounds=10,
+        delta=1e-2,
+        noise_placement="server",  # with infinite ε
+    )
+    for guarantee in client_level_guarantees(plan, Participations.worst_case(10, 10)):
+        text = json.dumps(guarantee.to_dict(), allow_nan=False)
+        assert Guarantee.from_dict(json.loads(text)) == guarantee
+    assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE

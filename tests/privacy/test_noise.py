@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import stats
 
-from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise
+from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip, sum_bounded
+from flower_ext.privacy.noise import _GeneratorNoise
 from tests.privacy.test_bounds import FLOATS, array_of
 
 DRAWS = 4_000_000
@@ -126,3 +127,74 @@ def test_unfit_gamma_parameters_are_refused(dimension, scale):
 def test_huge_values_do_not_pass_with_their_noise_absorbed(huge):
     with pytest.raises(NonFiniteUpdate, match="is lost in it"):
         SecureNoise().add_gaussian({"a": huge}, 1.0)
+
+
+def variance_fits(sample: np.ndarray, stddev: float) -> bool:
+    """Chi-square interval test at level 1e-3: ±0.47 % at 10⁶ draws."""
+    statistic = float(np.sum((sample / stddev) ** 2))
+    low, high = stats.chi2.ppf([5e-4, 1 - 5e-4], sample.size)
+    return bool(low <= statistic <= high)
+
+
+KINDS = [
+    lambda shape: np.zeros(shape),
+    lambda shape: np.zeros(shape, np.float32),
+    lambda shape: torch.zeros(shape),
+    lambda shape: torch.zeros(shape, dtype=torch.float64),
+]
+
+
+@pytest.mark.parametrize("zeros", KINDS, ids=["f64", "f32", "torch-f32", "torch-f64"])
+def test_noise_variance_fits_in_numpy_and_torch_and_two_percent_off_does_not(zeros):
+    noise = SeededNoise(1, "variance")
+
+    def draw(stddev):
+        noised = noise.add_gaussian({"a": zeros(1_000_000)}, stddev)["a"]
+        return np.asarray(noised, dtype=np.float64)
+
+    assert variance_fits(draw(0.3), 0.3)
+    for factor in (0.98, 1.02):
+        assert not variance_fits(draw(0.3 * math.sqrt(factor)), 0.3)
+
+
+class _Fixed(_GeneratorNoise):
+    """Noise of one known value, to see in which precision it is added."""
+
+    is_secure = False
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def _generator(self):
+        return self
+
+    def standard_normal(self, shape):
+        return np.full(shape, self.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_noise_is_rounded_once_after_the_addition(dtype):
+    """Added in the array's own precision, the little above step/2 would be lost first."""
+    step = torch.finfo(dtype).eps
+    noise = step / 2 * (1 + step / 4)
+    noised = _Fixed(noise).add_gaussian({"a": torch.ones(3, dtype=dtype)}, 1.0)["a"]
+    assert bool((noised.double() == 1 + step).all())
+
+
+@pytest.mark.parametrize(
+    "huge", [np.full(1000, 1e300), np.full(1000, 3e38, np.float32), torch.full((1000,), 3e38)]
+)
+def test_huge_values_are_noised_once_they_are_clipped(huge):
+    bounded = clip({"a": huge}, 1.0).value
+    noised = SecureNoise().add_gaussian(bounded, 1.0)["a"]
+    change = np.asarray(noised, np.float64) - np.asarray(bounded["a"], np.float64)
+    assert (change != 0).mean() > 0.99
+    assert change.std() == pytest.approx(1.0, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_sums_are_kept_in_float64(dtype):
+    like = {"a": np.zeros(2, dtype)}
+    updates = [clip({"a": np.full(2, 0.1, dtype)}, 1.0)] * 3_000
+    summed = sum_bounded(updates, like=like).value["a"]
+    np.testing.assert_allclose(summed, 3_000 * float(dtype(0.1)), rtol=1e-12)

@@ -8,6 +8,7 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     NeighboringRelation,
+    NonFiniteUpdate,
     PoissonSampling,
     ReleasePlan,
     RoundDiscarded,
@@ -148,3 +149,38 @@ def test_a_plan_for_a_target_meets_it():
 def test_unfit_plans_are_refused_by_field(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         plan(**{field: value})
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_non_finite_upload_releases_nothing(placement, value):
+    plan = ReleasePlan(
+        sampling=PoissonSampling(50, 0.2),
+        clipping_norm=0.5,
+        noise_multiplier=1.5,
+        rounds=10,
+        delta=1e-2,
+        noise_placement=placement,
+    )
+    with pytest.raises(NonFiniteUpdate):
+        plan.aggregate(
+            [{"a": np.array([1.0, value])}],
+            cohort_size=2,
+            noise=SecureNoise(),
+            like={"a": np.zeros(2)},
+        )
+
+
+def test_a_few_of_many_missing_are_topped_up_too():
+    plan = ReleasePlan(
+        sampling=PoissonSampling(400, 0.5),
+        clipping_norm=0.5,
+        noise_multiplier=1.5,
+        rounds=10,
+        delta=1e-2,
+    )
+    like = {"a": np.zeros(1_000)}
+    uploads = [like] * 399  # without noise of their own: what is left is the top-up
+    value = plan.aggregate(uploads, cohort_size=400, noise=SecureNoise(), like=like).value["a"]
+    expected = plan.noise_stddev / math.sqrt(400)
+    assert value.std() * 200 == pytest.approx(expected, rel=0.15)
