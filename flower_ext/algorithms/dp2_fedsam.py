@@ -28,6 +28,7 @@ from flower_ext.federation import (
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    Steps,
 )
 from flower_ext.privacy import Guarantee, Plan, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params, difference
@@ -40,24 +41,24 @@ def own_head(work: ClientWork) -> Params:
     return {n: p for n, p in work.initial_params().items() if n not in work.received}
 
 
-def local_update(work: ClientWork) -> LocalResult:
+def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–17 of Algorithm 2: the head first, with φ frozen; then φ by SAM, with h frozen."""
     shared, head = work.received, own_head(work)
-    model = work.train("head", {**shared, **head}, lambda name: name in head)
-    model = work.train("extractor", model, lambda name: name in shared)
+    model = yield work.train("head", {**shared, **head}, lambda name: name in head)
+    model = yield work.train("extractor", model, lambda name: name in shared)
     moved = {name: model[name] for name in shared}
     return LocalResult(
         update=difference(moved, shared), memory={name: model[name] for name in head}
     )
 
 
-def local_model(work: ClientWork) -> Params:
+def local_model(work: ClientWork) -> Steps[Params]:
     """(φ, h): the received extractor under the client's own head, adapted to it where asked."""
     head = own_head(work)
     model = {**work.received, **head}
     if "head" not in work.training:
         return model
-    return work.train("head", model, lambda name: name in head)
+    return (yield work.train("head", model, lambda name: name in head))
 
 
 class DP2FedSAM(FederatedStrategy):

@@ -32,6 +32,7 @@ from flower_ext.federation import (
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    Steps,
     records,
 )
 from flower_ext.privacy import (
@@ -46,17 +47,17 @@ from flower_ext.training import LocalTraining, Params, difference
 log = getLogger("flwr")
 
 
-def local_update(work: ClientWork) -> LocalResult:
+def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–10 of Algorithm 1: train the received model, return what changed."""
-    trained = work.train("local", work.received)
+    trained = yield work.train("local", work.received)
     return LocalResult(update=difference(trained, work.received))
 
 
-def local_model(work: ClientWork) -> Params:
+def local_model(work: ClientWork) -> Steps[Params]:
     """The downloaded model, fine-tuned first where the strategy asks for it."""
     if "fine_tuning" not in work.training:
         return work.received
-    return work.train("fine_tuning", work.received)
+    return (yield work.train("fine_tuning", work.received))
 
 
 class DPFedAvg(FederatedStrategy):

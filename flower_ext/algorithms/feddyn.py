@@ -26,6 +26,7 @@ from flower_ext.federation import (
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    Steps,
     records,
 )
 from flower_ext.privacy import Plan
@@ -34,7 +35,7 @@ from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term, d
 REGULARIZATION = "regularization"
 
 
-def local_update(work: ClientWork) -> LocalResult:
+def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then renew the gradient."""
     alpha, server = work.settings[REGULARIZATION], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
@@ -42,7 +43,8 @@ def local_update(work: ClientWork) -> LocalResult:
         Linear(direction={name: -g for name, g in gradient.items()}),
         Proximal(weight=alpha, anchor=server),
     ]
-    update = difference(work.train("local", server, terms=terms), server)
+    trained = yield work.train("local", server, terms=terms)
+    update = difference(trained, server)
     renewed = {name: gradient[name] - alpha * update[name] for name in gradient}
     return LocalResult(update=update, memory=renewed)
 

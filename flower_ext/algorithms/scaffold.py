@@ -32,6 +32,7 @@ from flower_ext.federation import (
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    Steps,
     records,
 )
 from flower_ext.privacy import Plan, ReleasePlan
@@ -41,12 +42,12 @@ STEPS = "local-steps"
 CONTROL = "control"
 
 
-def local_update(work: ClientWork) -> LocalResult:
+def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 6–13: train under the correction c − c_i, then renew c_i (option II)."""
     control = work.state[CONTROL]
     own = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, own))
-    trained = work.train("local", work.received, terms=[correction])
+    trained = yield work.train("local", work.received, terms=[correction])
     update = difference(trained, work.received)
     local = work.training["local"]
     steps = local.effective_steps(len(work.data.train))

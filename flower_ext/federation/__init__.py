@@ -1,6 +1,6 @@
 """The Flower glue that every algorithm shares."""
 
-from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult, client_app
+from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult, Steps, client_app
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
@@ -19,6 +19,7 @@ __all__ = [
     "InProcessGrid",
     "LocalResult",
     "RefusedReply",
+    "Steps",
     "Stragglers",
     "choice",
     "client_app",

@@ -1,17 +1,22 @@
 """The client side that every method shares: unpack, train, bound, noise, reply.
 
-A method supplies two pure functions (`ClientMethod`). Bounding and noising happen here, after
-them and before anything is sent, so no method can forget either, and what a method returns as
-memory cannot reach a reply.
+A method supplies two functions (`ClientMethod`), written for one client. Bounding and noising
+happen here, after them and before anything is sent, so no method can forget either, and what a
+method returns as memory cannot reach a reply.
+
+Where many clients live in one process, the same functions run side by side: whenever all of them
+wait for a local training, these trainings are one batch (`training.train_many`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_ext.data import ClientData
@@ -20,16 +25,45 @@ from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
 from flower_ext.federation.protection import objective_terms, protected
 from flower_ext.privacy import l2_norm, seeded_generator
-from flower_ext.training import LocalTraining, Params, Task, Term, evaluate, train
+from flower_ext.training import (
+    MEMORY_LIMIT,
+    Job,
+    LocalTraining,
+    Params,
+    Task,
+    Term,
+    evaluate_many,
+    train_many,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A local training that a method waits for: ``model = yield work.train(...)``."""
+
+    task: Task
+    job: Job
+    trained: Callable[[str], bool]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters that are trained."""
+        return frozenset(name for name in self.job.params if self.trained(name))
+
+
+Steps = Generator[Training, Params, T]
+"""A function that yields trainings, is sent the trained models, and returns a ``T``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientWork:
     """All that a method needs on one client in one round.
 
-    ``settings`` are the method's own numbers, ``state`` the server's other array records by name,
-    ``terms`` what the plan adds to every local objective (objective perturbation), ``config`` what
-    the user passed to ``start``.
+    ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
+    server's other array records by name, ``terms`` what the plan adds to every local objective
+    (objective perturbation), ``config`` what the user passed to ``start``.
     """
 
     task: Task
@@ -56,17 +90,16 @@ class ClientWork:
         trained: Callable[[str], bool] = lambda name: True,
         *,
         terms: Sequence[Term] = (),
-    ) -> Params:
-        """Train part of a model as the server's settings for ``phase`` say."""
-        return train(
-            self.task,
-            params,
-            self.data.train,
-            self.training[phase],
-            trained=trained,
-            terms=[*self.terms, *terms],
+    ) -> Training:
+        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded."""
+        job = Job(
+            params=params,
+            examples=self.data.train,
+            training=self.training[phase],
             generator=self.generator,
+            terms=[*self.terms, *terms],
         )
+        return Training(task=self.task, job=job, trained=trained)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,30 +117,52 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMethod:
-    """The client side of a method: two pure functions.
+    """The client side of a method: two functions of one client's work.
+
+    Both may yield `ClientWork.train` as often as they like. They must not depend on anything but
+    their argument, since they run side by side with those of other clients.
 
     Parameters
     ----------
     name : str
         Names the messages (``train.<name>``) and the client memory.
-    local_update : Callable[[ClientWork], LocalResult]
-    local_model : Callable[[ClientWork], Params]
+    local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
+    local_model : Callable[[ClientWork], Params | Steps[Params]]
         The model that this client would use: evaluated on its test examples, then forgotten.
     memoryless : bool
         Whether updates depend on no client memory; record-level guarantees ask.
     """
 
     name: str
-    local_update: Callable[[ClientWork], LocalResult]
-    local_model: Callable[[ClientWork], Params]
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
+    local_model: Callable[[ClientWork], Params | Steps[Params]]
     memoryless: bool = False
+
+
+class CohortApp(ClientApp):
+    """A ClientApp that can also answer for several clients of this process at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together: dict[str, Callable[..., list[Message]]] = {}
+
+    def answer(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
+    ) -> list[Message]:
+        """Replies in the order of ``messages``, all of one type that is in ``together``.
+
+        An error of one client is raised for all; none of the contexts has changed then.
+        """
+        return self.together[messages[0].metadata.message_type](
+            messages, contexts, memory_limit=memory_limit
+        )
 
 
 def client_app(
     *methods: ClientMethod,
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
-) -> ClientApp:
+) -> CohortApp:
     """A ClientApp that answers for one or several methods.
 
     Parameters
@@ -119,78 +174,173 @@ def client_app(
         seed can take the noise off again. The owner of a SuperNode forbids it in any case with
         ``--node-config "require-secure-noise=true"``.
     """
-    app = ClientApp()
+    app = CohortApp()
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
         return tell_partition(message, partition_of(context.node_config))
 
     for method in methods:
+        side = _ClientSide(method, task, allow_seeded_noise)
+        app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
 
         @app.train(method.name)
-        def _(message: Message, context: Context, method: ClientMethod = method) -> Message:
-            work = _unpack(message, context, method, task, allow_seeded_noise)
-            result = method.local_update(work)
-            facts = message.content.config_records[records.ROUND]
-            update = protected(
-                result.update,
-                work.received,
-                facts,
-                context,
-                allow_seeded_noise=allow_seeded_noise,
-            )
-            if result.memory is not None:
-                ClientMemory(context, method.name).store(result.memory)
-            content = RecordDict({records.UPDATE: records.to_record(update)})
-            metrics: dict[str, float] = {}
-            if facts.get("report-size"):
-                metrics |= {"num-examples": len(work.data.train), **result.metrics}
-            if facts.get("diagnostics"):
-                metrics["update-norm"] = l2_norm(result.update)
-            if metrics:
-                content[records.METRICS] = records.metrics_record(metrics)
-            return Message(content, reply_to=message)
+        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
+            return side.train([message], [context])[0]
 
         @app.evaluate(method.name)
-        def _(message: Message, context: Context, method: ClientMethod = method) -> Message:
-            work = _unpack(message, context, method, task, allow_seeded_noise)
-            scores = evaluate(work.task, method.local_model(work), work.data.test)
-            scores["num-examples"] = float(len(work.data.test))
-            content = RecordDict({records.METRICS: records.metrics_record(scores)})
-            return Message(content, reply_to=message)
+        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
+            return side.score([message], [context])[0]
 
     return app
 
 
-def _unpack(
-    message: Message,
-    context: Context,
-    method: ClientMethod,
-    task: Task | Callable[[Context], Task],
-    allow_seeded_noise: bool,
-) -> ClientWork:
-    task = task if isinstance(task, Task) else task(context)
-    content = message.content
-    facts = content.config_records[records.ROUND]
-    partition = partition_of(context.node_config)
-    number, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
-    kind = message.metadata.message_type.partition(".")[0]
-    numbers = seeded_generator(seed, "client", kind, partition, number)
-    received = {name: records.to_params(record) for name, record in content.array_records.items()}
-    model, data = received.pop(records.MODEL), task.data(partition)
-    return ClientWork(
-        task=task,
-        data=data,
-        received=model,
-        memory=ClientMemory(context, method.name).load(),
-        training=records.read_trainings(content),
-        round=number,
-        seed=seed,
-        generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
-        settings=dict(content.config_records.get(records.SETTINGS, {})),  # type: ignore[arg-type]
-        state=received,
-        terms=objective_terms(
-            model, len(data.train), facts, context, allow_seeded_noise=allow_seeded_noise
-        ),
-        config=dict(content.config_records.get(records.CONFIG, {})),
-    )
+@dataclass(frozen=True)
+class _ClientSide:
+    """Answers for one method, for as many clients as there are messages."""
+
+    method: ClientMethod
+    task: Task | Callable[[Context], Task]
+    allow_seeded_noise: bool
+
+    def train(
+        self,
+        messages: Sequence[Message],
+        contexts: Sequence[Context],
+        *,
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> list[Message]:
+        """Train, protect, remember, reply."""
+        works = self._unpack(messages, contexts)
+        results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
+        replies = [
+            self._reply(message, context, work, result)
+            for message, context, work, result in zip(
+                messages, contexts, works, results, strict=True
+            )
+        ]
+        for context, result in zip(contexts, results, strict=True):
+            if result.memory is not None:
+                ClientMemory(context, self.method.name).store(result.memory)
+        return replies
+
+    def score(
+        self,
+        messages: Sequence[Message],
+        contexts: Sequence[Context],
+        *,
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> list[Message]:
+        """Evaluate the model that each client would use."""
+        works = self._unpack(messages, contexts)
+        models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
+        every = evaluate_many(works[0].task, models, [work.data.test for work in works])
+        replies = []
+        for message, work, scores in zip(messages, works, every, strict=True):
+            scores["num-examples"] = float(len(work.data.test))
+            content = RecordDict({records.METRICS: records.metrics_record(scores)})
+            replies.append(Message(content, reply_to=message))
+        return replies
+
+    def _reply(
+        self, message: Message, context: Context, work: ClientWork, result: LocalResult
+    ) -> Message:
+        facts = message.content.config_records[records.ROUND]
+        update = protected(
+            result.update,
+            work.received,
+            facts,
+            context,
+            allow_seeded_noise=self.allow_seeded_noise,
+        )
+        content = RecordDict({records.UPDATE: records.to_record(update)})
+        metrics: dict[str, float] = {}
+        if facts.get("report-size"):
+            metrics |= {"num-examples": len(work.data.train), **result.metrics}
+        if facts.get("diagnostics"):
+            metrics["update-norm"] = l2_norm(result.update)
+        if metrics:
+            content[records.METRICS] = records.metrics_record(metrics)
+        return Message(content, reply_to=message)
+
+    def _unpack(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[ClientWork]:
+        """What travelled, as tensors; a record that several messages share is read once."""
+        read: dict[int, Params] = {}
+
+        def params(record: ArrayRecord) -> Params:
+            if id(record) not in read:
+                read[id(record)] = records.to_params(record)
+            return read[id(record)]
+
+        return [
+            self._work(message, context, params)
+            for message, context in zip(messages, contexts, strict=True)
+        ]
+
+    def _work(
+        self, message: Message, context: Context, params: Callable[[ArrayRecord], Params]
+    ) -> ClientWork:
+        task = self.task if isinstance(self.task, Task) else self.task(context)
+        content = message.content
+        facts = content.config_records[records.ROUND]
+        partition = partition_of(context.node_config)
+        number, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
+        kind = message.metadata.message_type.partition(".")[0]
+        numbers = seeded_generator(seed, "client", kind, partition, number)
+        received = {name: params(record) for name, record in content.array_records.items()}
+        model, data = received.pop(records.MODEL), task.data(partition)
+        return ClientWork(
+            task=task,
+            data=data,
+            received=model,
+            memory=ClientMemory(context, self.method.name).load(),
+            training=records.read_trainings(content),
+            round=number,
+            seed=seed,
+            generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
+            settings=dict(content.config_records.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+            state=received,
+            terms=objective_terms(
+                model,
+                len(data.train),
+                facts,
+                context,
+                allow_seeded_noise=self.allow_seeded_noise,
+            ),
+            config=dict(content.config_records.get(records.CONFIG, {})),
+        )
+
+
+def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIMIT) -> list[T]:
+    """What each of ``runs`` returns; the trainings that they wait for are batched."""
+    results: dict[int, T] = {}
+    waiting: dict[int, tuple[Steps[T], Training]] = {}
+
+    def go_on(index: int, steps: Steps[T], model: Params | None) -> None:
+        try:
+            wanted = next(steps) if model is None else steps.send(model)
+        except StopIteration as end:
+            results[index] = end.value
+        else:
+            waiting[index] = steps, wanted
+
+    for index, run in enumerate(runs):
+        if isinstance(run, Generator):
+            go_on(index, run, None)
+        else:
+            results[index] = run
+    while waiting:
+        alike = defaultdict(list)
+        for index, (_, training) in waiting.items():
+            alike[training.names].append(index)
+        for members in alike.values():
+            asked = [waiting.pop(index) for index in members]
+            models = train_many(
+                asked[0][1].task,
+                [training.job for _, training in asked],
+                trained=asked[0][1].trained,
+                memory_limit=memory_limit,
+            )
+            for index, (steps, _), model in zip(members, asked, models, strict=True):
+                go_on(index, steps, model)
+    return [results[index] for index in sorted(results)]

@@ -1,7 +1,8 @@
 """A Grid that runs ClientApps in this process: the same Strategy and ClientApp, without Ray.
 
 For tests and research on one machine. Each client keeps its own Context; a client that raises
-answers with an error and its changes to its state are undone, as in Flower's simulation.
+answers with an error and its changes to its state are undone, as in Flower's simulation. A
+ClientApp of this package answers a whole cohort at once, which trains its clients in batches.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Mapping
 from itertools import count
+from logging import getLogger
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -16,6 +18,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.client import CohortApp
+from flower_ext.training import MEMORY_LIMIT
+
+log = getLogger(__name__)
 
 CLIENT_APP_RAISED = 2
 """Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
@@ -30,6 +36,8 @@ class InProcessGrid(Grid):
     num_clients : int
     run_config : Mapping, optional
         What clients see as ``context.run_config``.
+    memory_limit : int
+        Bytes that one batch of local trainings may take (see `training.train_many`).
     """
 
     def __init__(
@@ -37,10 +45,12 @@ class InProcessGrid(Grid):
         client_app: ClientApp,
         num_clients: int,
         run_config: Mapping[str, bool | float | int | str] | None = None,
+        memory_limit: int = MEMORY_LIMIT,
     ) -> None:
         if num_clients < 1:
             raise ValueError(f"num_clients={num_clients!r}: expected an integer >= 1")
         self._app = client_app
+        self._memory_limit = memory_limit
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
         self.set_run(private.empty_run(run_id=1))
@@ -88,13 +98,12 @@ class InProcessGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run each message's client at once; replies wait to be pulled."""
-        ids = []
+        """Run the clients at once; replies wait to be pulled."""
+        messages, ids = list(messages), []
         for message in messages:
-            message_id = str(next(self._ids))
-            private.set_message_id(message, message_id)
-            self._replies[message_id] = self._answer(message)
-            ids.append(message_id)
+            ids.append(str(next(self._ids)))
+            private.set_message_id(message, ids[-1])
+        self._replies |= zip(ids, self._answers(messages), strict=True)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -106,6 +115,23 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run each message's client and collect the replies; nothing waits for ``timeout``."""
         return self.pull_messages(self.push_messages(messages))
+
+    def _answers(self, messages: list[Message]) -> list[Message]:
+        """Replies in the order of ``messages``; a cohort at once where the ClientApp can."""
+        kinds = {message.metadata.message_type for message in messages}
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if (
+            isinstance(self._app, CohortApp)
+            and len(kinds) == 1
+            and kinds <= set(self._app.together)
+            and len(set(nodes)) == len(nodes)
+        ):
+            contexts = [self.contexts[node] for node in nodes]
+            try:
+                return self._app.answer(messages, contexts, memory_limit=self._memory_limit)
+            except Exception:  # one of them: who it is shows when each answers alone
+                log.debug("clients answer one by one", exc_info=True)
+        return [self._answer(message) for message in messages]
 
     def _answer(self, message: Message) -> Message:
         context = self.contexts[message.metadata.dst_node_id]
@@ -124,10 +150,11 @@ def run_in_process(
     *,
     num_clients: int,
     run_config: Mapping[str, bool | float | int | str] | None = None,
+    memory_limit: int = MEMORY_LIMIT,
 ) -> InProcessGrid:
     """Run a whole Flower app in this process and return its grid (with the clients' contexts)."""
     config = dict(run_config or {})
-    grid = InProcessGrid(client_app, num_clients, config)
+    grid = InProcessGrid(client_app, num_clients, config, memory_limit)
     context = Context(
         run_id=1,
         node_id=private.SERVER_NODE_ID,

@@ -10,6 +10,7 @@ from flower_ext.training.local import (
     minimise,
     train,
 )
+from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_many
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, split
@@ -17,6 +18,8 @@ from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
 
 __all__ = [
+    "MEMORY_LIMIT",
+    "Job",
     "Linear",
     "LocalProblem",
     "LocalTraining",
@@ -32,6 +35,7 @@ __all__ = [
     "clone",
     "difference",
     "evaluate",
+    "evaluate_many",
     "gradient",
     "local_problem",
     "matches",
@@ -40,4 +44,5 @@ __all__ = [
     "replace_batch_norm",
     "split",
     "train",
+    "train_many",
 ]

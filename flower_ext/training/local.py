@@ -92,17 +92,22 @@ class LocalTraining:
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
+def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows of each shuffled mini-batch of ``count`` examples, on the CPU."""
+    size = training.batch_size
+    per_epoch = math.ceil(count / size)
+    for step in range(training.num_steps(count)):
+        if step % per_epoch == 0:
+            order = torch.randperm(count, generator=generator)
+        yield order[step % per_epoch * size :][:size]
+
+
 def batches(
     examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for."""
-    size = training.batch_size
-    per_epoch = math.ceil(len(examples) / size)
-    for step in range(training.num_steps(len(examples))):
-        if step % per_epoch == 0:
-            order = torch.randperm(len(examples), generator=generator)
-            order = order.to(examples.targets.device)
-        chosen = order[step % per_epoch * size :][:size]
+    for rows in batch_rows(len(examples), training, generator):
+        chosen = rows.to(examples.targets.device)
         yield examples.features[chosen], examples.targets[chosen]
 
 
@@ -238,18 +243,27 @@ def train(
     return problem.whole(moved, like=params)
 
 
-@torch.no_grad()
 def evaluate(
     task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
 ) -> dict[str, float]:
     """Mean loss and the task's metrics of a model on ``examples``."""
+    outputs = predict(task, params, examples.features, batch_size=batch_size)
+    return score(task, outputs, examples.targets.to(outputs.device))
+
+
+@torch.no_grad()
+def predict(
+    task: Task, params: Mapping[str, Tensor], features: Tensor, *, batch_size: int = 1024
+) -> Tensor:
+    """What a model puts out, on the task's device."""
     device = task.torch_device()
     model: nn.Module = task.model().to(device).eval()
     weights = to_device(params, device)
-    examples = examples.to(device)
-    outputs = torch.cat(
-        [functional_call(model, weights, (x,)) for x in torch.split(examples.features, batch_size)]
-    )
-    targets = examples.targets
+    parts = torch.split(features, batch_size)
+    return torch.cat([functional_call(model, weights, (x.to(device),)) for x in parts])
+
+
+def score(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Mean loss and the task's metrics."""
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     return {"loss": float(task.loss(outputs, targets)), **scores}

@@ -1,11 +1,20 @@
 """The engine, and with it every private name of Flower that it needs."""
 
+from dataclasses import replace
+
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from flower_ext.federation import InProcessGrid, run_in_process
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
+from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
+from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
+from flower_ext.training import LocalTraining, many
+from tests.worlds import client_data, task
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 
 
 def counting_app() -> ClientApp:
@@ -80,3 +89,80 @@ def test_a_whole_app_runs_with_its_run_config():
 def test_a_population_below_one_is_refused():
     with pytest.raises(ValueError, match="num_clients=0"):
         InProcessGrid(counting_app(), num_clients=0)
+
+
+class Alone(InProcessGrid):
+    """Clients that never answer as a cohort."""
+
+    def _answers(self, messages):
+        return [self._answer(message) for message in messages]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda **how: DPFedAvg(local=SGD, fine_tuning=SGD, **how),
+        lambda **how: DP2FedSAM(head=SGD, extractor=replace(SGD, sam_radius=0.1), **how),
+        lambda **how: Scaffold(local=SGD, **how),
+        lambda **how: FedDyn(local=SGD, **how),
+        lambda **how: PFedMe(local=SGD, **how),
+    ],
+    ids=["DP-FedAvg-FT", "DP2-FedSAM", "SCAFFOLD", "FedDyn", "pFedMe"],
+)
+def test_a_cohort_at_once_is_its_clients_one_by_one(strategy):
+    finals, scores, memories = [], [], []
+    for engine in (InProcessGrid, Alone):
+        plan = NonPrivatePlan(sampling=FixedSizeSampling(9, 7))
+        run = strategy(plan=plan, seed=1, stragglers=Stragglers(ratio=0.3))
+        grid = engine(type(run).client_app(task()), num_clients=9)
+        result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
+        assert run.refusals == []
+        finals.append(records.to_params(result.arrays))
+        scores.append([dict(m) for m in result.evaluate_metrics_clientapp.values()])
+        memories.append(
+            [
+                records.to_params(record)
+                for context in grid.contexts.values()
+                for record in context.state.array_records.values()
+            ]
+        )
+    for ours, theirs in zip([finals[0], *memories[0]], [finals[1], *memories[1]], strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
+    for one, other in zip(*scores, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_with_theirs():
+    def data(client):
+        if client == 3:
+            raise RuntimeError("the disk of client 3 is gone")
+        return client_data(client)
+
+    strategy = DPFedAvg(
+        plan=NonPrivatePlan(sampling=FullParticipation(7)), local=SGD, evaluate_every=0
+    )
+    app = DPFedAvg.client_app(replace(task(), data=data))
+    strategy.start(InProcessGrid(app, 7), ArrayRecord(task().initial_params(0)), num_rounds=1)
+    (refusal,) = strategy.refusals
+    assert "the disk of client 3 is gone" in refusal
+    assert sorted(strategy.num_examples) == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_cohort_trains_in_batches(monkeypatch):
+    held = []
+    build = many.Stack.__init__
+    monkeypatch.setattr(
+        many.Stack,
+        "__init__",
+        lambda self, task, jobs, trained: (
+            held.append(len(jobs)),
+            build(self, task, jobs, trained),
+        )[1],
+    )
+    strategy = DPFedAvg(
+        plan=NonPrivatePlan(sampling=FullParticipation(7)), local=SGD, evaluate_every=0
+    )
+    grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=7)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    assert held == [7, 7]

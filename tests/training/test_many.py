@@ -1,0 +1,292 @@
+"""Many local trainings at once are the same trainings one by one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.training import Job, Linear, LocalTraining, Proximal, Task, evaluate, train
+from flower_ext.training import many as module
+from flower_ext.training.many import evaluate_many, together, train_many, why_apart
+
+
+class Dense(nn.Module):
+    """Two layers, a head, and a buffer that plays a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.extractor(x))) * self.scale)
+
+
+class Convolutional(nn.Module):
+    """Images 2×6×6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class Words(nn.Module):
+    """Sequences of five word numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x).mean(dim=1))
+
+
+def features(model, count, generator):
+    if model is Words:
+        return torch.randint(11, (count, 5), generator=generator)
+    shape = (2, 6, 6) if model is Convolutional else (4,)
+    return torch.randn(count, *shape, generator=generator)
+
+
+def problem(model=Dense, loss=cross_entropy):
+    return Task(model=model, data=lambda client: ClientData(None, None), loss=loss, device="cpu")
+
+
+def jobs_of(model, settings, sizes, terms=lambda start, client: []):
+    """Fresh jobs: own data, own start, own batch order."""
+    made = []
+    for client, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(client)
+        start = {n: p + 0.01 * client for n, p in problem(model).initial_params(3).items()}
+        data = Examples(
+            features=features(model, size, generator),
+            targets=torch.randint(3, (size,), generator=generator),
+        )
+        training = settings[client % len(settings)]
+        made.append(
+            Job(
+                params=start,
+                examples=data,
+                training=training,
+                generator=torch.Generator().manual_seed(100 + client),
+                terms=terms(start, client),
+            )
+        )
+    return made
+
+
+def one_by_one(task, jobs, trained=lambda name: True):
+    return [
+        train(
+            task,
+            job.params,
+            job.examples,
+            job.training,
+            trained=trained,
+            terms=job.terms,
+            generator=job.generator,
+        )
+        for job in jobs
+    ]
+
+
+@pytest.fixture
+def batched(monkeypatch):
+    """Every training in a batch, however few; returns how many jobs each batch held."""
+    held = []
+    build = module.Stack.__init__
+
+    def counted(self, task, jobs, trained):
+        held.append(len(jobs))
+        build(self, task, jobs, trained)
+
+    monkeypatch.setattr(module, "_FEWEST", 1)
+    monkeypatch.setattr(module.Stack, "__init__", counted)
+    return held
+
+
+def same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert list(one) == list(other)
+        for name in other:
+            assert one[name].dtype == other[name].dtype
+            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
+
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2)
+ALIKE, UNEVEN = [16] * 7, [3, 40, 8, 17, 16, 5, 30]
+WAYS = {
+    "sgd": [SGD],
+    "momentum": [replace(SGD, momentum=0.7)],
+    "sam": [replace(SGD, sam_radius=0.3, momentum=0.5)],
+    "proximal": [replace(SGD, proximal_weight=0.5)],
+    "steps": [replace(SGD, steps=5)],
+    "stragglers": [SGD, replace(SGD, epochs=1), replace(SGD, epochs=5)],
+    "nothing to do": [replace(SGD, epochs=0), SGD],
+    "all different": [
+        SGD,
+        replace(SGD, batch_size=3, learning_rate=0.05),
+        replace(SGD, momentum=0.9, epochs=1),
+        replace(SGD, sam_radius=0.2, proximal_weight=0.3),
+    ],
+}
+
+
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_of_trainings_equals_them_one_by_one(batched, way, sizes):
+    ours = train_many(problem(), jobs_of(Dense, WAYS[way], sizes))
+    same(ours, one_by_one(problem(), jobs_of(Dense, WAYS[way], sizes)))
+    assert sum(batched) == len(sizes)
+    start = jobs_of(Dense, WAYS[way], sizes)[1].params
+    assert not torch.allclose(ours[1]["head.weight"], start["head.weight"], atol=1e-3)
+
+
+def pulled(start, client):
+    """Two terms of either kind, other ones for every client."""
+    generator = torch.Generator().manual_seed(client)
+    elsewhere = {n: torch.randn(p.shape, generator=generator) for n, p in start.items()}
+    direction = {n: 0.1 * torch.randn(p.shape, generator=generator) for n, p in start.items()}
+    return [Proximal(weight=0.1 * client, anchor=elsewhere), Linear(direction=direction)]
+
+
+@pytest.mark.parametrize("way", ["sgd", "sam", "proximal", "all different"])
+def test_terms_of_every_client_act_on_it_alone(batched, way):
+    ours = train_many(problem(), jobs_of(Dense, WAYS[way], UNEVEN, pulled))
+    same(ours, one_by_one(problem(), jobs_of(Dense, WAYS[way], UNEVEN, pulled)))
+    without = train_many(problem(), jobs_of(Dense, WAYS[way], UNEVEN))
+    assert not torch.allclose(ours[2]["head.weight"], without[2]["head.weight"], atol=1e-3)
+    assert batched
+
+
+@pytest.mark.parametrize("part", ["head", "extractor"])
+def test_a_frozen_part_is_each_clients_own_and_stays(batched, part):
+    def chosen(name):
+        return name.startswith(part)
+
+    jobs = jobs_of(Dense, WAYS["sam"], UNEVEN)
+    ours = train_many(problem(), jobs, trained=chosen)
+    same(ours, one_by_one(problem(), jobs_of(Dense, WAYS["sam"], UNEVEN), chosen))
+    for job, model in zip(jobs, ours, strict=True):
+        for name, value in job.params.items():
+            assert torch.equal(model[name], value) == (not chosen(name))
+    assert batched
+
+
+@pytest.mark.parametrize("model", [Convolutional, Words])
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+def test_convolutions_and_embeddings_train_in_batches_too(batched, monkeypatch, model, sizes):
+    monkeypatch.setattr(module, "why_apart", lambda task, jobs: None)
+    ways = WAYS["sam"]
+    same(
+        train_many(problem(model), jobs_of(model, ways, sizes)),
+        one_by_one(problem(model), jobs_of(model, ways, sizes)),
+    )
+    assert batched
+
+
+def label_smoothing(outputs, targets):
+    return cross_entropy(outputs, targets, label_smoothing=0.2)
+
+
+def test_a_loss_of_ones_own_is_averaged_over_each_clients_examples(batched):
+    task = problem(loss=label_smoothing)
+    ours = train_many(task, jobs_of(Dense, [SGD], UNEVEN))
+    same(ours, one_by_one(task, jobs_of(Dense, [SGD], UNEVEN)))
+    assert batched
+
+
+def test_chunks_respect_the_memory_limit_and_change_nothing(batched):
+    jobs = jobs_of(Dense, [SGD], [16] * 12)
+    numbers = sum(p.numel() for p in jobs[0].params.values())
+    enough_for_three = 3 * (4 * (8 * numbers + 16 * 4 + 3 * 8 * (5 + 5 + 3 + 3 + 4)))
+    assert together(problem(), jobs[0], enough_for_three) == 3
+    ours = train_many(problem(), jobs, memory_limit=enough_for_three)
+    assert batched == [3, 3, 3, 3]
+    same(ours, one_by_one(problem(), jobs_of(Dense, [SGD], [16] * 12)))
+    assert together(problem(), jobs[0], 1) == 1
+
+
+def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
+    monkeypatch.setattr(module, "_FEWEST", 5)
+    sizes = [8] * 6 + [800]
+    ours = train_many(problem(), jobs_of(Dense, [SGD], sizes))
+    assert batched == [6]
+    same(ours, one_by_one(problem(), jobs_of(Dense, [SGD], sizes)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.BatchNorm1d(4), "batch normalisation"),
+        (nn.Dropout(0.5), "dropout"),
+        (nn.LSTM(4, 4), "recurrent"),
+        (nn.Conv2d(1, 1, 1), "convolutions"),
+    ],
+)
+def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
+    task = problem(lambda: nn.Sequential(layer))
+    assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
+
+
+class Cubic:
+    """A term that nobody knows how to batch."""
+
+    def __call__(self, params):
+        return sum(p.pow(3).sum() for p in params.values())
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        lambda: jobs_of(Dense, [replace(SGD, learning_rate=0.01)], ALIKE, lambda *_: [Cubic()]),
+        lambda: jobs_of(Dense, [LocalTraining(tolerance=1e-6, proximal_weight=50.0)], [6] * 5),
+    ],
+    ids=["a term of one's own", "exact minimisers"],
+)
+def test_what_cannot_be_batched_is_trained_all_the_same(batched, jobs):
+    same(train_many(problem(), jobs()), one_by_one(problem(), jobs()))
+    assert batched == []
+
+
+def test_no_jobs_give_no_models():
+    assert train_many(problem(), []) == []
+
+
+def test_a_client_without_examples_is_an_error(batched):
+    with pytest.raises(ValueError, match="without examples"):
+        train_many(problem(), jobs_of(Dense, [SGD], [4, 0, 4]))
+
+
+def test_trained_has_to_select_something(batched):
+    with pytest.raises(ValueError, match="selects no parameter"):
+        train_many(problem(), jobs_of(Dense, [SGD], ALIKE), trained=lambda name: False)
+
+
+def test_the_jobs_own_models_are_left_as_they_are(batched):
+    jobs = jobs_of(Dense, [SGD], ALIKE)
+    before = [{n: p.clone() for n, p in job.params.items()} for job in jobs]
+    train_many(problem(), jobs)
+    for job, kept in zip(jobs, before, strict=True):
+        assert all(torch.equal(job.params[n], p) for n, p in kept.items())
+
+
+def test_models_are_scored_on_their_own_examples_shared_or_not():
+    jobs = jobs_of(Dense, [SGD], UNEVEN)
+    shared = jobs[0].params
+    models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
+    examples = [job.examples for job in jobs]
+    for ours, model, own in zip(
+        evaluate_many(problem(), models, examples), models, examples, strict=True
+    ):
+        assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
