@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
-import sys
 import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
-from flower_ext.federation import run_in_process
+from flower_ext.federation.run_app import run_app
 from flower_ext.reporting import RunDirectory
 
 Config = dict[str, bool | float | int | str]
@@ -24,7 +21,8 @@ Config = dict[str, bool | float | int | str]
 
 def settings(app: Path) -> Config:
     """The run-config defaults of an app."""
-    return dict(_project(app)["config"])
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    return dict(project["tool"]["flwr"]["app"]["config"])
 
 
 def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
@@ -58,12 +56,8 @@ def run(app: Path, config: Config) -> RunDirectory:
 
     torch.set_num_threads(1)
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    if str(app) not in sys.path:
-        sys.path.insert(0, str(app))
-    parts = _project(app)["components"]
-    server, client = (_component(parts[side]) for side in ("serverapp", "clientapp"))
     with redirect_stdout(StringIO()):
-        run_in_process(server, client, num_clients=int(config["clients"]), run_config=config)
+        run_app(app, config)
     return RunDirectory.open(path)
 
 
@@ -76,13 +70,3 @@ def run_all(
         for done in track(as_completed(waiting), total=len(waiting), description=title):
             done.result()  # an error ends everything here, with its message
         return [future.result() for future in waiting]
-
-
-def _project(app: Path) -> dict[str, Any]:
-    project = tomllib.loads((app / "pyproject.toml").read_text())
-    return dict(project["tool"]["flwr"]["app"])
-
-
-def _component(reference: str) -> Any:
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -134,13 +134,23 @@ def run(
         list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
     ] = None,
     runs: Annotated[Path, typer.Option(help="Where the run directory is made.")] = Path("runs"),
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
+    ] = False,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
     Example: flower-ext run apps/dp2_fedsam --set method=centaur --set rounds=20
     """
     try:
-        path = launch(app_folder, superlink=superlink, settings=settings or (), runs=runs)
+        path = launch(
+            app_folder,
+            superlink=superlink,
+            settings=settings or (),
+            runs=runs,
+            in_process=in_process,
+        )
     except LaunchFailed as error:
         Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error

@@ -31,6 +31,7 @@ def launch(
     superlink: str | None = None,
     settings: Sequence[str] = (),
     runs: Path = Path("runs"),
+    in_process: bool = False,
 ) -> Path | None:
     """Run an app, streaming its log; returns its run directory, where the app has one.
 
@@ -45,12 +46,16 @@ def launch(
         Run-config overrides, ``name=value``.
     runs : Path
         Folder in which the run directory is made.
+    in_process : bool
+        All clients in one process, without Ray: what is trained in a round is trained together.
 
     Raises
     ------
     LaunchFailed
         Unknown setting, ``flwr run`` refused, or the run ended in failure.
     """
+    if in_process and superlink is not None:
+        raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     defaults = _defaults(app)
     changes = dict(_override(setting, defaults) for setting in settings)
     if not {**defaults, **changes}.get("run-directory", True):
@@ -59,6 +64,15 @@ def launch(
     if not {**defaults, **changes}.get("data-folder", True) and FOLDER_VARIABLE in os.environ:
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
     config = {**defaults, **changes}
+    path = Path(config["run-directory"]) if config.get("run-directory") else None
+    if in_process:
+        if "clients" not in config:
+            raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
+        engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app)]
+        done = subprocess.run(engine, input=json.dumps(config), text=True, check=False)
+        if done.returncode:
+            raise LaunchFailed("the run ended with the error above")
+        return path
 
     command = ["run", str(app), *([superlink] if superlink else []), "--format", "json"]
     for key, value in changes.items():
@@ -75,7 +89,7 @@ def launch(
     (facts,) = json.loads(listed.stdout)["runs"]
     if facts["status"] != "finished:completed":
         raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
-    return Path(config["run-directory"]) if config.get("run-directory") else None
+    return path
 
 
 def _defaults(app: Path) -> dict[str, Any]:

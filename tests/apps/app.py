@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from flower_ext.federation.run_app import load_app
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,7 @@ class App:
 
     def parts(self):
         """(ServerApp, ClientApp) of the app."""
-        if str(self.folder) not in sys.path:
-            sys.path.insert(0, str(self.folder))
-        found = []
-        for side in ("serverapp", "clientapp"):
-            module, _, name = self._project["components"][side].partition(":")
-            found.append(getattr(importlib.import_module(module), name))
-        return tuple(found)
+        return load_app(self.folder)
 
     @property
     def _project(self):

@@ -168,6 +168,19 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
+def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
+    settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
+    words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]
+    options = [part for word in words for part in ("--set", word)]
+    command = ("run", str(UPCYCLED_FL.folder), "--in-process", *options)
+    done = flower.command("flower-ext", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))
+    again = flower.command("flower-ext", *command)
+    assert again.returncode == 1
+    assert "is not empty; name a new one" in again.stderr
+
+
 def test_a_failed_run_looks_failed(flower, tmp_path):
     settings = ("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
     done = flower.command("flower-ext", "run", str(DP2_FEDSAM.folder), *settings)

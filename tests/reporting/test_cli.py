@@ -101,6 +101,14 @@ def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said)
     assert said in done.stderr
 
 
+def test_a_run_is_either_in_one_process_or_on_a_superlink():
+    from tests.apps.app import DP2_FEDSAM
+
+    done = call("run", str(DP2_FEDSAM.folder), "somewhere", "--in-process")
+    assert done.exit_code == 1
+    assert "has no SuperLink" in done.stderr
+
+
 def test_run_of_something_else_fails(tmp_path):
     done = call("run", str(tmp_path))
     assert done.exit_code == 1

@@ -1,0 +1,42 @@
+"""Run a Flower app's folder in this process: ``python -m flower_ext.federation.run_app FOLDER``.
+
+The whole run configuration is read from standard input, as JSON. People use
+``flower-ext run FOLDER --in-process``, which fills in the app's defaults.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+from flwr.app import UserConfig
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_ext.federation.in_process import InProcessGrid, run_in_process
+
+
+def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
+    """The ServerApp and ClientApp that a folder's ``pyproject.toml`` names."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    names = project["tool"]["flwr"]["app"]["components"]
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    found = []
+    for side in ("serverapp", "clientapp"):
+        module, _, attribute = names[side].partition(":")
+        found.append(getattr(importlib.import_module(module), attribute))
+    return found[0], found[1]
+
+
+def run_app(folder: Path, config: UserConfig) -> InProcessGrid:
+    """Run an app with as many clients as its setting ``clients``."""
+    server, client = load_app(folder.absolute())
+    return run_in_process(server, client, num_clients=int(config["clients"]), run_config=config)
+
+
+if __name__ == "__main__":
+    run_app(Path(sys.argv[1]), json.load(sys.stdin))
