@@ -58,7 +58,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
     model = {**work.received, **head}
     if "head" not in work.training:
         return model
-    return (yield work.train("head", model, lambda name: name in head))
+    adapted: Params = yield work.train("head", model, lambda name: name in head)
+    return adapted
 
 
 class DP2FedSAM(FederatedStrategy):

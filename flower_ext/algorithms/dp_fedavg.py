@@ -57,7 +57,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
     """The downloaded model, fine-tuned first where the strategy asks for it."""
     if "fine_tuning" not in work.training:
         return work.received
-    return (yield work.train("fine_tuning", work.received))
+    tuned: Params = yield work.train("fine_tuning", work.received)
+    return tuned
 
 
 class DPFedAvg(FederatedStrategy):

@@ -16,56 +16,85 @@ K, η_p                ``personal_training``: steps on each mini-batch, learning
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
     FederatedStrategy,
     LocalResult,
+    Steps,
+    Training,
 )
 from flower_ext.privacy import Plan
-from flower_ext.training import (
-    LocalTraining,
-    Params,
-    Proximal,
-    batches,
-    clone,
-    difference,
-    gradient,
-    local_problem,
-)
+from flower_ext.training import Job, LocalTraining, Params, Task, clone, difference
+from flower_ext.training.many import Stack, along, first, groups
 
 ATTRACTION = "attraction"
 
 
-def local_update(work: ClientWork) -> LocalResult:
-    """Lines 5–9: for each mini-batch K steps on θ_i around w_i, then w_i towards θ_i.
+@dataclass(frozen=True, kw_only=True)
+class Envelope(Job):
+    """A job whose loss is replaced by its Moreau envelope: K steps on θ_i for each mini-batch."""
 
-    θ_i starts at the received model and goes on from one mini-batch to the next.
-    """
-    local, personal = work.training["local"], work.training["personal"]
-    attraction = work.settings[ATTRACTION]
-    problem = local_problem(work.task, work.received, terms=work.terms)
-    w, theta = clone(problem.start), clone(problem.start)
-    for x, y in batches(work.data.train.to(problem.device), local, work.generator):
-        envelope = Proximal(weight=attraction, anchor=w)
-        for _ in range(personal.steps or 1):
+    personal: LocalTraining
+    attraction: float
 
-            def loss(
-                point: Params, x: Tensor = x, y: Tensor = y, envelope: Proximal = envelope
-            ) -> Tensor:
-                return problem.loss_at(point, x, y) + envelope(point)
 
-            slope = gradient(loss, theta)
-            theta = {name: theta[name] - personal.learning_rate * slope[name] for name in theta}
-        pull = local.learning_rate * attraction
-        w = {name: w[name] - pull * (w[name] - theta[name]) for name in w}
-    moved, memory = (problem.whole(part, like=work.received) for part in (w, theta))
-    return LocalResult(update=difference(moved, work.received), memory=memory)
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Lines 5–9: for each mini-batch K steps on θ_i around w_i, then w_i towards θ_i."""
+    job = Envelope(
+        params=work.received,
+        examples=work.data.train,
+        training=work.training["local"],
+        generator=work.generator,
+        terms=work.terms,
+        personal=work.training["personal"],
+        attraction=work.settings[ATTRACTION],
+    )
+    moved, own = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=minimise_envelopes
+    )
+    return LocalResult(update=difference(moved, work.received), memory=own)
+
+
+def minimise_envelopes(
+    task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[tuple[Params, Params]]:
+    """(w_i, θ_i) of each job; θ_i starts at the received model and goes on between mini-batches."""
+    results: dict[int, tuple[Params, Params]] = {}
+    for group in groups(task, jobs, memory_limit):
+        chosen = [jobs[index] for index in group]
+        stack = Stack(task, chosen, trained)
+        w, theta, terms = stack.weights, clone(stack.weights), stack.terms()
+        pull, rate, inner = (
+            torch.tensor(values, device=stack.device)
+            for values in (
+                [job.attraction for job in chosen],
+                [job.training.learning_rate * job.attraction for job in chosen],
+                [job.personal.learning_rate for job in chosen],
+            )
+        )
+        for x, y, counts in stack.batches:
+            active = len(x)
+            near, own, rest = (first(part, active) for part in (w, theta, stack.rest))
+            envelope = {}
+            for name, centre in near.items():
+                slope, offset = terms.get(name, (0.0, torch.zeros_like(w[name])))
+                around = along(pull[:active], centre) * centre
+                envelope[name] = (pull + slope, offset[:active] - around)
+            for _ in range(chosen[0].personal.steps or 1):
+                step = stack.slope(own, rest, x, y, counts, envelope)
+                for name, point in own.items():
+                    point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
+            for name, centre in near.items():
+                centre.addcmul_(centre - own[name], along(rate[:active], centre), value=-1.0)
+        results |= zip(group, zip(stack.models(w), stack.models(theta), strict=True), strict=True)
+    return [results[index] for index in range(len(jobs))]
 
 
 def local_model(work: ClientWork) -> Params:

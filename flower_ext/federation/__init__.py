@@ -1,6 +1,13 @@
 """The Flower glue that every algorithm shares."""
 
-from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult, Steps, client_app
+from flower_ext.federation.client import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Steps,
+    Training,
+    client_app,
+)
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
@@ -21,6 +28,7 @@ __all__ = [
     "RefusedReply",
     "Steps",
     "Stragglers",
+    "Training",
     "choice",
     "client_app",
     "objective_perturbation_term",

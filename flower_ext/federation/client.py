@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -41,11 +41,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A local training that a method waits for: ``model = yield work.train(...)``."""
+    """A local training that a method waits for: ``model = yield work.train(...)``.
+
+    ``solve`` does many of them at once and returns what each is sent back; `train_many` by default.
+    """
 
     task: Task
     job: Job
     trained: Callable[[str], bool]
+    solve: Callable[..., list[Any]] = train_many
 
     @property
     def names(self) -> frozenset[str]:
@@ -53,7 +57,7 @@ class Training:
         return frozenset(name for name in self.job.params if self.trained(name))
 
 
-Steps = Generator[Training, Params, T]
+Steps = Generator[Training, Any, T]
 """A function that yields trainings, is sent the trained models, and returns a ``T``."""
 
 
@@ -316,9 +320,9 @@ def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIM
     results: dict[int, T] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}
 
-    def go_on(index: int, steps: Steps[T], model: Params | None) -> None:
+    def go_on(index: int, steps: Steps[T], trained: Any) -> None:
         try:
-            wanted = next(steps) if model is None else steps.send(model)
+            wanted = steps.send(trained)
         except StopIteration as end:
             results[index] = end.value
         else:
@@ -332,15 +336,15 @@ def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIM
     while waiting:
         alike = defaultdict(list)
         for index, (_, training) in waiting.items():
-            alike[training.names].append(index)
-        for members in alike.values():
+            alike[training.solve, training.names].append(index)
+        for (solve, _), members in alike.items():
             asked = [waiting.pop(index) for index in members]
-            models = train_many(
+            solved = solve(
                 asked[0][1].task,
                 [training.job for _, training in asked],
                 trained=asked[0][1].trained,
                 memory_limit=memory_limit,
             )
-            for index, (steps, _), model in zip(members, asked, models, strict=True):
-                go_on(index, steps, model)
+            for index, (steps, _), trained in zip(members, asked, solved, strict=True):
+                go_on(index, steps, trained)
     return [results[index] for index in sorted(results)]

@@ -75,6 +75,8 @@ class Progress:
         for name in ("provable", "published"):
             if (epsilon := row.get(f"epsilon_{name}")) is not None:
                 parts.append(f"ε {epsilon:.2f} {name}")
+        if not row.get("messages"):
+            parts.append("no client was asked to train")
         if "answered" in row:
             parts.append(f"{row['answered']:.0f} of {row['cohort']:.0f} answered")
         if refused := row.get("refused", 0):

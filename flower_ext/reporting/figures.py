@@ -94,6 +94,7 @@ def draw_comparison(
         The same for the horizontal axis, where that is not the round; the mean over runs is drawn.
     """
     figure, axes = _canvas(title, xlabel, ylabel)
+    faint = 0.15 if len(groups) <= 6 else 0.05
     table: list[tuple[str, float, float, float]] = []
     for number, (label, lines) in enumerate(groups.items()):
         every = [*lines, *(against[label] if against else [])]
@@ -109,7 +110,7 @@ def draw_comparison(
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         axes.plot(x, mean, label=label, color=colour, linestyle=dash)
-        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15)
+        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
         table += [
             (label, float(r), float(m), float(d))
             for r, m, d in zip(x, mean, deviation, strict=True)

@@ -65,32 +65,41 @@ def train_many(
     ValueError, NotConverged
         As `train`.
     """
-    # Longest first: a batch narrows as its jobs end, and those that outlast it train alone.
+    results: dict[int, Params] = {}
+    for group in groups(task, jobs, memory_limit):
+        chosen = [jobs[index] for index in group]
+        if len(chosen) == 1:
+            (job,) = chosen
+            model = train(
+                task,
+                job.params,
+                job.examples,
+                job.training,
+                trained=trained,
+                terms=job.terms,
+                generator=job.generator,
+            )
+            results[group[0]] = model
+        else:
+            results |= zip(group, Stack(task, chosen, trained).minimise(), strict=True)
+    return [results[index] for index in range(len(jobs))]
+
+
+def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
+    """Which jobs are best trained together: their indices, the longest first in each group.
+
+    A batch narrows as its jobs end, so those that would outlast all others are groups of one.
+    """
     order = sorted(range(len(jobs)), key=lambda i: -_steps(jobs[i]))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
     if why_apart(task, jobs) is None:
         worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= _FEWEST * max(steps[i], 1))
         lonely = next(worth, len(jobs))
-    results: dict[int, Params] = {}
-    for index in order[:lonely]:
-        job = jobs[index]
-        results[index] = train(
-            task,
-            job.params,
-            job.examples,
-            job.training,
-            trained=trained,
-            terms=job.terms,
-            generator=job.generator,
-        )
-    if rest := order[lonely:]:
-        size = together(task, jobs[rest[0]], memory_limit)
-        for start in range(0, len(rest), size):
-            chunk = rest[start : start + size]
-            stack = Stack(task, [jobs[index] for index in chunk], trained)
-            results |= zip(chunk, stack.minimise(), strict=True)
-    return [results[index] for index in range(len(jobs))]
+    rest = order[lonely:]
+    size = together(task, jobs[rest[0]], memory_limit) if rest else 1
+    chunks = [rest[start : start + size] for start in range(0, len(rest), size)]
+    return [*([index] for index in order[:lonely]), *chunks]
 
 
 def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
@@ -175,24 +184,24 @@ class Stack:
         velocity = {}
         if bool(momentum.any()):
             velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        terms = self._terms()
+        terms = self.terms()
         for x, y, counts in self.batches:
             active = len(x)
-            now, rest = _first(self.weights, active), _first(self.rest, active)
-            step = self._slope(now, rest, x, y, counts, terms)
+            now, rest = first(self.weights, active), first(self.rest, active)
+            step = self.slope(now, rest, x, y, counts, terms)
             if bool(radius.any()):
                 norm = _norms(step)
                 climb = torch.where(norm > 0, radius[:active] / norm, 0.0)
-                above = {n: torch.addcmul(w, step[n], _along(climb, w)) for n, w in now.items()}
-                step = self._slope(above, rest, x, y, counts, terms)
+                above = {n: torch.addcmul(w, step[n], along(climb, w)) for n, w in now.items()}
+                step = self.slope(above, rest, x, y, counts, terms)
             for name, w in now.items():
                 if velocity:
                     own = velocity[name][:active]
-                    step[name] = own.mul_(_along(momentum[:active], own)).add_(step[name])
-                w.addcmul_(step[name], _along(rate[:active], w), value=-1.0)
-        return [self._whole(row) for row in range(len(self.jobs))]
+                    step[name] = own.mul_(along(momentum[:active], own)).add_(step[name])
+                w.addcmul_(step[name], along(rate[:active], w), value=-1.0)
+        return self.models(self.weights)
 
-    def _slope(
+    def slope(
         self,
         point: Params,
         rest: Params,
@@ -201,14 +210,14 @@ class Stack:
         counts: Sequence[int],
         terms: Mapping[str, tuple[Tensor, Tensor]],
     ) -> Params:
-        """Each job's gradient of its loss and terms at ``point``."""
+        """Each job's gradient of its loss and ``terms`` at ``point``; see `Batches`, `terms`."""
         leaves = {name: w.detach().requires_grad_() for name, w in point.items()}
         value = self._loss({**rest, **leaves}, x, y, counts)
         slopes = torch.autograd.grad(value, list(leaves.values()))
         found = dict(zip(leaves, slopes, strict=True))
         for name, (slope, offset) in terms.items():
             active = len(x)
-            found[name].addcmul_(_along(slope[:active], point[name]), point[name])
+            found[name].addcmul_(along(slope[:active], point[name]), point[name])
             found[name].add_(offset[:active])
         return found
 
@@ -245,7 +254,7 @@ class Stack:
 
         return vmap(vmap(alone))(outputs, y)
 
-    def _terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
         slopes = torch.zeros(len(self.jobs), device=self.device)
         offsets = {name: torch.zeros_like(w) for name, w in self.weights.items()}
@@ -266,12 +275,15 @@ class Stack:
     def _stacked(self, many: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> Params:
         return {n: torch.stack([one[n].detach().to(self.device) for one in many]) for n in names}
 
-    def _whole(self, row: int) -> Params:
-        like = self.jobs[row].params
-        return {
-            name: self.weights[name][row].to(p.device, p.dtype) if name in self.weights else p
-            for name, p in like.items()
-        }
+    def models(self, weights: Mapping[str, Tensor]) -> list[Params]:
+        """Each job's whole model with ``weights`` in place, where its own parameters were."""
+        return [
+            {
+                name: weights[name][row].to(p.device, p.dtype) if name in weights else p
+                for name, p in job.params.items()
+            }
+            for row, job in enumerate(self.jobs)
+        ]
 
 
 class _ContiguousSlopes(TorchFunctionMode):
@@ -294,11 +306,12 @@ class _ContiguousSlopes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _first(params: Mapping[str, Tensor], active: int) -> Params:
+def first(params: Mapping[str, Tensor], active: int) -> Params:
+    """Of the first ``active`` jobs only: views."""
     return {name: p[:active] for name, p in params.items()}
 
 
-def _along(values: Tensor, like: Tensor) -> Tensor:
+def along(values: Tensor, like: Tensor) -> Tensor:
     """One value a job, in a shape that multiplies ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
