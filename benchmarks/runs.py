@@ -44,11 +44,18 @@ def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def run(app: Path, config: Config) -> RunDirectory:
-    """One run in this process, unless ``config["run-directory"]`` holds it already."""
+    """One run in this process, unless ``config["run-directory"]`` holds it already.
+
+    Raises
+    ------
+    FileExistsError
+        It holds a run of other settings.
+    """
     path = Path(str(config["run-directory"]))
     if (path / "run.json").exists():
         found = RunDirectory.open(path)
         if found.facts["status"] == "completed":
+            _check_same(found, config)
             return found
         shutil.rmtree(path)  # what an interrupted or failed attempt left
     # One thread a process: these models are too small for more, and results do not depend on it.
@@ -70,3 +77,12 @@ def run_all(
         for done in track(as_completed(waiting), total=len(waiting), description=title):
             done.result()  # an error ends everything here, with its message
         return [future.result() for future in waiting]
+
+
+def _check_same(found: RunDirectory, config: Config) -> None:
+    """Empty values are left to the app, which records what it put there."""
+    other = [n for n, value in config.items() if value != "" and found.config.get(n) != value]
+    if other:
+        raise FileExistsError(
+            f"{found.path} holds a run with another {', '.join(other)}: name another output folder"
+        )

@@ -12,11 +12,12 @@ are kept, so an interrupted benchmark continues.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.upcycled.experiment import DEFAULT, FULL, METHODS, Experiment, base_config
+from benchmarks.upcycled.experiment import DEFAULT, FULL, Experiment, base_config
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
@@ -52,18 +53,22 @@ def main() -> None:
     experiment = Experiment(
         folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
     )
-    sections = []
+    folder.mkdir(parents=True, exist_ok=True)
     if "time" in arguments.parts:  # before the cores are busy
         warm_up(experiment)
-        sections.append(times(experiment, scale))
+        print(times(experiment, scale))
     if "accuracy" in arguments.parts:
-        sections += [accuracies(experiment, scale, ratio) for ratio in scale.straggler_ratios]
+        for ratio in scale.straggler_ratios:
+            print(accuracies(experiment, scale, ratio))
     if "figures" in arguments.parts:
-        sections.append(figures(experiment, scale))
-    machine = f"{platform.machine()}, Python {platform.python_version()}"
-    text = "\n\n".join([*sections, f"Machine: {machine}; {len(METHODS)} methods."])
+        print(figures(experiment, scale))
+    # Also what earlier calls left in this folder.
+    found = [*folder.glob("stragglers-*/table.md"), *folder.glob("*-*.md"), *folder.glob("time.md")]
+    machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
+    machine += f"Python {platform.python_version()}."
+    text = "\n\n".join([*(path.read_text().strip() for path in found), machine])
     (folder / "results.md").write_text(text + "\n")
-    print(text)
+    print(f"All tables: {folder / 'results.md'}")
 
 
 if __name__ == "__main__":

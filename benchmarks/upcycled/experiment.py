@@ -60,7 +60,7 @@ DEFAULT = Scale(
     straggler_ratios=(0.9,),
     training_rounds=40,
     search_rounds=15,
-    learning_rates=(0.003, 0.01, 0.05, 0.2),
+    learning_rates=(0.003, 0.03, 0.2),
     coefficients=(0.1, 0.5, 0.9),
     private_datasets=("synthetic-iid",),
     private_methods=("fedavg", "fedprox", "scaffold"),
@@ -162,9 +162,9 @@ def search(
                     "learning-rate": rate,
                     "coefficient": coefficient,
                 }
-                label = f"search/{name}-{upcycled:d}-{rate:g}-{coefficient:g}-{rounds[upcycled]}"
                 tried.append((name, upcycled, choice))
-                configs.append(experiment.config(label, changes, choice, {"seed": SEARCH_SEED}))
+                run_name = f"search/{name}-{choice_name(choice)}"
+                configs.append(experiment.config(run_name, changes, choice, {"seed": SEARCH_SEED}))
     runs = experiment.run(configs, "searching")
     best: dict[str, dict[bool, tuple[float, Config]]] = {name: {} for name in pairs}
     for (name, upcycled, choice), run in zip(tried, runs, strict=True):
@@ -178,3 +178,9 @@ def search(
 def in_rounds(choice: Config, rounds: int) -> Config:
     """A searched choice in a run of its full length."""
     return {**choice, "rounds": rounds, "evaluate-every": evaluations(rounds)}
+
+
+def choice_name(choice: Config) -> str:
+    """A searched choice as part of a run's name: another choice is another run."""
+    upcycled, rate = choice["upcycled"], choice["learning-rate"]
+    return f"{upcycled:d}-{rate:g}-{choice['coefficient']:g}-{choice['rounds']}"

@@ -17,6 +17,7 @@ from benchmarks.upcycled.experiment import (
     METHODS,
     Experiment,
     Scale,
+    choice_name,
     in_rounds,
     late,
     method_config,
@@ -66,13 +67,14 @@ def _one(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) 
     keys = [(pair, up, seed) for up in (False, True) for pair in pairs for seed in scale.seeds]
     configs = [
         experiment.config(
-            f"{pair}-{up:d}-{seed}-{rounds}",
+            f"{pair}-{choice_name(one)}-{seed}",
             pairs[pair],
-            in_rounds(best[pair][up], rounds),
+            one,
             NOISE[perturbation][up],
             {"seed": seed},
         )
         for pair, up, seed in keys
+        for one in [in_rounds(best[pair][up], rounds)]
     ]
     runs = dict(zip(keys, experiment.run(configs, name), strict=True))
     groups: dict[str, list[RunDirectory]] = {}

@@ -16,6 +16,7 @@ from benchmarks.upcycled.experiment import (
     METHODS,
     Experiment,
     Scale,
+    choice_name,
     in_rounds,
     method_config,
     search,
@@ -91,12 +92,10 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
     keys = [(pair, up, seed) for pair in pairs for up in (False, True) for seed in scale.seeds]
     configs = [
         experiment.config(
-            f"{pair}-{up:d}-{seed}-{rounds[up]}",
-            pairs[pair],
-            in_rounds(best[pair][up], rounds[up]),
-            {"seed": seed},
+            f"{pair}-{choice_name(choice)}-{seed}", pairs[pair], choice, {"seed": seed}
         )
         for pair, up, seed in keys
+        for choice in [in_rounds(best[pair][up], rounds[up])]
     ]
     runs = dict(zip(keys, experiment.run(configs, f"accuracies, {name}"), strict=True))
     measured = [
