@@ -2,7 +2,7 @@
 
     python -m benchmarks.upcycled --data-folder DATA --output RESULTS
 
-The default fits 20 minutes on two cores: Table 1 on the four synthetic sets with 40 training
+The default fits 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
 rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
 setting: 80 training rounds, Table 3, letters, the whole grid, all methods. Without a data folder
 the synthetic devices are drawn anew with 10 classes. Runs that are already in the output folder

@@ -35,6 +35,8 @@ class Scale:
         Of Tables 1 and 3; the upcycled version has twice as many visible rounds.
     search_rounds : int
         The same while searching.
+    joint_search : bool
+        See `search`.
     private_rounds : int
         Visible rounds of Figures 3 and 4, plain and upcycled alike.
     timed_rounds : int
@@ -46,6 +48,7 @@ class Scale:
     seeds: tuple[int, ...] = (1, 2, 3, 4)
     training_rounds: int
     search_rounds: int
+    joint_search: bool
     learning_rates: tuple[float, ...]
     coefficients: tuple[float, ...]
     private_datasets: tuple[str, ...]
@@ -58,13 +61,14 @@ SYNTHETIC = ("synthetic-iid", "synthetic-0-0", "synthetic-0.5-0.5", "synthetic-1
 DEFAULT = Scale(
     datasets=SYNTHETIC,
     straggler_ratios=(0.9,),
-    training_rounds=40,
-    search_rounds=15,
+    training_rounds=30,
+    search_rounds=30,
+    joint_search=False,
     learning_rates=(0.003, 0.03, 0.2),
     coefficients=(0.1, 0.5, 0.9),
     private_datasets=("synthetic-iid",),
     private_methods=("fedavg", "fedprox", "scaffold"),
-    private_rounds=40,
+    private_rounds=30,
     timed_rounds=10,
 )
 FULL = Scale(
@@ -72,6 +76,7 @@ FULL = Scale(
     straggler_ratios=(0.9, 0.3),
     training_rounds=80,
     search_rounds=80,
+    joint_search=True,
     learning_rates=(0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2),
     coefficients=(0.1, 0.3, 0.5, 0.7, 0.9),
     private_datasets=SYNTHETIC,
@@ -134,12 +139,13 @@ def search(
     rounds: tuple[int, int],
     learning_rates: Sequence[float],
     coefficients: Sequence[float],
+    jointly: bool,
     metric: str,
 ) -> dict[str, dict[bool, Config]]:
     """The best learning rate of each plain method, and learning rate and coefficient upcycled.
 
-    The whole grid is tried under one seed of its own and judged by the clients' test examples, as
-    in the paper, whose data have no validation part.
+    Everything is tried under one seed of its own and judged by the clients' test examples, as in
+    the paper, whose data have no validation part.
 
     Parameters
     ----------
@@ -147,32 +153,64 @@ def search(
         Settings of each pair to compare, by a name of its own.
     rounds : (int, int)
         Visible rounds, plain and upcycled.
+    jointly : bool
+        The whole grid of learning rates and coefficients, or the coefficients at the learning
+        rate of the plain method.
     metric : str
         Of the rounds' metrics; of a loss the smaller the better.
     """
-    tried: list[tuple[str, bool, Config]] = []
-    configs = []
-    for name, changes in pairs.items():
-        for upcycled in (False, True):
-            for rate, coefficient in product(learning_rates, coefficients if upcycled else (0.5,)):
-                choice: Config = {
-                    "upcycled": upcycled,
-                    "rounds": rounds[upcycled],
-                    "evaluate-every": evaluations(rounds[upcycled]),
-                    "learning-rate": rate,
-                    "coefficient": coefficient,
-                }
-                tried.append((name, upcycled, choice))
-                run_name = f"search/{name}-{choice_name(choice)}"
-                configs.append(experiment.config(run_name, changes, choice, {"seed": SEARCH_SEED}))
-    runs = experiment.run(configs, "searching")
-    best: dict[str, dict[bool, tuple[float, Config]]] = {name: {} for name in pairs}
-    for (name, upcycled, choice), run in zip(tried, runs, strict=True):
+    alone = {name: [(rate, 0.5) for rate in learning_rates] for name in pairs}
+    plain = _best(experiment, pairs, alone, upcycled=False, rounds=rounds[0], metric=metric)
+    grid = {
+        name: list(
+            product(
+                learning_rates if jointly else [float(plain[name]["learning-rate"])], coefficients
+            )
+        )
+        for name in pairs
+    }
+    both = _best(experiment, pairs, grid, upcycled=True, rounds=rounds[1], metric=metric)
+    return {name: {False: plain[name], True: both[name]} for name in pairs}
+
+
+def _best(
+    experiment: Experiment,
+    pairs: Mapping[str, Config],
+    candidates: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    upcycled: bool,
+    rounds: int,
+    metric: str,
+) -> dict[str, Config]:
+    """The best (learning rate, coefficient) of each pair."""
+    choices: list[tuple[str, Config]] = [
+        (
+            name,
+            {
+                "upcycled": upcycled,
+                "rounds": rounds,
+                "evaluate-every": evaluations(rounds),
+                "learning-rate": rate,
+                "coefficient": coefficient,
+            },
+        )
+        for name, tried in candidates.items()
+        for rate, coefficient in tried
+    ]
+    configs = [
+        experiment.config(
+            f"search/{name}-{choice_name(choice)}", pairs[name], choice, {"seed": SEARCH_SEED}
+        )
+        for name, choice in choices
+    ]
+    runs = experiment.run(configs, "searching, " + ("upcycled" if upcycled else "plain"))
+    best: dict[str, tuple[float, Config]] = {}
+    for (name, choice), run in zip(choices, runs, strict=True):
         score = late(run, metric) * (-1 if metric.startswith("loss") else 1)
         score = -math.inf if math.isnan(score) else score
-        if upcycled not in best[name] or score > best[name][upcycled][0]:
-            best[name][upcycled] = score, choice
-    return {name: {up: choice for up, (_, choice) in two.items()} for name, two in best.items()}
+        if name not in best or score > best[name][0]:
+            best[name] = score, choice
+    return {name: choice for name, (_, choice) in best.items()}
 
 
 def in_rounds(choice: Config, rounds: int) -> Config:

@@ -62,6 +62,7 @@ def _one(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) 
         rounds=(rounds // 2, rounds),
         learning_rates=(0.05,),
         coefficients=scale.coefficients,
+        jointly=False,
         metric="loss_mean",
     )
     keys = [(pair, up, seed) for up in (False, True) for pair in pairs for seed in scale.seeds]

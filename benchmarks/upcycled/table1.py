@@ -87,6 +87,7 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
         rounds=(scale.search_rounds, 2 * scale.search_rounds),
         learning_rates=scale.learning_rates,
         coefficients=scale.coefficients,
+        jointly=scale.joint_search,
         metric="accuracy_pooled",
     )
     keys = [(pair, up, seed) for pair in pairs for up in (False, True) for seed in scale.seeds]
