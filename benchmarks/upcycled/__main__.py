@@ -40,6 +40,11 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", help="data sets of the accuracy tables")
     parser.add_argument("--training-rounds", type=int, help="of the accuracy tables")
     parser.add_argument("--search-rounds", type=int, help="training rounds while searching")
+    parser.add_argument(
+        "--joint-search",
+        action="store_true",
+        help="search coefficients at every learning rate, not only at the plain method's",
+    )
     arguments = parser.parse_args()
 
     scale = FULL if arguments.full else DEFAULT
@@ -47,6 +52,7 @@ def main() -> None:
         "datasets": arguments.datasets and tuple(arguments.datasets),
         "training_rounds": arguments.training_rounds,
         "search_rounds": arguments.search_rounds,
+        "joint_search": arguments.joint_search,
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()
