@@ -21,6 +21,7 @@ from benchmarks.upcycled.experiment import DEFAULT, FULL, Experiment, base_confi
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
+from flower_ext.data import device_names
 
 PARTS = ("time", "accuracy", "figures")
 
@@ -37,7 +38,9 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
-    parser.add_argument("--datasets", nargs="+", help="data sets of the accuracy tables")
+    parser.add_argument(
+        "--datasets", nargs="+", choices=device_names(), help="data sets of the accuracy tables"
+    )
     parser.add_argument("--training-rounds", type=int, help="of the accuracy tables")
     parser.add_argument("--search-rounds", type=int, help="training rounds while searching")
     parser.add_argument(
@@ -45,6 +48,8 @@ def main() -> None:
         action="store_true",
         help="search coefficients at every learning rate, not only at the plain method's",
     )
+    parser.add_argument("--learning-rates", nargs="+", type=float, help="of the accuracy tables")
+    parser.add_argument("--private-rounds", type=int, help="visible rounds of Figures 3 and 4")
     arguments = parser.parse_args()
 
     scale = FULL if arguments.full else DEFAULT
@@ -53,6 +58,8 @@ def main() -> None:
         "training_rounds": arguments.training_rounds,
         "search_rounds": arguments.search_rounds,
         "joint_search": arguments.joint_search,
+        "learning_rates": arguments.learning_rates and tuple(arguments.learning_rates),
+        "private_rounds": arguments.private_rounds,
     }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.runs import Config
 from benchmarks.upcycled.experiment import (
     METHODS,
+    SYNTHETIC,
     Experiment,
     Scale,
     choice_name,
@@ -21,11 +22,11 @@ from benchmarks.upcycled.experiment import (
     method_config,
     search,
 )
+from flower_ext.data import describe_devices
 from flower_ext.reporting import RunDirectory, write_comparison
 from flower_ext.reporting.comparison import mean_and_std
 from flower_ext.reporting.report import pooled_accuracy, table
 
-DEVICES = {"letters": 50}
 PAPER = {  # Table 1: plain and upcycled accuracy in per cent on the four synthetic sets
     "fedavg": ((98.06, 98.83), (79.28, 81.46), (81.58, 82.89), (80.40, 81.49)),
     "fedavgm": ((98.43, 98.72), (80.29, 81.74), (82.60, 83.13), (80.59, 81.37)),
@@ -35,7 +36,6 @@ PAPER = {  # Table 1: plain and upcycled accuracy in per cent on the four synthe
     "pfedme": ((96.30, 96.77), (89.15, 89.08), (89.43, 89.55), (93.06, 93.12)),
     "fedyogi": ((99.30, 99.41), (81.20, 81.65), (79.49, 80.84), (78.95, 80.17)),
 }
-SYNTHETIC = ("synthetic-iid", "synthetic-0-0", "synthetic-0.5-0.5", "synthetic-1-1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
             "dataset": dataset,
             **method_config(method),
             "straggler-ratio": straggler_ratio,
-            "clients": DEVICES.get(dataset, 30),
+            "clients": describe_devices(dataset).num_devices,
         }
         for dataset in scale.datasets
         for method in METHODS

@@ -84,6 +84,8 @@ def _outcome(run: RunDirectory) -> list[str]:
     lines = []
     if facts["status"] != "completed":
         reason = f": {facts['reason']}" if facts.get("reason") else ""
+        if facts["status"] == "running":
+            reason = ", or was ended before it could say so"
         lines.append(f"> **This run is {facts['status']}**{reason}")
     clients = [row for row in run.client_metrics() if "accuracy" in row]
     if clients:
@@ -111,10 +113,11 @@ def pooled_accuracy(run: RunDirectory) -> float | None:
 
 
 def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
-    if not guarantees and run.ledger_path.exists():
+    finished = run.facts["status"] in ("completed", "budget-exhausted")
+    if not guarantees and (run.ledger_path.exists() or not finished):
         return [
-            "**No guarantee was recorded**: the run ended before it was written. What the ledger "
-            "reserved is spent all the same.",
+            "**No guarantee was recorded**: the run has not come to where it is written. What "
+            "clients were asked for, or the ledger reserved, is spent all the same.",
             *_ledger(run),
         ]
     if not guarantees:

@@ -26,8 +26,8 @@ from flower_ext.training.task import Task
 
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
-_TOGETHER_ON_CPU = 50
-"""Models in a batch on a CPU: more leave the caches and gain nothing."""
+_CACHE = 2**22
+"""Bytes of parameters in a batch on a CPU: more leave the caches and gain nothing."""
 _TOGETHER_ELSEWHERE = 4096
 _FEWEST = 5
 """Models below which one after the other is faster than a batch."""
@@ -125,8 +125,10 @@ def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
     """How many jobs like this one fit into ``memory_limit`` bytes; at least one."""
-    most = _TOGETHER_ON_CPU if task.torch_device().type == "cpu" else _TOGETHER_ELSEWHERE
     numbers = sum(p.numel() for p in job.params.values())
+    most = _TOGETHER_ELSEWHERE
+    if task.torch_device().type == "cpu":
+        most = max(_FEWEST, _CACHE // (4 * numbers))
     batch = job.examples.features[: job.training.batch_size]
     example = math.prod(job.examples.features.shape[1:])
     # Weights, their views' gradients, the flat gradient, velocity, terms, and SAM's second point.

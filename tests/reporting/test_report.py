@@ -190,3 +190,16 @@ def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
     assert "holds more than this table" not in write_report(run).read_text()
     run.save_guarantees(client_level_guarantees(PLAN, Participations.worst_case(2, 10)))
     assert "holds more than this table" in write_report(run).read_text()
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privacy(tmp_path, status):
+    run = RunDirectory.create(tmp_path / "run", {"perturbation": "output"})
+    run.log(1, epsilon_published=0.4, epsilon_published_mean=0.2)
+    if status == "failed":
+        run.finish("failed", "disk full")
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "No guarantee was recorded" in text
+    assert "neither clipped nor noised" not in text
+    assert f"This run is {status}" in text
