@@ -8,26 +8,37 @@ tensor with a first dimension of jobs, so momentum, SAM and terms cost a few ope
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from logging import getLogger
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.functional import cross_entropy, linear
-from torch.overrides import TorchFunctionMode
+from torch.func import vmap
+from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training.local import LocalTraining, batch_rows, predict, score, train
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params
+from flower_ext.training.stacked import (
+    Loss,
+    MappedModel,
+    NotStackable,
+    StackedModel,
+    Target,
+    stack,
+)
 from flower_ext.training.task import Task
+
+log = getLogger(__name__)
 
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
 _CACHE = 2**22
-"""Bytes of parameters in a batch on a CPU: more leave the caches and gain nothing."""
+"""Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
+_LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 _FEWEST = 5
 """Models below which one after the other is faster than a batch."""
@@ -110,47 +121,73 @@ def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
         return "exact minimisers are found one by one"
     if any(not isinstance(term, Proximal | Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
-    device = task.torch_device()
-    for module in task.model().modules():
+    reason = _why_unlike(task.model, task.torch_device())
+    if reason is not None:
+        _say_once(reason)
+    return reason
+
+
+@lru_cache(maxsize=64)
+def _why_unlike(build: Callable[[], nn.Module], device: torch.device) -> str | None:
+    """What keeps models of this kind from training in a batch."""
+    for module in build().modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "batch normalisation changes the model while it is evaluated"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return "dropout draws other numbers in a batch of models"
         if isinstance(module, nn.RNNBase):
             return "recurrent layers have no batched form"
-        if isinstance(module, nn.modules.conv._ConvNd) and device.type == "cpu":
-            return "convolutions of many models are slower in a batch on a CPU"
     return None
+
+
+@lru_cache(maxsize=64)
+def _say_once(reason: str) -> None:
+    log.info("local trainings run one by one: %s", reason)
+
+
+@lru_cache(maxsize=64)
+def _form(
+    build: Callable[[], nn.Module], device: torch.device, shape: torch.Size, dtype: torch.dtype
+) -> StackedModel | MappedModel:
+    """How K models of this kind are computed at once, for examples of this shape."""
+    model = build().to(device).train()
+    try:
+        return StackedModel(model, torch.zeros(shape, dtype=dtype, device=device))
+    except NotStackable as reason:
+        log.info("local trainings of %s go through vmap: %s", type(model).__name__, reason)
+        return MappedModel(model)
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
     """How many jobs like this one fit into ``memory_limit`` bytes; at least one."""
     numbers = sum(p.numel() for p in job.params.values())
+    features = job.examples.features
+    batch = min(job.training.batch_size, len(features))
+    activations = batch * _activations(task.model, features.shape[1:], features.dtype)
     most = _TOGETHER_ELSEWHERE
     if task.torch_device().type == "cpu":
-        most = max(_FEWEST, _CACHE // (4 * numbers))
-    batch = job.examples.features[: job.training.batch_size]
-    example = math.prod(job.examples.features.shape[1:])
-    # Weights, their views' gradients, the flat gradient, velocity, terms, and SAM's second point.
-    needed = 4 * (8 * numbers + len(job.examples) * example + 3 * _activations(task, job, batch))
+        most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
+    # Weights, their gradient, velocity, terms and SAM's second point; what layers keep for their
+    # backward pass, and its own.
+    needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 
 
-def _activations(task: Task, job: Job, batch: Tensor) -> int:
-    """Numbers that the layers put out for one batch."""
-    count = 0
+@lru_cache(maxsize=64)
+def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> int:
+    """Numbers that the layers put out for one example, and the example's own."""
+    count = math.prod(shape)
 
     def add(module: nn.Module, inputs: object, output: object) -> None:
         nonlocal count
         count += output.numel() if isinstance(output, Tensor) else 0
 
-    model = task.model()
-    hooks = [module.register_forward_hook(add) for module in model.modules()]
+    model = build()
+    for module in model.modules():
+        module.register_forward_hook(add)
     with torch.no_grad():
-        functional_call(model, {n: p.cpu() for n, p in job.params.items()}, (batch.cpu(),))
-    for hook in hooks:
-        hook.remove()
-    return count + batch.numel()
+        model(torch.zeros((1, *shape), dtype=dtype))
+    return count
 
 
 def _steps(job: Job) -> int:
@@ -168,13 +205,15 @@ class Stack:
             raise ValueError("cannot train on a client without examples")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.model = task.model().to(self.device).train()
-        self.names = [name for name, _ in self.model.named_parameters() if trained(name)]
+        features = jobs[0].examples.features
+        self.form = _form(task.model, self.device, features.shape[1:], features.dtype)
+        self.names = [name for name in self.form.parameters if trained(name)]
         if not self.names:
             raise ValueError("trained selects no parameter of the model")
-        frozen = [name for name in jobs[0].params if name not in self.names]
         params = [job.params for job in jobs]
-        self.weights, self.rest = self._stacked(params, self.names), self._stacked(params, frozen)
+        every = {name: stack(params, name, self.device) for name in jobs[0].params}
+        self.weights = {name: every.pop(name) for name in self.names}
+        self.rest = every
         self.batches = Batches(jobs, self.device)
 
     def minimise(self) -> list[Params]:
@@ -183,24 +222,35 @@ class Stack:
             torch.tensor([getattr(job.training, name) for job in self.jobs], device=self.device)
             for name in ("learning_rate", "momentum", "sam_radius")
         )
-        velocity = {}
-        if bool(momentum.any()):
-            velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         terms = self.terms()
+        if not terms and not momentum.any() and not radius.any():
+            return self._descend(rate)
+        velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for x, y, counts in self.batches:
             active = len(x)
             now, rest = first(self.weights, active), first(self.rest, active)
-            step = self.slope(now, rest, x, y, counts, terms)
-            if bool(radius.any()):
-                norm = _norms(step)
-                climb = torch.where(norm > 0, radius[:active] / norm, 0.0)
-                above = {n: torch.addcmul(w, step[n], along(climb, w)) for n, w in now.items()}
-                step = self.slope(above, rest, x, y, counts, terms)
+            point = now
+            if radius.any():
+                climb = self.slope(now, rest, x, y, counts, terms)
+                norm = _norms(climb)
+                scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
+                point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
+            own = first(velocity, active)
+            for v in own.values():
+                v.mul_(along(momentum[:active], v))
+            self._send(point, rest, x, y, counts, {n: Target(v, keep=1.0) for n, v in own.items()})
+            add_terms(own, terms, point)
             for name, w in now.items():
-                if velocity:
-                    own = velocity[name][:active]
-                    step[name] = own.mul_(along(momentum[:active], own)).add_(step[name])
-                w.addcmul_(step[name], along(rate[:active], w), value=-1.0)
+                w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
+        return self.models(self.weights)
+
+    def _descend(self, rate: Tensor) -> list[Params]:
+        """Plain SGD: the backward pass moves the weights; no gradient is ever written."""
+        for x, y, counts in self.batches:
+            active = len(x)
+            now, rest = first(self.weights, active), first(self.rest, active)
+            targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
+            self._send(now, rest, x, y, counts, targets, rate[:active])
         return self.models(self.weights)
 
     def slope(
@@ -213,51 +263,58 @@ class Stack:
         terms: Mapping[str, tuple[Tensor, Tensor]],
     ) -> Params:
         """Each job's gradient of its loss and ``terms`` at ``point``; see `Batches`, `terms`."""
-        leaves = {name: w.detach().requires_grad_() for name, w in point.items()}
-        value = self._loss({**rest, **leaves}, x, y, counts)
-        slopes = torch.autograd.grad(value, list(leaves.values()))
-        found = dict(zip(leaves, slopes, strict=True))
-        for name, (slope, offset) in terms.items():
-            active = len(x)
-            found[name].addcmul_(along(slope[:active], point[name]), point[name])
-            found[name].add_(offset[:active])
+        found = {name: torch.empty_like(w) for name, w in point.items()}
+        self._send(point, rest, x, y, counts, {name: Target(g) for name, g in found.items()})
+        add_terms(found, terms, point)
         return found
 
-    def _loss(self, params: Params, x: Tensor, y: Tensor, counts: Sequence[int]) -> Tensor:
-        """Sum over jobs of the mean loss on the first ``counts`` examples of their mini-batches."""
-        if len(x) < _FEWEST:
-            alone = [
-                self.task.loss(
-                    functional_call(self.model, {n: p[row] for n, p in params.items()}, (own[:n],)),
-                    y[row, :n],
-                )
-                for row, (own, n) in enumerate(zip(x, counts, strict=True))
-            ]
-            return torch.stack(alone).sum()
-        with _ContiguousSlopes():
-            outputs = vmap(lambda own, features: functional_call(self.model, own, (features,)))(
-                params, x
-            )
-        width = x.shape[1]
-        if min(counts) == width:
-            return vmap(self.task.loss)(outputs, y).sum()
-        number = torch.tensor(counts, device=self.device).unsqueeze(1)
-        share = (torch.arange(width, device=self.device) < number) / number
-        return (self._losses(outputs, y) * share).sum()
+    def _send(
+        self,
+        point: Params,
+        rest: Params,
+        x: Tensor,
+        y: Tensor,
+        counts: Sequence[int],
+        targets: Mapping[str, Target],
+        factors: Tensor | None = None,
+    ) -> None:
+        """Each job's gradient of its loss, times its factor, to ``targets``."""
+        loss = self._loss(y, counts, factors)
+        self.form.gradient({**rest, **point}, x, loss, targets)
 
-    def _losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """The loss of every single example; `Task.loss` is a mean of them."""
+    def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
+        """Sum over jobs of factor · mean loss on the first ``counts`` examples."""
+        jobs, width = len(counts), max(counts)
+        scale = torch.ones(jobs, device=self.device) if factors is None else factors
         if self.task.loss is cross_entropy:
-            each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
-            return each.view(y.shape[:2])
+            share = scale / torch.tensor(counts, device=self.device)
+            share = share.unsqueeze(1).expand(jobs, width)
+            if min(counts) < width:
+                share = share * self._real(counts, width)
+
+            def summed(outputs: Tensor) -> Tensor:
+                each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
+                return torch.dot(each.flatten(), share.flatten())
+
+            return summed
+        if min(counts) == width:
+            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y), scale)
+        share = self._real(counts, width) * (scale / torch.tensor(counts)).unsqueeze(1)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
             return self.task.loss(output.unsqueeze(0), target.unsqueeze(0))
 
-        return vmap(vmap(alone))(outputs, y)
+        return lambda outputs: (vmap(vmap(alone))(outputs, y) * share).sum()
+
+    def _real(self, counts: Sequence[int], width: int) -> Tensor:
+        """1 for each example of a mini-batch, 0 for padding."""
+        number = torch.tensor(counts, device=self.device).unsqueeze(1)
+        return (torch.arange(width, device=self.device) < number).float()
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
+        if not any(job.terms or job.training.proximal_weight for job in self.jobs):
+            return {}
         slopes = torch.zeros(len(self.jobs), device=self.device)
         offsets = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for row, job in enumerate(self.jobs):
@@ -271,11 +328,7 @@ class Stack:
                     elif isinstance(term, Linear):
                         offset[row] += term.direction[name].to(self.device)
                 slopes[row] += term.weight if isinstance(term, Proximal) else 0.0
-        needed = any(job.terms or job.training.proximal_weight for job in self.jobs)
-        return {name: (slopes, offset) for name, offset in offsets.items()} if needed else {}
-
-    def _stacked(self, many: Sequence[Mapping[str, Tensor]], names: Sequence[str]) -> Params:
-        return {n: torch.stack([one[n].detach().to(self.device) for one in many]) for n in names}
+        return {name: (slopes, offset) for name, offset in offsets.items()}
 
     def models(self, weights: Mapping[str, Tensor]) -> list[Params]:
         """Each job's whole model with ``weights`` in place, where its own parameters were."""
@@ -288,26 +341,6 @@ class Stack:
         ]
 
 
-class _ContiguousSlopes(TorchFunctionMode):
-    """Linear layers as W xᵀ instead of x Wᵀ: the slope of a batch of W then lies as W does.
-
-    The other way round it is a transposed view, which costs more to add than to compute.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is linear and args[0].dim() == 2 and not kwargs:
-            x, weight, *bias = args
-            y = torch.matmul(weight, x.transpose(0, 1)).transpose(0, 1)
-            return y if not bias or bias[0] is None else y + bias[0]
-        return func(*args, **(kwargs or {}))
-
-
 def first(params: Mapping[str, Tensor], active: int) -> Params:
     """Of the first ``active`` jobs only: views."""
     return {name: p[:active] for name, p in params.items()}
@@ -316,6 +349,16 @@ def first(params: Mapping[str, Tensor], active: int) -> Params:
 def along(values: Tensor, like: Tensor) -> Tensor:
     """One value a job, in a shape that multiplies ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
+
+
+def add_terms(
+    slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
+) -> None:
+    """The gradient of ``terms`` (see `Stack.terms`) at ``point``, on top of ``slopes``."""
+    for name, (factor, offset) in terms.items():
+        active = len(point[name])
+        slopes[name].addcmul_(along(factor[:active], point[name]), point[name])
+        slopes[name].add_(offset[:active])
 
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
@@ -332,31 +375,58 @@ class Batches:
     """
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        self.device = device
-        self.steps = [_steps(job) for job in jobs]
-        longest = max(len(job.examples) for job in jobs)
-        width = min(longest, max(job.training.batch_size for job in jobs))
-        first = jobs[0].examples
-        shape = (len(jobs), longest)
-        self.features = first.features.new_zeros((*shape, *first.features.shape[1:]), device=device)
-        self.targets = first.targets.new_zeros((*shape, *first.targets.shape[1:]), device=device)
-        rows = torch.zeros((self.steps[0], len(jobs), width), dtype=torch.long)
-        self.counts: list[list[int]] = [[] for _ in range(self.steps[0])]
-        for number, job in enumerate(jobs):
-            self.features[number, : len(job.examples)] = job.examples.features
-            self.targets[number, : len(job.examples)] = job.examples.targets
-            drawn = batch_rows(len(job.examples), job.training, job.generator)
-            for step, chosen in enumerate(drawn):
-                rows[step, number, : len(chosen)] = chosen
-                self.counts[step].append(len(chosen))
-        self.rows = rows.to(device)
+        self.jobs, self.device = jobs, device
+        self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
-        jobs = torch.arange(len(self.steps), device=self.device).unsqueeze(1)
-        for chosen, counts in zip(self.rows, self.counts, strict=True):
-            active, width = len(counts), max(counts)
-            where = jobs[:active], chosen[:active, :width]
-            yield self.features[where], self.targets[where], counts
+        return self._epochs() if self.alike else self._gathered()
+
+    def _epochs(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """Clients of one size: an epoch's examples are copied in order, and cut into batches."""
+        count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
+        steps = torch.tensor([_steps(job) for job in self.jobs])
+        per_epoch = math.ceil(count / size)
+        for step in range(int(steps[0])):
+            active, start = int((steps > step).sum()), step % per_epoch * size
+            if start == 0:
+                orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
+                features = self._ordered("features", orders)
+                targets = self._ordered("targets", orders)
+            x = features[:active, start : start + size]
+            yield x, targets[:active, start : start + size], [x.shape[1]] * active
+
+    def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
+        own = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
+        copied: Tensor = own[0].new_empty((len(own), *own[0].shape))
+        for data, order, place in zip(own, orders, copied, strict=True):
+            torch.index_select(data, 0, order.to(self.device), out=place)
+        return copied
+
+    def _gathered(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """Clients of any size: every mini-batch is gathered and padded."""
+        jobs = self.jobs
+        longest = max(len(job.examples) for job in jobs)
+        width = min(longest, max(job.training.batch_size for job in jobs))
+        features, targets = (self._padded(part, longest) for part in ("features", "targets"))
+        rows = torch.zeros((_steps(jobs[0]), len(jobs), width), dtype=torch.long)
+        every: list[list[int]] = [[] for _ in range(_steps(jobs[0]))]
+        for index, job in enumerate(jobs):
+            drawn = batch_rows(len(job.examples), job.training, job.generator)
+            for step, chosen in enumerate(drawn):
+                rows[step, index, : len(chosen)] = chosen
+                every[step].append(len(chosen))
+        number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
+        for chosen, counts in zip(rows.to(self.device), every, strict=True):
+            active, most = len(counts), max(counts)
+            where = number[:active], chosen[:active, :most]
+            yield features[where], targets[where], counts
+
+    def _padded(self, part: str, longest: int) -> Tensor:
+        like: Tensor = getattr(self.jobs[0].examples, part)
+        padded = like.new_zeros((len(self.jobs), longest, *like.shape[1:]), device=self.device)
+        for job, place in zip(self.jobs, padded, strict=True):
+            place[: len(job.examples)] = getattr(job.examples, part)
+        return padded
 
 
 def evaluate_many(
