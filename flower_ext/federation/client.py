@@ -215,13 +215,11 @@ class _ClientSide:
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[Message]:
         """Train, protect, remember, reply."""
-        works = self._unpack(messages, contexts)
+        asked, works = self._unpack(messages, contexts)
         results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
         replies = [
-            self._reply(message, context, work, result)
-            for message, context, work, result in zip(
-                messages, contexts, works, results, strict=True
-            )
+            self._reply(*each)
+            for each in zip(messages, contexts, asked, works, results, strict=True)
         ]
         for context, result in zip(contexts, results, strict=True):
             if result.memory is not None:
@@ -236,7 +234,7 @@ class _ClientSide:
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[Message]:
         """Evaluate the model that each client would use."""
-        works = self._unpack(messages, contexts)
+        _, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
         every = evaluate_many(works[0].task, models, [work.data.test for work in works])
         replies = []
@@ -246,73 +244,113 @@ class _ClientSide:
             replies.append(Message(content, reply_to=message))
         return replies
 
+    def _unpack(
+        self, messages: Sequence[Message], contexts: Sequence[Context]
+    ) -> tuple[list[_Asked], list[ClientWork]]:
+        # All in one process have one task: that of the first is good for all.
+        task = self.task if isinstance(self.task, Task) else self.task(contexts[0])
+        asked = _unpacked(messages)
+        return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
+
     def _reply(
-        self, message: Message, context: Context, work: ClientWork, result: LocalResult
+        self,
+        message: Message,
+        context: Context,
+        asked: _Asked,
+        work: ClientWork,
+        result: LocalResult,
     ) -> Message:
-        facts = message.content.config_records[records.ROUND]
         update = protected(
             result.update,
             work.received,
-            facts,
+            asked.facts,
             context,
             allow_seeded_noise=self.allow_seeded_noise,
         )
         content = RecordDict({records.UPDATE: records.to_record(update)})
         metrics: dict[str, float] = {}
-        if facts.get("report-size"):
+        if asked.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
-        if facts.get("diagnostics"):
+        if asked.facts.get("diagnostics"):
             metrics["update-norm"] = l2_norm(result.update)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
         return Message(content, reply_to=message)
 
-    def _unpack(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[ClientWork]:
-        """What travelled, as tensors; a record that several messages share is read once."""
-        read: dict[int, Params] = {}
-
-        def params(record: ArrayRecord) -> Params:
-            if id(record) not in read:
-                read[id(record)] = records.to_params(record)
-            return read[id(record)]
-
-        return [
-            self._work(message, context, params)
-            for message, context in zip(messages, contexts, strict=True)
-        ]
-
-    def _work(
-        self, message: Message, context: Context, params: Callable[[ArrayRecord], Params]
-    ) -> ClientWork:
-        task = self.task if isinstance(self.task, Task) else self.task(context)
-        content = message.content
-        facts = content.config_records[records.ROUND]
+    def _work(self, asked: _Asked, context: Context, task: Task) -> ClientWork:
         partition = partition_of(context.node_config)
-        number, seed = int(facts["number"]), int(facts["seed"])  # type: ignore[arg-type]
-        kind = message.metadata.message_type.partition(".")[0]
-        numbers = seeded_generator(seed, "client", kind, partition, number)
-        received = {name: params(record) for name, record in content.array_records.items()}
-        model, data = received.pop(records.MODEL), task.data(partition)
+        numbers = seeded_generator(asked.seed, "client", asked.kind, partition, asked.round)
+        data = task.data(partition)
         return ClientWork(
             task=task,
             data=data,
-            received=model,
+            received=asked.model,
             memory=ClientMemory(context, self.method.name).load(),
-            training=records.read_trainings(content),
-            round=number,
-            seed=seed,
+            training=asked.training,
+            round=asked.round,
+            seed=asked.seed,
             generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
-            settings=dict(content.config_records.get(records.SETTINGS, {})),  # type: ignore[arg-type]
-            state=received,
+            settings=asked.settings,
+            state=asked.state,
             terms=objective_terms(
-                model,
+                asked.model,
                 len(data.train),
-                facts,
+                asked.facts,
                 context,
                 allow_seeded_noise=self.allow_seeded_noise,
             ),
-            config=dict(content.config_records.get(records.CONFIG, {})),
+            config=asked.config,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What a message asks for, unpacked."""
+
+    kind: str
+    facts: Mapping[str, Any]
+    model: Params
+    state: Mapping[str, Params]
+    training: Mapping[str, LocalTraining]
+    settings: Mapping[str, float]
+    config: Mapping[str, object]
+
+    @property
+    def round(self) -> int:
+        return int(self.facts["number"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.facts["seed"])
+
+
+def _unpacked(messages: Iterable[Message]) -> list[_Asked]:
+    """What each message asks for; what several of them share is read once."""
+    contents: dict[int, _Asked] = {}
+    arrays: dict[int, Params] = {}
+
+    def params(record: ArrayRecord) -> Params:
+        if id(record) not in arrays:
+            arrays[id(record)] = records.to_params(record)
+        return arrays[id(record)]
+
+    def unpacked(message: Message) -> _Asked:
+        content = message.content
+        if id(content) not in contents:
+            received = {name: params(record) for name, record in content.array_records.items()}
+            configs = content.config_records
+            contents[id(content)] = _Asked(
+                kind=message.metadata.message_type.partition(".")[0],
+                facts=dict(configs[records.ROUND]),
+                model=received.pop(records.MODEL),
+                state=received,
+                training=records.read_trainings(content),
+                settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+                config=dict(configs.get(records.CONFIG, {})),
+            )
+        return contents[id(content)]
+
+    return [unpacked(message) for message in messages]
 
 
 def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIMIT) -> list[T]:

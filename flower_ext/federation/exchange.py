@@ -51,11 +51,16 @@ class Exchange:
         return {} if self.roster is None else dict(sorted(self.roster.nodes.items()))
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
-        """A message for each partition; ``kind`` is ``train`` or ``evaluate``."""
+        """A message for each partition; ``kind`` is ``train`` or ``evaluate``.
+
+        Partitions with one content (the same object) are sent one RecordDict.
+        """
         assert self.roster is not None
+        built = {id(content): content for content in contents.values()}
+        shared = {key: RecordDict(dict(content)) for key, content in built.items()}
         messages = [
             Message(
-                RecordDict(dict(content)),
+                shared[id(content)],
                 dst_node_id=self.roster.nodes[partition],
                 message_type=f"{kind}.{self.method}" if self.roster.known else kind,
                 group_id=str(server_round),

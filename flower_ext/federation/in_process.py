@@ -136,6 +136,7 @@ class InProcessGrid(Grid):
     def _answer(self, message: Message) -> Message:
         context = self.contexts[message.metadata.dst_node_id]
         before = RecordDict(dict(context.state))
+        message.content = RecordDict(dict(message.content))  # several may share one
         try:
             return self._app(message, context)
         except Exception:  # whatever a ClientApp raises becomes an error reply

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flwr.app import Context
+from flwr.app import ArrayRecord, Context
 from torch import Tensor
 
 from flower_ext.federation.records import to_params, to_record
@@ -24,10 +24,10 @@ class ClientMemory:
 
     def load(self) -> Params | None:
         """What was stored last, or None in the client's first round."""
-        if self._key not in self._state.array_records:
-            return None
-        return to_params(self._state.array_records[self._key])
+        kept = self._state.get(self._key)
+        return to_params(kept) if isinstance(kept, ArrayRecord) else None
 
     def store(self, params: Mapping[str, Tensor]) -> None:
         """Replace what is kept."""
-        self._state[self._key] = to_record(params)
+        own = {name: value.clone() for name, value in params.items()}  # not a row of a batch
+        self._state[self._key] = to_record(own)

@@ -33,12 +33,12 @@ class Progress:
     def asked(self, kind: str, messages: Sequence[Message]) -> None:
         """Count messages to clients; ``kind`` is ``train`` or ``evaluate``."""
         self._count(_prefix(kind) + "messages", len(messages))
-        self._count(_prefix(kind) + "bytes_down", sum(map(records.payload_bytes, messages)))
+        self._count(_prefix(kind) + "bytes_down", records.payload_bytes(messages))
 
     def answered(self, kind: str, replies: Sequence[Message], refusals: Sequence[str]) -> None:
         """Count replies; each refusal is reported."""
         self._count(_prefix(kind) + "messages", len(replies))
-        self._count(_prefix(kind) + "bytes_up", sum(map(records.payload_bytes, replies)))
+        self._count(_prefix(kind) + "bytes_up", records.payload_bytes(replies))
         self._count("refused", len(refusals))
         for refusal in refusals:
             log.warning("refused reply: %s", refusal)

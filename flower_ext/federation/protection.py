@@ -8,9 +8,10 @@ privacy); an output or objective perturbation protects the records behind a clie
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context
+from flwr.app import Context
 
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.mods import objective_perturbation_term
@@ -29,8 +30,8 @@ from flower_ext.training import Linear, Params
 
 
 def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> dict[str, float]:
-    """What a client needs to bound and noise its update."""
-    if cohort_size == 0:
+    """What a client needs to bound and noise its update; nothing where the server does both."""
+    if cohort_size == 0 or plan.noise_placement == "server":
         return {}
     return {
         "clipping-norm": plan.clipping_norm,
@@ -58,7 +59,7 @@ def perturbation_facts(plan: PerturbationPlan, *, seeded_noise: bool) -> dict[st
 def protected(
     update: Params,
     received: Params,
-    facts: ConfigRecord,
+    facts: Mapping[str, Any],
     context: Context,
     *,
     allow_seeded_noise: bool,
@@ -83,7 +84,7 @@ def protected(
 def objective_terms(
     params: Params,
     num_examples: int,
-    facts: ConfigRecord,
+    facts: Mapping[str, Any],
     context: Context,
     *,
     allow_seeded_noise: bool,
@@ -108,7 +109,9 @@ def objective_terms(
     return (objective_perturbation_term(params, perturbation, noise),)
 
 
-def noise_source(facts: ConfigRecord, context: Context, *, allow_seeded_noise: bool) -> NoiseSource:
+def noise_source(
+    facts: Mapping[str, Any], context: Context, *, allow_seeded_noise: bool
+) -> NoiseSource:
     """Secure noise, or seeded noise where the server asks and this client allows it.
 
     Raises
@@ -130,7 +133,7 @@ def noise_source(facts: ConfigRecord, context: Context, *, allow_seeded_noise: b
     )
 
 
-def _number(facts: ConfigRecord, name: str) -> float:
+def _number(facts: Mapping[str, Any], name: str) -> float:
     value = facts[name]
     if not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} in the server's message: expected a number")

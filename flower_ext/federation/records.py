@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from io import BytesIO
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -39,24 +41,55 @@ class RefusedReply(ValueError):
     """A reply that must not be aggregated; the message says why."""
 
 
+class UnsentArray(Array):
+    """An array that becomes bytes only where it leaves this process.
+
+    Flower's own serialises at once, which clients in the server's process would do for nothing.
+    Whoever makes one must not change ``values`` afterwards.
+    """
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.dtype, self.shape = _name(values.dtype), values.shape
+        self.stype = "numpy.ndarray"
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        """As Flower serialises."""
+        return bytes(Array(self.values).data)
+
+    def numpy(self) -> np.ndarray:
+        """A copy, as from bytes."""
+        return self.values.copy()
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype) -> str:
+    return str(dtype)
+
+
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Tensors or arrays as an ArrayRecord, on the CPU, order kept."""
-    arrays = {
-        name: value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-        for name, value in params.items()
-    }
-    # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+    """Tensors or arrays as an ArrayRecord, on the CPU, order kept; not to be changed afterwards."""
+    record = ArrayRecord()  # given arrays at once it would serialise them
+    for name, value in params.items():
+        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+        # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
+        record[name] = UnsentArray(np.asarray(array))
+    return record
 
 
 def to_params(record: ArrayRecord) -> Params:
     """An ArrayRecord as tensors, each with its own memory."""
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
+    return {name: torch.from_numpy(values.copy()) for name, values in to_arrays(record).items()}
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
-    """An ArrayRecord as NumPy arrays."""
-    return {name: array.numpy() for name, array in record.items()}
+    """An ArrayRecord as NumPy arrays, which are not to be changed."""
+    return {name: _values(array) for name, array in record.items()}
+
+
+def _values(array: Array) -> np.ndarray:
+    return array.values if isinstance(array, UnsentArray) else array.numpy()
 
 
 def shared_arrays(record: ArrayRecord) -> Arrays:
@@ -100,12 +133,31 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
     }
 
 
-def payload_bytes(message: Message) -> int:
-    """Bytes of all arrays in a message as they are serialised; the rest of it is small."""
-    if not message.has_content():
-        return 0
-    records = message.content.array_records.values()
-    return sum(len(array.data) for record in records for array in record.values())
+def payload_bytes(messages: Iterable[Message]) -> int:
+    """Bytes of all arrays in messages as they are serialised; the rest of them is small."""
+    contents = [message.content for message in messages if message.has_content()]
+    sizes = {
+        key: sum(
+            _payload(a) for r in content.values() if isinstance(r, ArrayRecord) for a in r.values()
+        )
+        for key, content in {id(content): content for content in contents}.items()
+    }
+    return sum(sizes[id(content)] for content in contents)
+
+
+def _payload(array: Array) -> int:
+    if isinstance(array, UnsentArray):
+        return array.values.nbytes + _header_bytes(array.values.shape, array.values.dtype)
+    return len(array.data)
+
+
+@lru_cache(maxsize=1024)
+def _header_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Bytes that NumPy's format puts before the numbers of such an array."""
+    file = BytesIO()
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, facts)
+    return file.tell()
 
 
 @dataclass(frozen=True)
@@ -175,10 +227,10 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         Error reply, missing record, wrong names, shapes or dtypes, unreadable or non-finite data.
     """
     content = _content(reply)
-    if UPDATE in content.array_records:
-        arrays = _checked(content.array_records[UPDATE], base)
-    elif trust_models and MODEL in content.array_records:
-        model = _checked(content.array_records[MODEL], base)
+    if isinstance(update := content.get(UPDATE), ArrayRecord):
+        arrays = _checked(update, base)
+    elif trust_models and isinstance(sent := content.get(MODEL), ArrayRecord):
+        model = _checked(sent, base)
         arrays = {name: model[name] - base[name] for name in base}
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
@@ -196,8 +248,8 @@ def read_metrics(reply: Message) -> dict[str, float]:
     """
     content = _content(reply)
     merged: dict[str, float] = {}
-    for record in content.metric_records.values():
-        for name, value in record.items():
+    for record in content.values():
+        for name, value in record.items() if isinstance(record, MetricRecord) else ():
             if not isinstance(value, int | float) or not np.isfinite(value):
                 raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
             merged[name] = float(value)
@@ -224,13 +276,13 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
     arrays: Arrays = {}
     for name, expected in base.items():
         sent = record[name]
-        if tuple(sent.shape) != expected.shape or sent.dtype != str(expected.dtype):
+        if tuple(sent.shape) != expected.shape or sent.dtype != _name(expected.dtype):
             raise RefusedReply(
                 f"{name!r} is {sent.dtype}{tuple(sent.shape)}, "
                 f"expected {expected.dtype}{expected.shape}"
             )
         try:
-            array = sent.numpy()
+            array = _values(sent)
         except Exception as error:  # whatever a hostile payload provokes, it is one refusal
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:

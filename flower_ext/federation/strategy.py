@@ -213,15 +213,11 @@ class FederatedStrategy(Strategy):
             records.CONFIG: config,
             **self.server_state(),
         }
-        contents = {
-            partition: {
-                **shared,
-                **records.training_records(
-                    {phase: shortened(t, slow.get(partition)) for phase, t in trainings.items()}
-                ),
-            }
-            for partition in self._cohort
-        }
+        whole = {**shared, **records.training_records(trainings)}
+        contents: dict[int, Content] = dict.fromkeys(self._cohort, whole)
+        for partition, how_far in slow.items():
+            less = {phase: shortened(training, how_far) for phase, training in trainings.items()}
+            contents[partition] = {**shared, **records.training_records(less)}
         self.progress.row["cohort"] = len(self._cohort)
         return self._exchange.ask("train", contents, server_round)
 

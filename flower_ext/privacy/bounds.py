@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; an update of nothing but these: `Valu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
+_BLOCK = 2**20
+"""Numbers that are summed at a time."""
 _MARGIN = 1.0 - 1e-12
 """Room for the rounding of the norm itself, whatever the order of its summation."""
 
@@ -136,8 +138,8 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     target = clipping_norm * _MARGIN
     if norm <= target:
         return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
-    factor = (target / largest) / scaled  # never overflows, unlike target / norm
-    slack = 2.0**-50
+    slack = max(_precision(array) for array in update.values()) / 16
+    factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
@@ -155,11 +157,68 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
         Names or shapes differ from those of ``like``.
     """
     summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
-    for update in updates:
-        check_like(update, like)
-        for name in summed:
-            summed[name] = summed[name] + _as_float64(update[name])
+    for rows in _stacked(updates, like):
+        for name, array in rows.items():
+            namespace = api.array_namespace(array)
+            summed[name] = summed[name] + namespace.sum(array, axis=0, dtype=namespace.float64)
     return summed
+
+
+def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
+    """Sum in float64 of `clip` of every update, computed for many of them at once.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip` and `total`.
+    """
+    if not 0 < clipping_norm < math.inf:
+        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
+    for update in updates:
+        check_arrays(update)
+    start = 0
+    for rows in _stacked(updates, like):
+        count = len(next(iter(rows.values())))
+        part = clip_rows(rows, clipping_norm)
+        if part is None:  # squares that overflow or vanish: with more care, one after the other
+            chosen = updates[start : start + count]
+            part = total([clip(update, clipping_norm).value for update in chosen], like=like)
+        summed = {name: summed[name] + array for name, array in part.items()}
+        start += count
+    return BoundedSum(value=summed, bound=clipping_norm if updates else 0.0, count=len(updates))
+
+
+def clip_rows(rows: Update, clipping_norm: float) -> dict[str, Any] | None:
+    """Sum over the first dimension of what `clip` makes of every row.
+
+    Parameters
+    ----------
+    rows : Mapping[str, array]
+        Each of shape (units, …): row k of all arrays together is one unit's update.
+
+    Returns
+    -------
+    dict[str, array] | None
+        In float64. None where a norm is not between 1e-100 and 1e100 times ``clipping_norm``, or
+        not finite, and simple arithmetic could not be trusted.
+    """
+    flat = {
+        name: api.array_namespace(array).reshape(_as_float64(array), (array.shape[0], -1))
+        for name, array in rows.items()
+    }
+    namespace = api.array_namespace(*flat.values())
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = sum(namespace.vecdot(array, array) for array in flat.values())
+    norms = namespace.sqrt(squares) / clipping_norm
+    usual = (norms > 1e-100) & (norms < 1e100)
+    if not bool(namespace.all(usual)):
+        return None
+    factors = _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
+    return {
+        name: namespace.reshape(factors @ flat[name], array.shape[1:])
+        for name, array in rows.items()
+    }
 
 
 def sum_bounded(updates: Sequence[BoundedUpdate], *, like: Update) -> BoundedSum:
@@ -175,6 +234,20 @@ def sum_bounded(updates: Sequence[BoundedUpdate], *, like: Update) -> BoundedSum
         raise ValueError(f"updates have different bounds {sorted(bounds)}: clip all to one norm")
     value = total([update.value for update in updates], like=like)
     return BoundedSum(value=value, bound=bounds.pop() if bounds else 0.0, count=len(updates))
+
+
+def _stacked(updates: Sequence[Update], like: Update) -> Iterator[dict[str, Any]]:
+    """Updates as arrays with one more dimension, as many at a time as stay in a cache."""
+    numbers = sum(_size(array) for array in like.values())
+    together = max(1, _BLOCK // max(1, numbers))
+    for start in range(0, len(updates), together):
+        chosen = updates[start : start + together]
+        for update in chosen:
+            check_like(update, like)
+        yield {
+            name: api.array_namespace(array).stack([update[name] for update in chosen])
+            for name, array in like.items()
+        }
 
 
 def check_like(update: Update, like: Update) -> None:
@@ -202,8 +275,17 @@ def _as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
+def _precision(array: Any) -> float:
+    return float(api.array_namespace(array).finfo(array.dtype).eps)
+
+
 def _scaled_norm(update: Update) -> tuple[float, float]:
-    """(m, s) with norm = m·s, m the largest magnitude: squares of x/m cannot overflow."""
+    """(m, s) with norm = m·s: m above 1 where squares might overflow."""
+    wide = [_as_float64(array).reshape(-1) for array in update.values() if _size(array)]
+    with np.errstate(over="ignore"):
+        squares = sum(float(array @ array) for array in wide)
+    if 1e-200 < squares < 1e200:
+        return 1.0, math.sqrt(squares)
     largest = 0.0
     for name, array in update.items():
         if _size(array) == 0:
@@ -215,11 +297,7 @@ def _scaled_norm(update: Update) -> tuple[float, float]:
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0
-    squares = 0.0
-    for array in update.values():
-        scaled = _as_float64(array) / largest
-        squares += float(api.array_namespace(array).sum(scaled * scaled))
-    return largest, math.sqrt(squares)
+    return largest, math.sqrt(sum(float((a / largest) @ (a / largest)) for a in wide))
 
 
 def _times(array: Any, factor: float) -> Any:

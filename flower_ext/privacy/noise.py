@@ -60,6 +60,8 @@ class _GeneratorNoise:
         if not 0 <= stddev < math.inf:
             raise ValueError(f"stddev={stddev!r}: expected a finite number >= 0")
         check_arrays(update)
+        if stddev == 0:
+            return dict(update)
         rng = self._generator()
         return {name: _noised(name, array, stddev, rng) for name, array in update.items()}
 
@@ -102,7 +104,7 @@ class SeededNoise(_GeneratorNoise):
 def _noised(name: str, array: Any, stddev: float, rng: np.random.Generator) -> Any:
     namespace = api.array_namespace(array)
     wide = namespace.astype(array, namespace.float64)
-    if stddev > 0 and bool(namespace.any(namespace.abs(wide) > stddev * _ABSORBING)):
+    if bool(namespace.any(namespace.abs(wide) > stddev * _ABSORBING)):
         raise NonFiniteUpdate(f"{name!r} is so large that noise of stddev {stddev:g} is lost in it")
     noise = namespace.asarray(
         stddev * rng.standard_normal(tuple(array.shape)), device=api.device(array)

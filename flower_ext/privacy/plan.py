@@ -10,7 +10,7 @@ from typing import Any, Literal
 import array_api_compat as api
 
 from flower_ext.privacy.accounting import Accountant, Release
-from flower_ext.privacy.bounds import BoundedUpdate, Update, clip, sum_bounded, total
+from flower_ext.privacy.bounds import BoundedUpdate, Update, clip, sum_clipped, total
 from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.sampling import Sampling
@@ -192,7 +192,7 @@ class ReleasePlan:
         if answered > cohort_size:
             raise ValueError(f"{answered} uploads from a cohort of {cohort_size}")
         if self.noise_placement == "server":
-            summed = sum_bounded([self.bound(upload) for upload in uploads], like=like).value
+            summed = sum_clipped(uploads, self.clipping_norm, like=like).value
             missing = 1.0
         else:
             if answered < cohort_size and self.dropout_policy == "discard":

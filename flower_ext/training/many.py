@@ -332,11 +332,10 @@ class Stack:
 
     def models(self, weights: Mapping[str, Tensor]) -> list[Params]:
         """Each job's whole model with ``weights`` in place, where its own parameters were."""
+        like = self.jobs[0].params
+        rows = {n: w.to(like[n].device, like[n].dtype).unbind() for n, w in weights.items()}
         return [
-            {
-                name: weights[name][row].to(p.device, p.dtype) if name in weights else p
-                for name, p in job.params.items()
-            }
+            {name: rows[name][row] if name in rows else p for name, p in job.params.items()}
             for row, job in enumerate(self.jobs)
         ]
 

@@ -198,7 +198,7 @@ class Pass:
         targets = tuple(self.targets.get(name) for name in names)
         if targets == (None, None):
             return _product(x, weight, bias)
-        y: Tensor = _Product.apply(self.begin, x, weight, bias, *targets)
+        y: Tensor = _Product.apply(self.begin, x, weight, bias, *targets)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -228,7 +228,7 @@ class _Product(torch.autograd.Function):
         return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         # The product with W comes first: a target may be W itself.
         down = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
         weight, bias = ctx.targets
@@ -282,7 +282,7 @@ def _by_channel(x: Tensor) -> Tensor:
 
 def _by_model(x: Tensor, count: int) -> Tensor:
     """The way back from `_by_channel`; what has been there all along as it is."""
-    return x.unflatten(1, (count, -1)).transpose(0, 1) if x.dim() == 4 else x
+    return x.reshape(len(x), count, -1, *x.shape[2:]).transpose(0, 1) if x.dim() == 4 else x
 
 
 LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {

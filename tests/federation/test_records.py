@@ -120,6 +120,22 @@ def test_training_settings_survive_the_wire():
 
 
 def test_payload_counts_array_bytes():
+    one, other = reply(update()), reply(update())
+    expected = sum(len(a.data) for a in one.content.array_records["update"].values())
+    assert records.payload_bytes([one, other, one]) == 3 * expected > 3 * 7 * 4
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5), (64, 32, 5, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
+    values = np.ones(shape, dtype=dtype)
+    unsent, sent = records.UnsentArray(values), Array(values)
+    assert unsent.data == sent.data
+    assert (unsent.dtype, unsent.shape, unsent.stype) == (sent.dtype, sent.shape, sent.stype)
+    record = ArrayRecord()
+    record["a"] = unsent
     message = reply(update())
-    expected = sum(len(a.data) for a in message.content.array_records["update"].values())
-    assert records.payload_bytes(message) == expected > 7 * 4
+    message.content = RecordDict({"update": record})
+    assert records.payload_bytes([message]) == len(sent.data)
+    unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
+    assert np.array_equal(unsent.numpy(), values)

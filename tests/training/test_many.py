@@ -231,7 +231,6 @@ def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
         (nn.BatchNorm1d(4), "batch normalisation"),
         (nn.Dropout(0.5), "dropout"),
         (nn.LSTM(4, 4), "recurrent"),
-        (nn.Conv2d(1, 1, 1), "convolutions"),
     ],
 )
 def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):

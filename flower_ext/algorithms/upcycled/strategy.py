@@ -43,7 +43,7 @@ class Traffic:
     def count(self, messages: Sequence[Message]) -> None:
         """Add messages."""
         self.messages += len(messages)
-        self.bytes += sum(map(payload_bytes, messages))
+        self.bytes += payload_bytes(messages)
 
 
 class Upcycled(Strategy):
