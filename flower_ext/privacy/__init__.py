@@ -34,6 +34,12 @@ from flower_ext.privacy.claims import (
     dp2_fedsam_theorem2_noise_multiplier,
     theorem2_of_plan,
 )
+from flower_ext.privacy.group import (
+    DpSgd,
+    group_loss,
+    group_loss_by_conversion,
+    group_loss_by_renyi,
+)
 from flower_ext.privacy.ledger import (
     Budget,
     BudgetExhausted,
@@ -68,6 +74,13 @@ from flower_ext.privacy.sampling import (
     size_for_rate,
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.user_level import (
+    Weighting,
+    uldp_avg_guarantees,
+    uldp_closed_form,
+    uldp_group_guarantees,
+    uldp_naive_guarantees,
+)
 
 __all__ = [
     "Accountant",
@@ -78,6 +91,7 @@ __all__ = [
     "Budget",
     "BudgetExhausted",
     "Condition",
+    "DpSgd",
     "FixedSizeSampling",
     "FullParticipation",
     "Guarantee",
@@ -108,6 +122,7 @@ __all__ = [
     "SeededNoise",
     "TargetOutOfReach",
     "Update",
+    "Weighting",
     "calibrate_noise_multiplier",
     "calibrate_rounds",
     "calibrate_sampling_rate",
@@ -117,6 +132,9 @@ __all__ = [
     "dp2_fedsam_theorem2",
     "dp2_fedsam_theorem2_noise_multiplier",
     "gaussian_loss",
+    "group_loss",
+    "group_loss_by_conversion",
+    "group_loss_by_renyi",
     "l2_norm",
     "participations_loss",
     "perturbation_guarantees",
@@ -130,6 +148,10 @@ __all__ = [
     "size_for_rate",
     "sum_bounded",
     "theorem2_of_plan",
+    "uldp_avg_guarantees",
+    "uldp_closed_form",
+    "uldp_group_guarantees",
+    "uldp_naive_guarantees",
     "upcycled_theorem_6_2",
     "upcycled_theorem_6_2_delta",
     "upcycled_theorem_6_3",

@@ -1,0 +1,351 @@
+"""What Uldp-FL promises one user whose records lie in several silos.
+
+Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3, 4 and 5. As published, and what is provable.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+σ, C                  ``noise_multiplier``, ``clipping_norm`` (of the plan)
+S, U, q               ``num_silos``, the plan's sampling of users
+T, k, γ               ``rounds``, ``group_size``, ``DpSgd.sampling_rate``
+====================  =====================================================
+
+NAIVE (Theorem 3) takes C for what one user can do to a silo's clipped update. Clipping is a
+projection onto a ball: without the user, training may end at its opposite side, 2C away. AVG and
+SGD clip each user's own update, which is then gone altogether, so for them C is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from flower_ext.privacy.accounting import (
+    EXACT_GAUSSIAN,
+    gaussian_loss,
+    participations_loss,
+    privacy_loss_of,
+)
+from flower_ext.privacy.claims import Condition, Guarantee
+from flower_ext.privacy.group import DpSgd, check_group, group_loss, lemma_9
+from flower_ext.privacy.plan import ReleasePlan
+from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+Weighting = Literal["equal", "by-records"]
+"""w_{s,u}: 1/|S| for everybody, or the user's share of records in the silo."""
+
+_ALWAYS = (
+    "the numbers of users, silos and rounds are public",
+    "users have the same id in every silo",
+    "silos train, clip and add noise as told, and do not collude",
+    "noise in floating point (not proof against attacks on low-order bits)",
+)
+_SECURE = "noise from a cryptographic generator keyed by the operating system"
+_SEEDED = "SIMULATION: noise is reproducible from the seed, which must stay secret"
+_DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
+_DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which must stay secret"
+_SECURE_SUM = "secure aggregation: the server sees no silo's upload"
+
+
+def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
+    """ε of Theorems 3 and 5: Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), at its best α > 1.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range.
+    """
+    if not 0 < noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier={noise_multiplier!r}: expected a finite number > 0")
+    if rounds < 0:
+        raise ValueError(f"rounds={rounds!r}: expected an integer >= 0")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta!r}: expected a number in (0, 1)")
+    if rounds == 0:
+        return 0.0
+    above = np.logspace(-6, 8, 100_000)  # α - 1
+    alpha = 1 + above
+    epsilon = rounds * alpha / (2 * noise_multiplier**2) + np.log(above / alpha)
+    epsilon -= (math.log(delta) + np.log(alpha)) / above
+    return max(0.0, float(epsilon.min()))
+
+
+def uldp_naive_guarantees(
+    *,
+    noise_multiplier: float,
+    rounds: int,
+    delta: float,
+    secure_noise: bool = True,
+    not_covered: Sequence[str] = (),
+) -> list[Guarantee]:
+    """ULDP-NAIVE, where each silo clips its update to C and adds noise σC√|S|.
+
+    All uploads together are a vector that one user moves by at most 2C√|S|, so what is provable
+    holds even against a server that sees each of them: noise multiplier σ/2.
+
+    Raises
+    ------
+    ValueError
+        As `uldp_closed_form`.
+    """
+    published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
+    loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
+    return [
+        Guarantee(
+            unit=PrivacyUnit.USER,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            view=AdversaryView.SUM_ONLY,
+            epsilon=published,
+            delta=delta,
+            basis="published",
+            accountant="closed form (RDP)",
+            source="Kato et al., Uldp-FL, Theorem 3",
+            assumptions=(_SECURE_SUM,),
+            conditions=(
+                Condition(
+                    "one user moves a silo's clipped update by at most C (what holds is 2C: "
+                    "without the user, training may end at the other side of the ball)",
+                    False,
+                ),
+            ),
+        ),
+        Guarantee(
+            unit=PrivacyUnit.USER,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            view=AdversaryView.EACH_UPLOAD,
+            epsilon=loss.epsilon,
+            delta=delta,
+            basis="provable",
+            accountant=loss.accountant,
+            source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
+            "every silo's update",
+            assumptions=(*_ALWAYS, _SECURE if secure_noise else _SEEDED),
+            not_covered=tuple(not_covered),
+        ),
+    ]
+
+
+def uldp_group_guarantees(
+    silos: Sequence[DpSgd],
+    *,
+    group_size: int,
+    delta: float,
+    secure_noise: bool = True,
+    not_covered: Sequence[str] = (),
+) -> list[Guarantee]:
+    """ULDP-GROUP-k, where silos run DP-SGD on at most ``group_size`` records a user.
+
+    As published, for the largest power of two that is not above k, and at the orders that the
+    authors' figures use: some are below those for which Lemma 9 holds. Provable is `group_loss`.
+
+    Raises
+    ------
+    ValueError
+        As `group_loss`.
+    """
+    check_group(silos, group_size, delta)
+    doublings = group_size.bit_length() - 1
+    group = 2**doublings
+    # The authors' search begins at the smaller of 2k and k + 10.
+    orders = range(min(2 * group, group + 10), 2 * group + 64)
+    epsilon, order = lemma_9(silos, doublings, delta, orders=orders)
+    loss = group_loss(silos, group_size=group_size, delta=delta)
+    return [
+        Guarantee(
+            unit=PrivacyUnit.USER,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            view=AdversaryView.EACH_UPLOAD,
+            epsilon=epsilon,
+            delta=delta,
+            basis="published",
+            accountant="RDP (group of 2^c records)",
+            source="Kato et al., Uldp-FL, Theorem 4",
+            conditions=(
+                Condition(
+                    f"groups of {group_size} records are covered (ε is that of {group})",
+                    group == group_size,
+                ),
+                Condition(
+                    f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order})",
+                    order >= 2 * group,
+                ),
+                Condition(
+                    "which records are kept is decided privately (they are chosen from the exact "
+                    "numbers of records)",
+                    False,
+                ),
+            ),
+        ),
+        Guarantee(
+            unit=PrivacyUnit.USER,
+            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+            view=AdversaryView.EACH_UPLOAD,
+            epsilon=loss.epsilon,
+            delta=delta,
+            basis="provable",
+            accountant=loss.accountant,
+            source=f"group of {group_size} records, DP-SGD in {len(silos)} silos",
+            assumptions=(
+                *_ALWAYS,
+                f"each user has at most {group_size} records in all silos together, the same ones "
+                "in every round; which ones are kept depends on that user's records alone",
+                "the group size, the sampling rates and the numbers of steps are public",
+                "every step takes each record independently, in secret",
+                _SECURE if secure_noise else _SEEDED,
+            ),
+            not_covered=(
+                "which records are kept, and that the group size comes from the data where it is "
+                "their maximum or median",
+                *not_covered,
+            ),
+        ),
+    ]
+
+
+def uldp_avg_guarantees(
+    plan: ReleasePlan,
+    *,
+    num_silos: int,
+    rounds: int,
+    weighting: Weighting = "equal",
+    participations: float | None = None,
+    secure_noise: bool = True,
+    secure_sampling: bool = True,
+    not_covered: Sequence[str] = (),
+) -> list[Guarantee]:
+    """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
+
+    * Released models: amplified by sampling users, as who was sampled stays secret.
+    * Sums only: the server knows the sample, so releases compose plainly.
+    * Each upload: a silo's share of the noise is σC/√|S|. With equal weights a user moves each
+      upload by C/|S|, all of them together by C/√|S|: nothing is lost. With weights by records a
+      user may lie in one silo with all its weight.
+
+    Parameters
+    ----------
+    plan : ReleasePlan
+        Samples users, its noise comes from the silos, and its unit is the user.
+    num_silos : int
+    rounds : int
+        Releases so far, discarded ones included.
+    weighting : {"equal", "by-records"}
+    participations : float, optional
+        The most rounds in which any one user was sampled, each weighted by (σ/σ_t)² where the
+        silos supplied another noise σ_t; by default all rounds.
+    secure_noise, secure_sampling : bool
+        Whether they come from a cryptographic generator, or from a seed.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range, or the plan is not one of these methods.
+    """
+    _check_avg(plan, num_silos, weighting)
+    relation = plan.release.relation
+    loss = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
+    exposure = float(rounds if participations is None else participations)
+    # The server knows who was sampled, so a neighbour is a user whose records vanish.
+    at_server = NeighboringRelation.REPLACE_SPECIAL
+    spread = 1.0 if weighting == "equal" else math.sqrt(num_silos)
+    sums, uploads = (
+        participations_loss(
+            noise_multiplier=multiplier,
+            participations=exposure,
+            relation=at_server,
+            delta=plan.delta,
+        )
+        for multiplier in (plan.noise_multiplier, plan.noise_multiplier / spread)
+    )
+    everyone = isinstance(plan.sampling, FullParticipation)
+    drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
+    common = (
+        *_ALWAYS,
+        "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
+        "a user's training sees that user's records and the model, nothing of others",
+        _SECURE if secure_noise else _SEEDED,
+    )
+
+    def provable(
+        view: AdversaryView, epsilon: float, accountant: str, source: str, *more: str
+    ) -> Guarantee:
+        return Guarantee(
+            unit=PrivacyUnit.USER,
+            relation=relation if view is AdversaryView.RELEASED_MODELS else at_server,
+            view=view,
+            epsilon=epsilon,
+            delta=plan.delta,
+            basis="provable",
+            accountant=accountant,
+            source=source,
+            assumptions=(*common, *more),
+            not_covered=tuple(not_covered),
+        )
+
+    facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
+    exposed = f"most exposed user: {exposure:.4g} sums' worth"
+    hidden = () if everyone else ("who was sampled stays secret", *drawn)
+    return [
+        _theorem_5(plan, rounds),
+        provable(
+            AdversaryView.RELEASED_MODELS,
+            loss.epsilon,
+            loss.accountant,
+            f"{facts}, {rounds} rounds",
+            "the server follows the protocol and keeps sums and uploads to itself",
+            *hidden,
+        ),
+        provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, _SECURE_SUM),
+        provable(
+            AdversaryView.EACH_UPLOAD,
+            uploads.epsilon,
+            EXACT_GAUSSIAN,
+            f"all uploads together: noise multiplier σ{'' if spread == 1 else '/√|S|'}; {exposed}",
+        ),
+    ]
+
+
+def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
+    if isinstance(plan.sampling, FullParticipation):
+        accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
+        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", (_SECURE_SUM,)
+        epsilon = uldp_closed_form(
+            noise_multiplier=plan.noise_multiplier, rounds=rounds, delta=plan.delta
+        )
+    else:
+        accountant, view = "RDP", AdversaryView.RELEASED_MODELS
+        source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
+        assumptions = ("who was sampled stays secret",)
+        epsilon = privacy_loss_of(
+            {plan.release: rounds}, delta=plan.delta, accountant="rdp"
+        ).epsilon
+    return Guarantee(
+        unit=PrivacyUnit.USER,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        view=view,
+        epsilon=epsilon,
+        delta=plan.delta,
+        basis="published",
+        accountant=accountant,
+        source=source,
+        assumptions=assumptions,
+    )
+
+
+def _check_avg(plan: ReleasePlan, num_silos: int, weighting: str) -> None:
+    if plan.unit is not PrivacyUnit.USER:
+        raise ValueError(f"unit={plan.unit.value!r} of the plan: expected 'user'")
+    if plan.noise_placement != "client":
+        raise ValueError(
+            f"noise_placement={plan.noise_placement!r} of the plan: expected 'client', as the "
+            "silos add the noise"
+        )
+    if isinstance(plan.sampling, FixedSizeSampling):
+        raise ValueError("sampling of the plan: expected FullParticipation or PoissonSampling")
+    if num_silos < 1:
+        raise ValueError(f"num_silos={num_silos!r}: expected an integer >= 1")
+    if weighting not in ("equal", "by-records"):
+        raise ValueError(f"weighting={weighting!r}: expected equal or by-records")

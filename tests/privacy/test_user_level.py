@@ -1,0 +1,188 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.privacy import (
+    AdversaryView,
+    DpSgd,
+    FixedSizeSampling,
+    FullParticipation,
+    Guarantee,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+    gaussian_loss,
+    group_loss,
+    uldp_avg_guarantees,
+    uldp_closed_form,
+    uldp_group_guarantees,
+    uldp_naive_guarantees,
+)
+
+DELTA = 1e-5
+SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
+
+
+def plan(sampling=None, **changes) -> ReleasePlan:
+    facts = {
+        "sampling": sampling or FullParticipation(100),
+        "clipping_norm": 1.0,
+        "noise_multiplier": 5.0,
+        "rounds": 100,
+        "delta": DELTA,
+        "unit": PrivacyUnit.USER,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def by_basis(guarantees):
+    published, provable = guarantees
+    assert (published.basis, provable.basis) == ("published", "provable")
+    return published, provable
+
+
+def provable_by_view(guarantees):
+    return {g.view: g.epsilon for g in guarantees if g.basis == "provable"}
+
+
+def all_guarantees():
+    yield from uldp_naive_guarantees(noise_multiplier=5.0, rounds=100, delta=DELTA)
+    yield from uldp_group_guarantees([SILO], group_size=5, delta=DELTA)
+    for sampling in (FullParticipation(100), PoissonSampling(100, 0.3)):
+        for weighting in ("equal", "by-records"):
+            yield from uldp_avg_guarantees(
+                plan(sampling), num_silos=5, rounds=100, weighting=weighting
+            )
+
+
+def test_the_closed_form_is_the_formula_of_theorem_5_at_its_best_order():
+    def at(alpha):
+        return (
+            100 * alpha / (2 * 25)
+            + math.log((alpha - 1) / alpha)
+            - (math.log(DELTA) + math.log(alpha)) / (alpha - 1)
+        )
+
+    best = min(at(1 + step / 1_000) for step in range(1, 20_000))
+    closed = uldp_closed_form(noise_multiplier=5.0, rounds=100, delta=DELTA)
+    assert closed == pytest.approx(best, rel=1e-6)
+    assert closed <= best + 1e-12
+    assert uldp_closed_form(noise_multiplier=5.0, rounds=0, delta=DELTA) == 0.0
+    # Exact composition of the same Gaussians is a little less.
+    exact = gaussian_loss(5.0, releases=100, delta=DELTA).epsilon
+    assert 0.9 * closed < exact < closed
+
+
+def farthest(clipping_norm, models):
+    """How far two clipped models can be apart, by trying all pairs."""
+    clipped = [m * min(1, clipping_norm / np.linalg.norm(m)) for m in models]
+    return max(np.linalg.norm(a - b) for a in clipped for b in clipped)
+
+
+def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_multiplier():
+    assert farthest(1.0, [np.array([5.0]), np.array([-3.0])]) == pytest.approx(2.0)
+    published, provable = by_basis(
+        uldp_naive_guarantees(noise_multiplier=5.0, rounds=10, delta=DELTA)
+    )
+    assert provable.epsilon == gaussian_loss(2.5, releases=10, delta=DELTA).epsilon
+    assert provable.epsilon > published.epsilon
+    assert not published.conditions_hold
+    assert "2C" in published.statement()
+    # |S| uploads, each with noise σC√|S| and moved by 2C, are one Gaussian of multiplier σ/2.
+    for silos in (1, 5, 50):
+        moved = 2 * math.sqrt(silos)
+        assert 5.0 * math.sqrt(silos) / moved == 2.5
+    assert provable.view is AdversaryView.EACH_UPLOAD
+
+
+def test_group_says_what_its_published_number_covers_and_proves_the_exact_group():
+    published, provable = by_basis(uldp_group_guarantees([SILO], group_size=40, delta=DELTA))
+    failed = [condition.text for condition in published.conditions if not condition.holds]
+    assert any("groups of 40 records are covered (ε is that of 32)" in text for text in failed)
+    assert any("Lemma 9 holds" in text for text in failed)
+    assert any("decided privately" in text for text in failed)
+    assert provable.epsilon == group_loss([SILO], group_size=40, delta=DELTA).epsilon
+    assert "which records are kept" in provable.statement()
+    assert any("at most 40 records" in text for text in provable.assumptions)
+    assert any("which records are kept" in text for text in provable.not_covered)
+
+
+def test_group_of_a_small_power_of_two_meets_all_but_the_privacy_of_the_choice():
+    published, _ = by_basis(uldp_group_guarantees([SILO], group_size=4, delta=DELTA))
+    assert [condition.holds for condition in published.conditions] == [True, True, False]
+
+
+def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
+    full = provable_by_view(uldp_avg_guarantees(plan(), num_silos=5, rounds=100))
+    sampled = provable_by_view(
+        uldp_avg_guarantees(plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100)
+    )
+    models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
+    assert sampled[models] < 0.5 * full[models]
+    assert sampled[sums] == full[sums] == full[models]
+    seldom = uldp_avg_guarantees(
+        plan(PoissonSampling(100, 0.1)), num_silos=5, rounds=100, participations=18
+    )
+    assert provable_by_view(seldom)[sums] < full[sums]
+    assert provable_by_view(seldom)[models] == sampled[models]
+
+
+def test_with_equal_weights_seeing_every_upload_is_no_more_than_seeing_their_sum():
+    sums, uploads = AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD
+    equal = provable_by_view(uldp_avg_guarantees(plan(), num_silos=5, rounds=10))
+    assert equal[uploads] == equal[sums]
+    weighted = provable_by_view(
+        uldp_avg_guarantees(plan(), num_silos=5, rounds=10, weighting="by-records")
+    )
+    assert weighted[sums] == equal[sums]
+    expected = gaussian_loss(5 / math.sqrt(5), releases=10, delta=DELTA).epsilon
+    assert weighted[uploads] == pytest.approx(expected)
+
+
+def test_every_guarantee_is_of_the_user_names_all_it_needs_and_survives_json():
+    for guarantee in all_guarantees():
+        assert guarantee.unit is PrivacyUnit.USER
+        text = guarantee.statement()
+        for word in ("one user", guarantee.relation.value, guarantee.accountant, guarantee.source):
+            assert word in text
+        again = Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict())))
+        assert again == guarantee
+
+
+def test_seeds_are_named_as_simulation():
+    sampled = plan(PoissonSampling(100, 0.1))
+    seeded = [
+        *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, secure_noise=False)[1:],
+        *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, secure_noise=False)[1:],
+        *uldp_avg_guarantees(sampled, num_silos=2, rounds=1, secure_noise=False)[1:],
+    ]
+    for guarantee in seeded:
+        assert any(text.startswith("SIMULATION: noise") for text in guarantee.assumptions)
+    models = uldp_avg_guarantees(sampled, num_silos=2, rounds=1, secure_sampling=False)[1]
+    assert any(text.startswith("SIMULATION: sampled users") for text in models.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "said"),
+    [
+        ({"unit": PrivacyUnit.CLIENT}, {}, "unit='client'"),
+        ({"noise_placement": "server"}, {}, "noise_placement='server'"),
+        ({"sampling": FixedSizeSampling(100, 5)}, {}, "FullParticipation or PoissonSampling"),
+        ({}, {"num_silos": 0}, "num_silos=0"),
+        ({}, {"weighting": "sizes"}, "weighting='sizes'"),
+    ],
+)
+def test_plans_of_other_methods_are_refused(changes, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        uldp_avg_guarantees(plan(**changes), **{"num_silos": 5, "rounds": 10, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("noise_multiplier", 0.0), ("rounds", -1), ("delta", 0.0)]
+)
+def test_unfit_numbers_of_the_theorems_are_refused_by_name(field, value):
+    facts = {"noise_multiplier": 5.0, "rounds": 10, "delta": DELTA}
+    with pytest.raises(ValueError, match=f"{field}="):
+        uldp_naive_guarantees(**{**facts, field: value})
