@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_ext.data.users import choose
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -51,3 +53,64 @@ class ClientData:
 
     train: Examples
     test: Examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloData(ClientData):
+    """What one silo holds: a client whose training examples belong to users.
+
+    Parameters
+    ----------
+    train, test : Examples
+    owners : Tensor
+        User of each training example, integers >= 0 (n,); the same number in every silo.
+    """
+
+    owners: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.owners, Tensor):
+            raise ValueError(
+                f"owners={self.owners!r}: expected a tensor with the user of each training example"
+            )
+        kind = self.owners.dtype
+        if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+            raise ValueError(f"owners of type {kind}: expected integers")
+        if self.owners.shape != (len(self.train),):
+            raise ValueError(
+                f"owners of shape {tuple(self.owners.shape)}: expected ({len(self.train)},), one "
+                "user a training example"
+            )
+        if len(self.owners) and int(self.owners.min()) < 0:
+            raise ValueError(f"owners: expected users >= 0, and one is {int(self.owners.min())}")
+
+    def by_user(self) -> dict[int, Examples]:
+        """Each user's training examples, in their order; users ascending.
+
+        The examples are views of one sorted copy.
+        """
+        order = torch.argsort(self.owners, stable=True)
+        users, counts = torch.unique_consecutive(self.owners[order], return_counts=True)
+        parts = (
+            torch.split(rows[order.to(rows.device)], counts.tolist())
+            for rows in (self.train.features, self.train.targets)
+        )
+        return {
+            user: Examples(features, targets)
+            for user, features, targets in zip(users.tolist(), *parts, strict=True)
+        }
+
+    def limited(self, limits: np.ndarray, rng: np.random.Generator) -> SiloData:
+        """At most ``limits[u]`` training examples of each user u, any of them equally likely.
+
+        Raises
+        ------
+        ValueError
+            A user of this silo has no limit.
+        """
+        owners = self.owners.cpu().numpy()
+        if len(owners) and owners.max() >= len(limits):
+            raise ValueError(f"limits for {len(limits)} users, but one here is {owners.max()}")
+        rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
+        kept = torch.from_numpy(owners[rows])
+        return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)

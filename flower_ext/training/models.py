@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from flower_ext.data import sent140, synthetic
+from flower_ext.data import sent140, synthetic, tabular
 
 
 class HeadedModel(nn.Module):
@@ -138,7 +138,7 @@ def synthetic_logistic(num_classes: int = 10) -> HeadedModel:
 
 
 class BinaryLogistic(HeadedModel):
-    """Logits (0, w·x) of two classes, from one weight a feature and no bias.
+    """Logits (0, w·x) of two classes, from one weight a feature; a bias is the head's own choice.
 
     Their cross-entropy is the logistic loss of w·x: a generalised linear model.
     """
@@ -161,6 +161,40 @@ def binary_logistic(num_classes: int = 2) -> BinaryLogistic:
             f"num_classes={num_classes!r}: expected 2, all that binary-logistic can tell apart"
         )
     return BinaryLogistic(nn.Flatten(), nn.Linear(synthetic.FEATURES, 1, bias=False))
+
+
+def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
+    """30–64–32–classes for card transactions: 4,130 parameters with two classes."""
+    return _perceptron(tabular.CREDITCARD_FEATURES, (64, 32), num_classes)
+
+
+def heart_disease_logistic(num_classes: int = 2) -> BinaryLogistic:
+    """Logistic regression on 13 features with a bias: 14 parameters.
+
+    Raises
+    ------
+    ValueError
+        ``num_classes`` is not 2.
+    """
+    if num_classes != 2:
+        raise ValueError(
+            f"num_classes={num_classes!r}: expected 2, all that heart-disease-logistic can tell "
+            "apart"
+        )
+    return BinaryLogistic(nn.Flatten(), nn.Linear(tabular.HEART_DISEASE_FEATURES, 1))
+
+
+def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
+    """Linear risk score of 39 features: 39 parameters, as Cox's loss cannot see a bias.
+
+    Raises
+    ------
+    ValueError
+        ``num_classes`` is not 1.
+    """
+    if num_classes != 1:
+        raise ValueError(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
+    return HeadedModel(nn.Flatten(), nn.Linear(tabular.TCGA_BRCA_FEATURES, 1, bias=False))
 
 
 def letters_mlp(num_classes: int = 10) -> HeadedModel:
@@ -204,6 +238,9 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "resnet18": resnet18,
     "synthetic-logistic": synthetic_logistic,
     "binary-logistic": binary_logistic,
+    "creditcard-mlp": creditcard_mlp,
+    "heart-disease-logistic": heart_disease_logistic,
+    "tcga-brca-cox": tcga_brca_cox,
     "letters-mlp": letters_mlp,
     "sent140-bilstm": sent140_bilstm,
 }

@@ -13,6 +13,7 @@ SHAPES = {
     "cifar10-cnn": (3, 32, 32),
     "resnet18": (1, 28, 28),
     "letters-mlp": (1, 28, 28),
+    "creditcard-mlp": (30,),
 }
 
 
@@ -26,6 +27,9 @@ SHAPES = {
         ("resnet18", 11_181_642),
         ("synthetic-logistic", 210),
         ("binary-logistic", 20),
+        ("creditcard-mlp", 4_130),
+        ("heart-disease-logistic", 14),
+        ("tcga-brca-cox", 39),
         ("letters-mlp", 155_830),
         ("sent140-bilstm", 4_143_810),
     ],
@@ -79,6 +83,21 @@ def test_binary_logistic_regression_has_the_logistic_loss_of_w_x_and_no_bias():
     assert torch.equal(logits.argmax(dim=1), (product > 0).long())
     with pytest.raises(ValueError, match="num_classes=10: expected 2"):
         build("binary-logistic", num_classes=10)
+
+
+def test_the_medical_models_are_one_linear_layer():
+    x = torch.randn(6, 13)
+    logistic = build("heart-disease-logistic")
+    check_shareable(logistic)
+    torch.testing.assert_close(logistic(x)[:, 1], x @ logistic.head.weight[0] + logistic.head.bias)
+    assert torch.equal(logistic(x)[:, 0], torch.zeros(6))
+    cox = build("tcga-brca-cox")
+    check_shareable(cox)
+    assert [name for name, _ in cox.named_parameters()] == ["head.weight"]
+    assert cox(torch.randn(6, 39)).shape == (6, 1)
+    for name, classes in (("heart-disease-logistic", 3), ("tcga-brca-cox", 2)):
+        with pytest.raises(ValueError, match=f"num_classes={classes}: expected"):
+            build(name, num_classes=classes)
 
 
 def test_what_follows_a_sentence_as_padding_changes_nothing_but_its_tokens_do():

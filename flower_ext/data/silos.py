@@ -1,0 +1,242 @@
+"""Data sets that come as silos with users in common, by name: those of the Uldp-FL experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flower_ext.data import datasets, tabular
+from flower_ext.data.examples import ClientData, SiloData
+from flower_ext.data.partition import split
+from flower_ext.data.users import Distribution, allocate, allocate_within
+
+_MNIST_TRAINING = 60_000
+_DIGITS_TRAINING = 0.85
+
+
+@dataclass(frozen=True, kw_only=True)
+class SilosInfo:
+    """Facts about a data set that comes as silos.
+
+    Parameters
+    ----------
+    num_classes : int
+        1 for survival times: the model puts out one number.
+    feature_shape : tuple of int
+        Of one record.
+    num_silos : int
+        By default; given by the data where ``fixed_silos``.
+    fixed_silos : bool
+        Whether records have their silo already: hospitals, regions.
+    num_users : int
+        By default, the fewer of the paper's two.
+    model : str
+        By its name in ``flower_ext.training.models``.
+    records_per_user : int
+        The fewest records that a user has in a silo where the user has any.
+    """
+
+    num_classes: int
+    feature_shape: tuple[int, ...]
+    num_silos: int
+    fixed_silos: bool
+    num_users: int
+    model: str
+    records_per_user: int = 1
+
+
+_SILOS = {
+    "digits": SilosInfo(
+        num_classes=10,
+        feature_shape=(1, 8, 8),
+        num_silos=5,
+        fixed_silos=False,
+        num_users=100,
+        model="digits-mlp",
+    ),
+    "breast-cancer": SilosInfo(
+        num_classes=2,
+        feature_shape=(30,),
+        num_silos=5,
+        fixed_silos=False,
+        num_users=50,
+        model="creditcard-mlp",
+    ),
+    "mnist": SilosInfo(
+        num_classes=10,
+        feature_shape=(1, 28, 28),
+        num_silos=5,
+        fixed_silos=False,
+        num_users=100,
+        model="mnist-cnn",
+    ),
+    "creditcard": SilosInfo(
+        num_classes=2,
+        feature_shape=(tabular.CREDITCARD_FEATURES,),
+        num_silos=5,
+        fixed_silos=False,
+        num_users=100,
+        model="creditcard-mlp",
+    ),
+    "heart-disease": SilosInfo(
+        num_classes=2,
+        feature_shape=(tabular.HEART_DISEASE_FEATURES,),
+        num_silos=len(tabular.HEART_DISEASE_CENTRES),
+        fixed_silos=True,
+        num_users=50,
+        model="heart-disease-logistic",
+    ),
+    "tcga-brca": SilosInfo(
+        num_classes=1,
+        feature_shape=(tabular.TCGA_BRCA_FEATURES,),
+        num_silos=tabular.TCGA_BRCA_REGIONS,
+        fixed_silos=True,
+        num_users=50,
+        model="tcga-brca-cox",
+        records_per_user=2,
+    ),
+}
+
+
+def silo_names() -> list[str]:
+    """Names that `load_silos` knows."""
+    return list(_SILOS)
+
+
+def describe_silos(name: str) -> SilosInfo:
+    """Facts about what `load_silos` gives, without loading it.
+
+    Raises
+    ------
+    ValueError
+        Unknown name; the message lists the known ones.
+    """
+    if name not in _SILOS:
+        raise ValueError(f"name={name!r}: expected one of {', '.join(_SILOS)}")
+    return _SILOS[name]
+
+
+def load_silos(
+    name: str,
+    folder: Path | None = None,
+    *,
+    num_users: int | None = None,
+    num_silos: int | None = None,
+    distribution: Distribution = "uniform",
+    labels_per_user: int | None = None,
+    seed: int = 1,
+) -> list[SiloData]:
+    """The silos of a data set; training examples have owners, test examples have none.
+
+    ``digits`` and ``breast-cancer`` come with scikit-learn, the others from local files. Where
+    silos are not fixed, the test examples are dealt out evenly.
+
+    Parameters
+    ----------
+    name : str
+    folder : Path, optional
+        Where files are looked for; else the environment variable FLOWER_EXT_DATA.
+    num_users, num_silos : int, optional
+        By default those of `describe_silos`; fixed silos can only be confirmed.
+    distribution : {"uniform", "zipf"}
+        See `allocate` and, for fixed silos, `allocate_within`.
+    labels_per_user : int, optional
+        At most as many labels a user; not for fixed silos.
+    seed : int
+        Of the split into training and test, and of the allocation. Every silo that loads its part
+        needs the same.
+
+    Raises
+    ------
+    DataNotFound
+        The files are not there; names them.
+    ValueError
+        Unknown name, a number out of range, or a file that is not what it should be.
+    """
+    info = describe_silos(name)
+    users = info.num_users if num_users is None else num_users
+    silos = info.num_silos if num_silos is None else num_silos
+    rng = np.random.default_rng(seed)
+    if not info.fixed_silos:
+        data = _pool(name, folder, rng)
+        return _dealt(data, distribution, users, silos, labels_per_user, rng)
+    if silos != info.num_silos:
+        raise ValueError(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
+    if labels_per_user is not None:
+        raise ValueError(
+            f"labels_per_user={labels_per_user!r}: expected None, as the silos of {name} are fixed"
+        )
+    centres = (
+        tabular.heart_disease(folder) if name == "heart-disease" else tabular.tcga_brca(folder)
+    )
+    allocation = allocate_within(
+        distribution,
+        [len(centre.train) for centre in centres],
+        num_users=users,
+        rng=rng,
+        at_least=info.records_per_user,
+    )
+    return [
+        SiloData(train=centre.train, test=centre.test, owners=torch.from_numpy(owners))
+        for centre, owners in zip(centres, allocation.owners, strict=True)
+    ]
+
+
+def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
+    """n_{s,u} as int64 (silos, users).
+
+    Raises
+    ------
+    ValueError
+        A silo has a user of a higher number.
+    """
+    counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
+    if max(map(len, counts), default=0) > num_users:
+        most = max(map(len, counts))
+        raise ValueError(f"num_users={num_users!r}: expected at least {most}, one per user number")
+    return torch.stack(counts).numpy()
+
+
+def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientData:
+    if name == "creditcard":
+        return tabular.creditcard(folder, rng=rng)
+    if name == "breast-cancer":
+        return tabular.breast_cancer(rng=rng)
+    pool = datasets.load(name, folder)
+    rows = np.arange(len(pool))
+    if name == "mnist":
+        train, test = rows[:_MNIST_TRAINING], rows[_MNIST_TRAINING:]
+    else:
+        train, test = split(rows, pool.targets.numpy(), train_fraction=_DIGITS_TRAINING, rng=rng)
+    return ClientData(train=pool.subset(train), test=pool.subset(test))
+
+
+def _dealt(
+    data: ClientData,
+    distribution: Distribution,
+    num_users: int,
+    num_silos: int,
+    labels_per_user: int | None,
+    rng: np.random.Generator,
+) -> list[SiloData]:
+    allocation = allocate(
+        distribution,
+        data.train.targets.numpy(),
+        num_users=num_users,
+        num_silos=num_silos,
+        rng=rng,
+        labels_per_user=labels_per_user,
+    )
+    tests = np.array_split(rng.permutation(len(data.test)), num_silos)
+    return [
+        SiloData(
+            train=data.train.subset(rows),
+            test=data.test.subset(np.sort(test)),
+            owners=torch.from_numpy(owners),
+        )
+        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
+    ]

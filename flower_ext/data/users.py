@@ -1,0 +1,301 @@
+"""Who owns which record, where the records of one user may lie in several silos.
+
+The record allocations of Uldp-FL, Section 5.1. Users and silos are numbers from 0. Records are
+rows of a pool; where silos are given, the pool is theirs, one after the other.
+
+The authors' code deals uniform records out evenly, gives every Zipf user of fixed silos a record to
+begin with, and hands what labels leave over to user 0. Here users and silos are drawn for every
+record as the paper's text says, so some users may own nothing, and no user is special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+Distribution = Literal["uniform", "zipf"]
+
+USER_EXPONENT = 0.5
+SILO_EXPONENT = 2.0
+MAIN_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """For each silo, rows of the pool and the user who owns each.
+
+    Parameters
+    ----------
+    rows, owners : tuple of numpy.ndarray
+        One pair of equally long int64 arrays a silo; no row is in two silos.
+    num_users : int
+        Users are 0 … num_users - 1, whether they own a record or not.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    owners: tuple[np.ndarray, ...]
+    num_users: int
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != len(self.owners) or not self.rows:
+            raise ValueError(
+                f"rows of {len(self.rows)} silos and owners of {len(self.owners)}: expected as "
+                "many of both, at least one"
+            )
+        for silo, (rows, owners) in enumerate(zip(self.rows, self.owners, strict=True)):
+            if len(rows) != len(owners):
+                raise ValueError(f"silo {silo} has {len(rows)} rows but {len(owners)} owners")
+            if len(owners) and not 0 <= owners.min() <= owners.max() < self.num_users:
+                raise ValueError(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
+
+    @cached_property
+    def histogram(self) -> np.ndarray:
+        """n_{s,u} as int64 (silos, users)."""
+        return np.stack([np.bincount(o, minlength=self.num_users) for o in self.owners])
+
+
+def limit_contributions(
+    histogram: np.ndarray, group_size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """How many records each user keeps in each silo, at most ``group_size`` in all silos together.
+
+    Every user keeps min(N_u, k) records, so as few as possible are wasted, and any of them is
+    equally likely to be kept. The choice looks at exact numbers of records in all silos at once:
+    no guarantee covers it.
+
+    Parameters
+    ----------
+    histogram : numpy.ndarray
+        n_{s,u} as integers (silos, users).
+    group_size : int
+    rng : numpy.random.Generator
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (silos, users), for `SiloData.limited` silo by silo.
+
+    Raises
+    ------
+    ValueError
+        ``group_size`` below 1.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size!r}: expected an integer >= 1")
+    silos, users = histogram.shape
+    silo, owner = (
+        np.repeat(each.ravel(), histogram.ravel()) for each in np.indices((silos, users))
+    )
+    kept = choose(owner, np.full(users, group_size), rng)
+    limits: np.ndarray = np.zeros((silos, users), dtype=np.int64)
+    np.add.at(limits, (silo[kept], owner[kept]), 1)
+    return limits
+
+
+def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A mask of at most ``limits[u]`` records of each user u, any of them equally likely."""
+    order = np.lexsort((rng.random(len(owners)), owners))
+    grouped = owners[order]
+    rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
+    chosen = np.zeros(len(owners), dtype=bool)
+    chosen[order] = rank < limits[grouped]
+    return chosen
+
+
+def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
+    """The k of ULDP-GROUP-k: a number, or the most or the median of users' numbers of records.
+
+    The median is over users who own a record, rounded down.
+
+    Raises
+    ------
+    ValueError
+        A number below 1, another word, or no record at all.
+    """
+    if isinstance(size, int):
+        if size < 1:
+            raise ValueError(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
+        return size
+    if size not in ("max", "median"):
+        raise ValueError(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
+    totals = histogram.sum(axis=0)
+    totals = totals[totals > 0]
+    if len(totals) == 0:
+        raise ValueError("histogram: expected at least one record")
+    return int(totals.max() if size == "max" else np.median(totals))
+
+
+def allocate(
+    distribution: Distribution,
+    targets: np.ndarray,
+    *,
+    num_users: int,
+    num_silos: int,
+    rng: np.random.Generator,
+    labels_per_user: int | None = None,
+    user_exponent: float = USER_EXPONENT,
+    silo_exponent: float = SILO_EXPONENT,
+) -> Allocation:
+    """Users and silos for every record of a pool.
+
+    * ``uniform``: a user and a silo for every record, all equally likely.
+    * ``zipf``: user u with probability ∝ (u + 1)^-user_exponent; that user's silo of rank r with
+      probability ∝ r^-silo_exponent, silos ranked in another random order for every user.
+
+    Parameters
+    ----------
+    distribution : {"uniform", "zipf"}
+    targets : numpy.ndarray
+        One label a record; looked at only with ``labels_per_user``.
+    labels_per_user : int, optional
+        Users own records of at most as many labels. They then own about as many records as they
+        would without; the labels least taken so far come first.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or the users are too few to own all labels.
+    """
+    _check("num_users", num_users)
+    _check("num_silos", num_silos)
+    weights = _weights(distribution, num_users, user_exponent)
+    records = len(targets)
+    owners = rng.choice(num_users, size=records, p=weights)
+    if labels_per_user is not None:
+        sizes = np.bincount(owners, minlength=num_users)
+        owners = _few_labels(targets, sizes, labels_per_user, rng)
+    rank = rng.choice(num_silos, size=records, p=_weights(distribution, num_silos, silo_exponent))
+    silo_of_rank = rng.permuted(np.tile(np.arange(num_silos), (num_users, 1)), axis=1)
+    silos = silo_of_rank[owners, rank]
+    rows = tuple(np.flatnonzero(silos == silo) for silo in range(num_silos))
+    return Allocation(rows=rows, owners=tuple(owners[own] for own in rows), num_users=num_users)
+
+
+def allocate_within(
+    distribution: Distribution,
+    silo_sizes: Sequence[int],
+    *,
+    num_users: int,
+    rng: np.random.Generator,
+    at_least: int = 1,
+    user_exponent: float = USER_EXPONENT,
+    main_share: float = MAIN_SHARE,
+) -> Allocation:
+    """Users for the records of given silos.
+
+    * ``uniform``: a user for every record, all equally likely.
+    * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-user_exponent. Each of a user's
+      records lies in the user's main silo with probability ``main_share``, else in any of the
+      others; where silos are full, in those that are not. Main silos are drawn in proportion to
+      the room left, as equally likely ones would soon fill up the small silos.
+
+    Parameters
+    ----------
+    distribution : {"uniform", "zipf"}
+    silo_sizes : sequence of int
+        Records of each silo.
+    at_least : int
+        Records that a user has in a silo where the user has any: silos are given out in blocks of
+        that size, the last one larger by what is left over. Two for a loss that compares records.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or a silo has fewer than ``at_least`` records.
+    """
+    _check("num_users", num_users)
+    _check("at_least", at_least)
+    if not 0 < main_share <= 1:
+        raise ValueError(f"main_share={main_share!r}: expected a number in (0, 1]")
+    if not silo_sizes or min(silo_sizes) < at_least:
+        raise ValueError(
+            f"silo_sizes={list(silo_sizes)!r}: expected at least one silo, and {at_least} records "
+            "or more in each"
+        )
+    weights = _weights(distribution, num_users, user_exponent)
+    room = np.array([size // at_least for size in silo_sizes])
+    if distribution == "uniform":
+        blocks = [rng.choice(num_users, size=count) for count in room]
+    else:
+        per_user = rng.multinomial(room.sum(), weights)
+        blocks = _mainly_in_one(per_user, room, main_share, rng)
+    owners = []
+    for own, size in zip(blocks, silo_sizes, strict=True):
+        records = np.repeat(own, at_least)
+        left_over = np.full(size - len(records), own[-1])
+        owners.append(rng.permutation(np.concatenate([records, left_over])))
+    ends = np.cumsum(silo_sizes)
+    rows = tuple(np.arange(end - size, end) for end, size in zip(ends, silo_sizes, strict=True))
+    return Allocation(rows=rows, owners=tuple(owners), num_users=num_users)
+
+
+def _mainly_in_one(
+    per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Owners of each silo's blocks: users in random order choose silos that still have room."""
+    room, silos = room.copy(), len(room)
+    chosen: list[list[int]] = [[] for _ in range(silos)]
+    for user in rng.permutation(len(per_user)):
+        if per_user[user] == 0:
+            continue
+        main = rng.choice(silos, p=room / room.sum())
+        wanted = np.full(silos, (1 - main_share) / max(1, silos - 1))
+        wanted[main] = main_share
+        for _ in range(per_user[user]):
+            likely = np.where(room > 0, wanted, 0.0)
+            if not likely.any():
+                likely = (room > 0).astype(float)
+            silo = rng.choice(silos, p=likely / likely.sum())
+            chosen[silo].append(int(user))
+            room[silo] -= 1
+    return [np.array(users, dtype=np.int64) for users in chosen]
+
+
+def _few_labels(
+    targets: np.ndarray, sizes: np.ndarray, labels_per_user: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Owners such that user u owns about ``sizes[u]`` records of at most so many labels."""
+    labels, counts = np.unique(targets, return_counts=True)
+    if not 1 <= labels_per_user <= len(labels):
+        raise ValueError(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")
+    users = rng.permutation(np.flatnonzero(sizes))
+    if len(users) * labels_per_user < len(labels):
+        raise ValueError(
+            f"{len(users)} users of {labels_per_user} labels cannot own {len(labels)} labels; "
+            "raise one of the two"
+        )
+    quota = np.zeros((len(sizes), len(labels)))
+    load = np.zeros(len(labels))
+    typical = sizes[users].mean() / counts.mean()
+    for user in users:
+        # Labels nobody owns come first; otherwise the least taken ones, give or take one user.
+        taken = np.where(load == 0, -1.0, load + typical * rng.random(len(labels)))
+        order = np.lexsort((rng.random(len(labels)), taken))[:labels_per_user]
+        quota[user, order] = sizes[user] / labels_per_user
+        load[order] += quota[user, order] / counts[order]
+    owners = np.empty(len(targets), dtype=np.int64)
+    for number, label in enumerate(labels):
+        records = rng.permutation(np.flatnonzero(targets == label))
+        shares = np.cumsum(quota[:, number]) / quota[:, number].sum()
+        ends = np.round(shares * len(records)).astype(int)
+        owners[records] = np.repeat(np.arange(len(sizes)), np.diff(ends, prepend=0))
+    return owners
+
+
+def _weights(distribution: str, count: int, exponent: float) -> np.ndarray:
+    if distribution not in ("uniform", "zipf"):
+        raise ValueError(f"distribution={distribution!r}: expected uniform or zipf")
+    if not 0 <= exponent < np.inf:
+        raise ValueError(f"exponent={exponent!r} of zipf: expected a finite number >= 0")
+    weights = np.arange(1, count + 1, dtype=float) ** (-exponent if distribution == "zipf" else 0)
+    normalised: np.ndarray = weights / weights.sum()
+    return normalised
+
+
+def _check(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}={value!r}: expected an integer >= 1")

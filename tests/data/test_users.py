@@ -1,0 +1,246 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_ext.data import Allocation, allocate, allocate_within, group_size, limit_contributions
+
+TARGETS = np.random.default_rng(0).integers(0, 10, 6_000)
+TCGA = [248, 156, 164, 129, 129, 40]
+HEART = [199, 172, 30, 85]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def everything_once(allocation, count):
+    rows = np.concatenate(allocation.rows)
+    assert sorted(rows.tolist()) == list(range(count))
+    assert allocation.histogram.sum() == count
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    distribution=st.sampled_from(["uniform", "zipf"]),
+    records=st.integers(1, 300),
+    users=st.integers(1, 40),
+    silos=st.integers(1, 7),
+    seed=st.integers(0, 2**32),
+)
+def test_every_record_has_one_user_and_one_silo(distribution, records, users, silos, seed):
+    allocation = allocate(
+        distribution, TARGETS[:records], num_users=users, num_silos=silos, rng=rng(seed)
+    )
+    everything_once(allocation, records)
+    assert allocation.histogram.shape == (silos, users)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    distribution=st.sampled_from(["uniform", "zipf"]),
+    sizes=st.lists(st.integers(3, 60), min_size=1, max_size=6),
+    users=st.integers(1, 40),
+    at_least=st.integers(1, 3),
+    main_share=st.sampled_from([0.5, 0.8, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_given_silos_keep_their_records_and_users_have_enough_where_they_have_any(
+    distribution, sizes, users, at_least, main_share, seed
+):
+    allocation = allocate_within(
+        distribution,
+        sizes,
+        num_users=users,
+        rng=rng(seed),
+        at_least=at_least,
+        main_share=main_share,
+    )
+    everything_once(allocation, sum(sizes))
+    assert [len(rows) for rows in allocation.rows] == sizes
+    held = allocation.histogram
+    assert ((held == 0) | (held >= at_least)).all()
+
+
+def test_the_histogram_is_what_a_loop_counts():
+    allocation = allocate("zipf", TARGETS[:500], num_users=12, num_silos=3, rng=rng())
+    counted = np.zeros((3, 12), dtype=int)
+    for silo, owners in enumerate(allocation.owners):
+        for owner in owners:
+            counted[silo, owner] += 1
+    np.testing.assert_array_equal(allocation.histogram, counted)
+
+
+def test_uniform_users_own_alike_and_zipf_users_as_their_rank_to_the_power_of_minus_a_half():
+    def totals(distribution, **options):
+        big = np.zeros(200_000, dtype=int)
+        allocation = allocate(distribution, big, num_users=100, num_silos=5, rng=rng(), **options)
+        return allocation.histogram.sum(axis=0)
+
+    np.testing.assert_allclose(totals("uniform"), 2_000, rtol=0.1)
+    expected = np.arange(1, 101) ** -0.5
+    np.testing.assert_allclose(totals("zipf"), 200_000 * expected / expected.sum(), rtol=0.15)
+    np.testing.assert_allclose(totals("zipf", user_exponent=0.0), 2_000, rtol=0.1)
+
+
+def test_zipf_concentrates_a_user_in_one_silo_and_each_user_in_another():
+    big = np.zeros(100_000, dtype=int)
+    held = allocate("zipf", big, num_users=50, num_silos=5, rng=rng()).histogram
+    shares = np.sort(held / held.sum(axis=0), axis=0)[::-1].mean(axis=1)
+    expected = np.arange(1, 6) ** -2.0
+    np.testing.assert_allclose(shares, expected / expected.sum(), atol=0.02)
+    assert len(set(held.argmax(axis=0))) == 5
+    even = allocate("uniform", big, num_users=50, num_silos=5, rng=rng()).histogram
+    np.testing.assert_allclose(even / even.sum(axis=0), 0.2, atol=0.05)
+
+
+@pytest.mark.parametrize(("sizes", "at_least"), [(HEART, 1), (TCGA, 2)])
+def test_in_given_silos_zipf_users_have_most_of_their_records_in_one(sizes, at_least):
+    def main_share(distribution, seed):
+        held = allocate_within(
+            distribution, sizes, num_users=50, rng=rng(seed), at_least=at_least
+        ).histogram
+        return held.max(axis=0).sum() / held.sum()
+
+    zipf = np.mean([main_share("zipf", seed) for seed in range(5)])
+    assert 0.72 < zipf < 0.9
+    assert np.mean([main_share("uniform", seed) for seed in range(5)]) < 0.6
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
+@pytest.mark.parametrize(("users", "labels"), [(100, 2), (2_000, 2), (5, 2), (10, 1), (30, 10)])
+def test_users_own_records_of_few_labels_and_about_as_many_as_without(distribution, users, labels):
+    def owned(**options):
+        allocation = allocate(
+            distribution, TARGETS, num_users=users, num_silos=3, rng=rng(), **options
+        )
+        everything_once(allocation, len(TARGETS))
+        return np.concatenate(allocation.rows), np.concatenate(allocation.owners)
+
+    rows, owners = owned(labels_per_user=labels)
+    pairs = set(zip(owners.tolist(), TARGETS[rows].tolist(), strict=True))
+    most = max(np.bincount([owner for owner, _ in pairs]))
+    assert most <= labels
+    assert {label for _, label in pairs} == set(range(10))
+    _, without = owned()
+    sizes, plain = (np.bincount(o, minlength=users) for o in (owners, without))
+    assert np.corrcoef(sizes, plain)[0, 1] > 0.8 or np.ptp(sizes) < 0.7 * sizes.mean()
+
+
+def test_users_of_few_labels_do_not_all_own_the_same_pairs():
+    allocation = allocate(
+        "uniform", TARGETS, num_users=200, num_silos=1, rng=rng(), labels_per_user=2
+    )
+    owned = [set(TARGETS[allocation.rows[0][allocation.owners[0] == u]]) for u in range(200)]
+    assert len({tuple(sorted(labels)) for labels in owned}) > 25
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    silos=st.integers(1, 5),
+    users=st.integers(1, 20),
+    k=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+)
+def test_users_keep_as_many_records_as_the_limit_allows_and_no_more(silos, users, k, seed):
+    held = rng(seed).integers(0, 9, (silos, users))
+    limits = limit_contributions(held, k, rng(seed))
+    assert (limits <= held).all()
+    np.testing.assert_array_equal(limits.sum(axis=0), np.minimum(held.sum(axis=0), k))
+
+
+def test_which_records_are_kept_is_fair_over_silos_and_repeats_with_the_generator():
+    held = np.array([[30], [10]])
+    drawn = [limit_contributions(held, 4, rng(seed))[:, 0] for seed in range(2_000)]
+    np.testing.assert_allclose(np.mean(drawn, axis=0), [3, 1], atol=0.1)
+    np.testing.assert_array_equal(drawn[7], limit_contributions(held, 4, rng(7))[:, 0])
+    everything = limit_contributions(held, group_size(held, "max"), rng())
+    np.testing.assert_array_equal(everything, held)
+
+
+def test_group_sizes_are_numbers_the_most_or_the_median_of_those_who_own_something():
+    histogram = np.array([[3, 0, 1, 0], [2, 0, 1, 8]])
+    assert group_size(histogram, "max") == 8
+    assert group_size(histogram, "median") == 5
+    assert group_size(histogram[:, :3], "median") == 3  # 3.5, rounded down
+    assert group_size(histogram, 2) == 2
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
+def test_the_same_seed_gives_the_same_allocation(distribution):
+    def drawn(seed):
+        free = allocate(distribution, TARGETS, num_users=30, num_silos=3, rng=rng(seed))
+        within = allocate_within(distribution, HEART, num_users=30, rng=rng(seed))
+        return np.concatenate([*free.owners, *within.owners])
+
+    np.testing.assert_array_equal(drawn(1), drawn(1))
+    assert (drawn(1) != drawn(2)).any()
+
+
+FREE = {"num_users": 10, "num_silos": 3}
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: allocate("even", TARGETS, **FREE, rng=rng()), "distribution='even'"),
+        (
+            lambda: allocate("zipf", TARGETS, num_users=0, num_silos=3, rng=rng()),
+            "num_users=0",
+        ),
+        (
+            lambda: allocate("zipf", TARGETS, num_users=5, num_silos=0, rng=rng()),
+            "num_silos=0",
+        ),
+        (
+            lambda: allocate("zipf", TARGETS, **FREE, user_exponent=-1.0, rng=rng()),
+            r"exponent=-1\.0",
+        ),
+        (
+            lambda: allocate("zipf", TARGETS, **FREE, silo_exponent=np.inf, rng=rng()),
+            "exponent=inf",
+        ),
+        (
+            lambda: allocate("zipf", TARGETS, **FREE, labels_per_user=11, rng=rng()),
+            "labels_per_user=11: expected 1 … 10",
+        ),
+        (
+            lambda: allocate(
+                "uniform", TARGETS, num_users=4, num_silos=3, labels_per_user=2, rng=rng()
+            ),
+            "cannot own 10 labels",
+        ),
+        (lambda: allocate_within("zipf", [], num_users=4, rng=rng()), "at least one silo"),
+        (
+            lambda: allocate_within("zipf", [5, 1], num_users=4, rng=rng(), at_least=2),
+            "2 records or more",
+        ),
+        (
+            lambda: allocate_within("zipf", [5], num_users=4, rng=rng(), main_share=0.0),
+            r"main_share=0\.0",
+        ),
+        (
+            lambda: allocate_within("zipf", [5], num_users=4, rng=rng(), at_least=0),
+            "at_least=0",
+        ),
+        (lambda: group_size(np.ones((2, 2)), 0), "group_size=0: expected an integer >= 1"),
+        (lambda: group_size(np.ones((2, 2)), "mean"), "group_size='mean'"),
+        (lambda: group_size(np.zeros((2, 2)), "max"), "at least one record"),
+        (
+            lambda: limit_contributions(np.ones((2, 2), dtype=int), 0, rng()),
+            "group_size=0",
+        ),
+        (
+            lambda: Allocation(rows=(np.arange(3),), owners=(np.arange(2),), num_users=5),
+            "silo 0 has 3 rows but 2 owners",
+        ),
+        (
+            lambda: Allocation(rows=(np.arange(3),), owners=(np.arange(3),), num_users=2),
+            "owners of silo 0: expected 0 … 1",
+        ),
+        (lambda: Allocation(rows=(), owners=(), num_users=2), "at least one"),
+    ],
+)
+def test_impossible_allocations_are_refused_with_what_is_expected(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
