@@ -14,6 +14,7 @@ from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_man
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, split
+from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
 
@@ -33,6 +34,7 @@ __all__ = [
     "batches",
     "check_shareable",
     "clone",
+    "cox_loss",
     "difference",
     "evaluate",
     "evaluate_many",

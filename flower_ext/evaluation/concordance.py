@@ -1,0 +1,35 @@
+"""How well risk scores order survival times."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def concordance_index(scores: Tensor, targets: Tensor) -> float:
+    """Harrell's concordance index: the share of comparable pairs that scores order rightly.
+
+    Two patients are comparable if one had the event while the other was still observed; who is
+    observed until that very time counts as longer. The one with the event should have the higher
+    score; equal scores count half. NaN where no pair is comparable.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Risks (n,) or (n, 1), in any increasing scale.
+    targets : Tensor
+        (n, 2): time, and 1 for an event or 0 for the end of observation.
+    """
+    scores = scores.flatten()
+    time, event = targets[:, 0], targets[:, 1] > 0
+    longer = (time.unsqueeze(0) > time.unsqueeze(1)) | (
+        (time.unsqueeze(0) == time.unsqueeze(1)) & ~event.unsqueeze(0)
+    )
+    comparable = event.unsqueeze(1) & longer
+    pairs = int(comparable.sum())
+    if pairs == 0:
+        return math.nan
+    ahead = scores.unsqueeze(1) - scores.unsqueeze(0)
+    right = (comparable & (ahead > 0)).sum() + 0.5 * (comparable & (ahead == 0)).sum()
+    return float(right) / pairs

@@ -1,0 +1,38 @@
+"""Cox's partial likelihood, as a loss of risk scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
+    """Negative log partial likelihood, the mean over events; ties after Breslow.
+
+    A patient's score is compared with those of all who are still observed at that time, so this is
+    no mean over examples: a mini-batch without a second patient has nothing to compare. Without
+    events it is 0, and so is its gradient. No control flow depends on the data.
+
+    FLamby divides by the number of patients instead of events; steps of SGD there are smaller by
+    the share of events.
+
+    Parameters
+    ----------
+    scores : Tensor
+        Logarithms of the risks (n,) or (n, 1).
+    targets : Tensor
+        (n, 2): time, and 1 for an event or 0 for the end of observation.
+    present : Tensor, optional
+        Booleans (n,): rows that are not are padding and change nothing.
+    """
+    scores = scores.flatten()
+    time, event = targets[:, 0], targets[:, 1].to(scores.dtype)
+    at_risk = time.unsqueeze(0) >= time.unsqueeze(1)
+    if present is not None:
+        at_risk = at_risk & present.unsqueeze(0)
+        event = event * present
+    # Everybody is at risk with themselves, also rows of padding: an empty sum would have no slope.
+    at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+    risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
+    losses = torch.logsumexp(risks, dim=1) - scores
+    return (losses * event).sum() / event.sum().clamp(min=1)

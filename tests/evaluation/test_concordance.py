@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+
+from flower_ext.evaluation import concordance_index
+
+
+def reference(scores, targets):
+    right, pairs = 0.0, 0
+    for i, (time, event) in enumerate(targets.tolist()):
+        for j, (other, happened) in enumerate(targets.tolist()):
+            if event and (other > time or (other == time and not happened)):
+                pairs += 1
+                gap = scores[i].item() - scores[j].item()
+                right += 1.0 if gap > 0 else 0.5 if gap == 0 else 0.0
+    return right / pairs
+
+
+def survival(times, events):
+    return torch.tensor([times, events], dtype=torch.float32).T
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_what_a_plain_loop_counts_ties_included(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 6, (50, 1), generator=generator).float()
+    time = torch.randint(0, 12, (50,), generator=generator).float()
+    event = (torch.rand(50, generator=generator) < 0.5).float()
+    targets = torch.stack([time, event], dim=1)
+    assert concordance_index(scores, targets) == pytest.approx(reference(scores, targets))
+
+
+def test_right_order_is_one_wrong_order_zero_and_no_order_a_half():
+    targets = survival([1.0, 2.0, 3.0, 4.0], [1, 1, 0, 1])
+    risk = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    assert concordance_index(risk, targets) == 1.0
+    assert concordance_index(-risk, targets) == 0.0
+    assert concordance_index(torch.zeros(4), targets) == 0.5
+    assert concordance_index(risk.unsqueeze(1).exp(), targets) == 1.0
+
+
+def test_who_is_observed_until_the_event_counts_as_longer_and_two_events_are_not_compared():
+    risk = torch.tensor([2.0, 1.0])
+    assert concordance_index(risk, survival([3.0, 3.0], [1, 0])) == 1.0
+    assert concordance_index(risk, survival([3.0, 3.0], [0, 1])) == 0.0
+    assert math.isnan(concordance_index(risk, survival([3.0, 3.0], [1, 1])))
+
+
+def test_where_nothing_can_be_compared_there_is_no_index():
+    assert math.isnan(concordance_index(torch.zeros(3), survival([1.0, 2.0, 3.0], [0, 0, 0])))
+    assert math.isnan(concordance_index(torch.zeros(0), torch.zeros(0, 2)))
