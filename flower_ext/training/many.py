@@ -283,23 +283,22 @@ class Stack:
         self.form.gradient({**rest, **point}, x, loss, targets)
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
-        """Sum over jobs of factor · mean loss on the first ``counts`` examples."""
+        """Sum over jobs of factor · loss on the first ``counts`` examples."""
         jobs, width = len(counts), max(counts)
         scale = torch.ones(jobs, device=self.device) if factors is None else factors
+        real = self._real(counts, width)
+        share = (real / real.sum(dim=1, keepdim=True)) * scale.unsqueeze(1)
         if self.task.loss is cross_entropy:
-            share = scale / torch.tensor(counts, device=self.device)
-            share = share.unsqueeze(1).expand(jobs, width)
-            if min(counts) < width:
-                share = share * self._real(counts, width)
 
             def summed(outputs: Tensor) -> Tensor:
                 each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
                 return torch.dot(each.flatten(), share.flatten())
 
             return summed
+        if self.task.compares_examples:
+            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y, real), scale)
         if min(counts) == width:
             return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y), scale)
-        share = self._real(counts, width) * (scale / torch.tensor(counts)).unsqueeze(1)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
             return self.task.loss(output.unsqueeze(0), target.unsqueeze(0))
@@ -307,9 +306,9 @@ class Stack:
         return lambda outputs: (vmap(vmap(alone))(outputs, y) * share).sum()
 
     def _real(self, counts: Sequence[int], width: int) -> Tensor:
-        """1 for each example of a mini-batch, 0 for padding."""
+        """Which places of each mini-batch hold examples; the others are padding."""
         number = torch.tensor(counts, device=self.device).unsqueeze(1)
-        return (torch.arange(width, device=self.device) < number).float()
+        return torch.arange(width, device=self.device) < number
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,9 @@ class Task:
         Builds a fresh model. Parameter names matter: ``personal`` prefixes refer to them.
     data : Callable[[int], ClientData]
         Training and test examples of partition ``i``.
-    loss : Callable[[Tensor, Tensor], Tensor]
-        Mean loss of a batch, from model outputs and targets.
+    loss : Callable[..., Tensor]
+        Mean loss of a batch, from model outputs and targets. One that is no mean over examples has
+        a third parameter ``present``: booleans that tell examples from padding (see `cox_loss`).
     metrics : Mapping[str, Callable[[Tensor, Tensor], float]]
         Named quality measures over all test outputs of one client.
     device : str
@@ -38,11 +40,19 @@ class Task:
 
     model: Callable[[], nn.Module]
     data: Callable[[int], ClientData]
-    loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
+    loss: Callable[..., Tensor] = functional.cross_entropy
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(
         default_factory=lambda: {"accuracy": accuracy}
     )
     device: str = "auto"
+
+    @property
+    def compares_examples(self) -> bool:
+        """Whether the loss of a batch is no mean over its examples."""
+        try:
+            return "present" in signature(self.loss).parameters
+        except ValueError:  # of a function written in C
+            return False
 
     def torch_device(self) -> torch.device:
         """The device on which this process trains."""

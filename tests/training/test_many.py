@@ -8,7 +8,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training import Job, Linear, LocalTraining, Proximal, Task, evaluate, train
+from flower_ext.training import (
+    Job,
+    Linear,
+    LocalTraining,
+    Proximal,
+    Task,
+    cox_loss,
+    evaluate,
+    train,
+)
 from flower_ext.training import many as module
 from flower_ext.training.many import evaluate_many, together, train_many, why_apart
 
@@ -289,3 +298,38 @@ def test_models_are_scored_on_their_own_examples_shared_or_not():
         evaluate_many(problem(), models, examples), models, examples, strict=True
     ):
         assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
+
+
+def test_a_loss_that_compares_examples_is_not_taken_apart():
+    assert not problem().compares_examples
+    assert not problem(loss=torch.conv1d).compares_examples  # has no signature to look at
+    task = Task(
+        model=lambda: nn.Linear(4, 1, bias=False),
+        data=lambda client: ClientData(None, None),
+        loss=cox_loss,
+        device="cpu",
+    )
+    assert task.compares_examples
+    training = LocalTraining(epochs=3, batch_size=8, learning_rate=0.1)
+
+    def jobs():
+        for client, size in enumerate((3, 8, 5, 11, 2, 6, 9)):
+            generator = torch.Generator().manual_seed(client)
+            time = torch.rand(size, generator=generator)
+            event = (torch.rand(size, generator=generator) < 0.6).float()
+            yield Job(
+                params=task.initial_params(0),
+                examples=Examples(
+                    torch.randn(size, 4, generator=generator), torch.stack([time, event], dim=1)
+                ),
+                training=training,
+                generator=generator,
+            )
+
+    alone = [
+        train(task, job.params, job.examples, training, generator=job.generator) for job in jobs()
+    ]
+    for one, other in zip(alone, train_many(task, list(jobs())), strict=True):
+        torch.testing.assert_close(one["weight"], other["weight"], atol=1e-5, rtol=0)
+    start = task.initial_params(0)["weight"]
+    assert any(not torch.allclose(one["weight"], start) for one in alone)
