@@ -118,6 +118,30 @@ def test_one_step_is_tight_it_holds_and_a_tenth_less_would_not(group_size):
     assert divergence(one_step, group_size, 0.9 * epsilon) > 1e-3
 
 
+@pytest.mark.parametrize("split", [(2, 2), (3, 1)])
+def test_records_spread_over_two_silos_lose_no_more_than_in_one(split):
+    sigma, rate = 1.0, 0.3
+    x = np.linspace(-9, 13, 1_101)
+    normal = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+
+    def taken(count):
+        return sum(
+            math.comb(count, n)
+            * rate**n
+            * (1 - rate) ** (count - n)
+            * np.exp(-((x - n / sigma) ** 2) / 2)
+            for n in range(count + 1)
+        ) / math.sqrt(2 * math.pi)
+
+    apart, nobody = np.outer(taken(split[0]), taken(split[1])), np.outer(normal, normal)
+    area = (x[1] - x[0]) ** 2
+    together = DpSgd(noise_multiplier=sigma, sampling_rate=rate, steps=1)
+    for epsilon in (0.5, 1.5, 3.0):
+        added = np.maximum(apart - math.exp(epsilon) * nobody, 0).sum() * area
+        removed = np.maximum(nobody - math.exp(epsilon) * apart, 0).sum() * area
+        assert max(added, removed) <= divergence(together, sum(split), epsilon)
+
+
 def test_lemma_8_is_what_a_search_for_the_records_delta_finds():
     group_size, orders = 5, np.arange(2, 400)
     curve = _renyi([SMALL], orders)
