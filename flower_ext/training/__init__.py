@@ -1,5 +1,6 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
+from flower_ext.training.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
 from flower_ext.training.local import (
     LocalProblem,
     LocalTraining,
@@ -20,6 +21,8 @@ from flower_ext.training.validation import UnshareableModel, check_shareable, re
 
 __all__ = [
     "MEMORY_LIMIT",
+    "ClippedGradient",
+    "DpSgdTraining",
     "Job",
     "Linear",
     "LocalProblem",
@@ -46,5 +49,6 @@ __all__ = [
     "replace_batch_norm",
     "split",
     "train",
+    "train_dp_sgd",
     "train_many",
 ]

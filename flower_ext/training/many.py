@@ -28,7 +28,6 @@ from flower_ext.training.stacked import (
     NotStackable,
     StackedModel,
     Target,
-    stack,
 )
 from flower_ext.training.task import Task
 
@@ -210,8 +209,10 @@ class Stack:
         self.names = [name for name in self.form.parameters if trained(name)]
         if not self.names:
             raise ValueError("trained selects no parameter of the model")
-        params = [job.params for job in jobs]
-        every = {name: stack(params, name, self.device) for name in jobs[0].params}
+        every = {
+            name: self.form.stack([job.params[name].detach().to(self.device) for job in jobs])
+            for name in jobs[0].params
+        }
         self.weights = {name: every.pop(name) for name in self.names}
         self.rest = every
         self.batches = Batches(jobs, self.device)

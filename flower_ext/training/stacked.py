@@ -75,11 +75,12 @@ class StackedModel:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         if names != self.parameters:
             raise NotStackable("two layers share a parameter")
+        whole = nn.Sequential(model) if type(model) in LAYERS else model  # a single layer
         try:
-            self._nodes = list(fx.Tracer().trace(model).nodes)
+            self._nodes = list(fx.Tracer().trace(whole).nodes)
         except Exception as error:  # whatever a forward method makes of a symbol
             raise NotStackable(f"its forward pass cannot be traced ({error})") from error
-        layers = [str(node.target) for node in self._nodes if node.op == "call_module"]
+        layers = [_name(node, model) for node in self._nodes if node.op == "call_module"]
         if {name.rpartition(".")[0] for name in names} - set(layers):
             raise NotStackable("a layer is not used, or holds parameters of its own")
         if len(set(layers)) < len(layers):
@@ -103,6 +104,13 @@ class StackedModel:
                 arguments = fx.node.map_arg(node.args, values.__getitem__)
                 values[node] = self._run[node](parameters, *arguments)
         return _by_model(outputs, parameters.count)
+
+    @staticmethod
+    def stack(many: Sequence[Tensor]) -> Tensor:
+        """One parameter of many models; convolutional weights with their input channels last."""
+        if many[0].dim() != 4:
+            return torch.stack(list(many))
+        return torch.stack([one.permute(0, 2, 3, 1) for one in many]).permute(0, 1, 4, 2, 3)
 
     def gradient(
         self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
@@ -131,7 +139,7 @@ class StackedModel:
         other = {n: 0.9 * p if p.is_floating_point() else p for n, p in own.items()}
         models = [own, other]
         try:
-            stacked = {name: stack(models, name, example.device) for name in own}
+            stacked = {name: self.stack([one[name] for one in models]) for name in own}
             with torch.no_grad():
                 found = self(Pass(stacked, {}), x)
                 expected = torch.stack([functional_call(model, one, (x[0],)) for one in models])
@@ -148,6 +156,11 @@ class MappedModel:
         self.parameters = [name for name, _ in model.named_parameters()]
         self._model = model
 
+    @staticmethod
+    def stack(many: Sequence[Tensor]) -> Tensor:
+        """One parameter of many models."""
+        return torch.stack(list(many))
+
     def gradient(
         self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
     ) -> None:
@@ -159,18 +172,6 @@ class MappedModel:
         slopes = torch.autograd.grad(loss(outputs), list(leaves.values()))
         for name, slope in zip(leaves, slopes, strict=True):
             targets[name].add(slope)
-
-
-def stack(models: Sequence[Mapping[str, Tensor]], name: str, device: torch.device) -> Tensor:
-    """One parameter of many models as a tensor with a first dimension of models.
-
-    Convolutional weights lie with their input channels last, as `_convolution` wants them.
-    """
-    many = [model[name].detach() for model in models]
-    if many[0].dim() == 4:
-        last = torch.stack([one.permute(0, 2, 3, 1) for one in many]).to(device)
-        return last.permute(0, 1, 4, 2, 3)
-    return torch.stack(many).to(device)
 
 
 class Pass:
@@ -185,6 +186,7 @@ class Pass:
 
     def leaf(self, name: str) -> Tensor:
         """A parameter whose gradient, if it is wanted, autograd finds."""
+        name = name.lstrip(".")  # of a model of a single layer
         value = self.params[name].detach()
         if name in self.targets:
             value = self.leaves[name] = value.requires_grad_()
@@ -192,7 +194,7 @@ class Pass:
 
     def product(self, x: Tensor, layer: str) -> Tensor:
         """x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
-        names = (f"{layer}.weight", f"{layer}.bias")
+        names = [f"{layer}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
         weight, bias = (self.params.get(name) for name in names)
         assert weight is not None
         targets = tuple(self.targets.get(name) for name in names)
@@ -322,17 +324,23 @@ OPERATIONS: frozenset[Any] = frozenset(
 def _form(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
     """What a step of the traced model is for many models."""
     if node.op == "call_module":
-        layer = model.get_submodule(str(node.target))
+        name = _name(node, model)
+        layer = model.get_submodule(name)
         form = LAYERS.get(type(layer))
         if form is None or node.kwargs or not _usual(layer):
             raise NotStackable(f"{node.target!r} is a {type(layer).__name__}, or an unusual one")
-        return partial(form, layer=layer, name=str(node.target))
+        return partial(form, layer=layer, name=name)
     if node.op == "get_attr" or node.kwargs or node.target not in OPERATIONS:
         raise NotStackable(f"its forward pass uses {node.target!r}")
     if node.op == "call_method":
         return lambda parameters, x, *more: getattr(x, str(node.target))(*more)
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     return lambda parameters, *arguments: function(*arguments)
+
+
+def _name(node: fx.Node, model: nn.Module) -> str:
+    """Of the layer that ``node`` calls; that of a model of a single layer is empty."""
+    return "" if type(model) in LAYERS else str(node.target)
 
 
 def _usual(layer: nn.Module) -> bool:

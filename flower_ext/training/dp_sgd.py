@@ -1,0 +1,295 @@
+"""DP-SGD: every example's gradient clipped, their sum noised, in one backward pass.
+
+A layer's gradient of one example is a product of what came in and of the slope of what went out.
+Both are kept from one forward and one backward pass: they give the norm of every example's whole
+gradient, and, once each slope is scaled by its example's clipping factor, the sum of the clipped
+gradients (book-keeping, Bu et al. 2023). Examples pass in small groups that stay in the caches.
+
+Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from flower_ext.data import Examples
+from flower_ext.privacy import NoiseSource
+from flower_ext.training.local import local_problem
+from flower_ext.training.params import Params
+from flower_ext.training.task import Task
+
+_TOGETHER = 64
+"""Examples that pass together where gradients of single examples are written down."""
+_MARGIN = 1.0 - 1e-5
+"""Room for the rounding of norms and products in single precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpSgdTraining:
+    """How DP-SGD trains on the records of one silo or client.
+
+    Parameters
+    ----------
+    steps : int
+    sampling_rate : float
+        Probability with which a step takes each record, independently (Poisson).
+    batch_size : float
+        What the noised sum is divided by: a public number, usually the expected one.
+    learning_rate : float
+    clipping_norm : float
+        L2 bound C on one record's gradient over all trained parameters.
+    noise_multiplier : float
+        σ: every step's sum carries N(0, (σC)² I).
+    """
+
+    steps: int
+    sampling_rate: float
+    batch_size: float
+    learning_rate: float
+    clipping_norm: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        require("steps", self.steps >= 0, "an integer >= 0")
+        require("sampling_rate", 0 < self.sampling_rate <= 1, "a number in (0, 1]")
+        for name in ("batch_size", "learning_rate", "clipping_norm"):
+            require(name, 0 < getattr(self, name) < math.inf, "a finite number > 0")
+        require("noise_multiplier", 0 <= self.noise_multiplier < math.inf, "a finite number >= 0")
+
+
+def train_dp_sgd(
+    task: Task,
+    params: Mapping[str, Tensor],
+    examples: Examples,
+    training: DpSgdTraining,
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    sampling: np.random.Generator,
+    noise: NoiseSource,
+) -> Params:
+    """Train the parameters that ``trained`` selects; all others are frozen.
+
+    Guarantees
+    ----------
+    Every step releases the sum of clipped gradients with noise of standard deviation σC; a record
+    moves that sum by at most C. Who took part in a step is known only to ``sampling``.
+
+    Parameters
+    ----------
+    sampling : numpy.random.Generator
+        Draws the records of every step: `privacy.secure_generator`, or a seeded one in simulation.
+    noise : NoiseSource
+
+    Raises
+    ------
+    ValueError
+        ``trained`` selects nothing, or examples of this task or model have no gradient of their
+        own (see `ClippedGradient`).
+    """
+    problem = local_problem(task, params, trained=trained)
+    data = examples.to(problem.device)
+    weights = {name: w.clone() for name, w in problem.start.items()}
+    clipped_gradient = ClippedGradient(task, list(weights), clipping_norm=training.clipping_norm)
+    stddev = training.noise_multiplier * training.clipping_norm
+    for _ in range(training.steps):
+        drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
+        rows = torch.from_numpy(drawn).to(problem.device)
+        point = {**problem.rest, **weights}
+        slope = clipped_gradient(point, data.features[rows], data.targets[rows])
+        for name, noised in noise.add_gaussian(slope, stddev).items():
+            weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
+    return problem.whole(weights, like=params)
+
+
+class ClippedGradient:
+    """Sum over examples of their gradients, each clipped to ``clipping_norm``.
+
+    Parameters
+    ----------
+    names : list of str
+        The parameters that are trained: the norm is taken over all of these together.
+    clipping_norm : float
+
+    Raises
+    ------
+    ValueError
+        The loss compares examples, or the model has batch normalisation.
+    """
+
+    def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
+        if task.compares_examples:
+            raise ValueError(
+                "the loss compares examples, so that none has a gradient of its own to clip: "
+                "DP-SGD needs a loss that is a mean over examples"
+            )
+        self.task, self.names, self.clipping_norm = task, names, clipping_norm
+        self.model = task.model().to(task.torch_device()).train()
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise ValueError(
+                    f"{name!r} is batch normalisation, by which every example moves every "
+                    "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
+                )
+        every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        shared = len(every) > len(list(self.model.parameters()))
+        layers = {name.rpartition(".")[0] for name in names}
+        self.layers = {name: self.model.get_submodule(name) for name in layers}
+        self.in_one_pass = not shared and all(map(_is_known, self.layers.values()))
+        written = any(type(layer) is not nn.Linear for layer in self.layers.values())
+        self.together = _TOGETHER if written else 16 * _TOGETHER
+
+    def __call__(self, params: Mapping[str, Tensor], features: Tensor, targets: Tensor) -> Params:
+        """At ``params`` (the whole model), on (examples, …); zero for no examples."""
+        summed = {name: torch.zeros_like(params[name]) for name in self.names}
+        if len(features) == 0:
+            return summed
+        gradients = self._in_one_pass if self.in_one_pass else self._one_by_one
+        groups = (torch.split(part, self.together) for part in (features, targets))
+        for x, y in zip(*groups, strict=True):
+            parts = gradients(params, x, y)
+            squares = torch.stack([part.squares() for part in parts.values()]).sum(dim=0)
+            norms = squares.sqrt().clamp_min(1e-30)
+            factors = (self.clipping_norm * _MARGIN / norms).clamp_max(1.0)
+            for name, part in parts.items():
+                summed[name] += part.total(factors).view_as(summed[name])
+        return summed
+
+    def _in_one_pass(
+        self, params: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> dict[str, _Rows | _Products]:
+        came_in: dict[str, Tensor] = {}
+        went_out: dict[str, Tensor] = {}
+
+        def keep(name: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            if name in went_out:
+                raise ValueError(f"layer {name!r} is used twice: DP-SGD needs a layer for each use")
+            came_in[name] = inputs[0].detach()
+            went_out[name] = output if output.requires_grad else output.requires_grad_()
+            return output
+
+        hooks = [m.register_forward_hook(partial(keep, name)) for name, m in self.layers.items()]
+        try:
+            outputs = functional_call(self.model, {n: p.detach() for n, p in params.items()}, (x,))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        slopes = torch.autograd.grad(self.task.loss(outputs, y) * len(x), list(went_out.values()))
+        parts = {}
+        for layer, slope in zip(went_out, slopes, strict=True):
+            module = self.layers[layer]
+            for leaf, part in _LAYERS[type(module)](module, came_in[layer], slope).items():
+                parts[f"{layer}.{leaf}"] = part
+        return {name: parts[name] for name in self.names}
+
+    def _one_by_one(
+        self, params: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> dict[str, _Rows | _Products]:
+        """Any other model: every example's own gradient, by vmap."""
+        rest = {name: p for name, p in params.items() if name not in self.names}
+
+        def loss(chosen: Params, one: Tensor, target: Tensor) -> Tensor:
+            outputs = functional_call(self.model, {**rest, **chosen}, (one.unsqueeze(0),))
+            return self.task.loss(outputs, target.unsqueeze(0))
+
+        chosen = {name: params[name].detach() for name in self.names}
+        own = vmap(grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
+        return {name: _Rows(gradient) for name, gradient in own.items()}
+
+
+class _Rows:
+    """Gradients of a parameter, one row an example."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows.flatten(1)
+
+    def squares(self) -> Tensor:
+        """‖gradient‖² of every example."""
+        return self.rows.square().sum(dim=1)
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ factor · gradient."""
+        return factors @ self.rows
+
+
+class _Products:
+    """Gradients slopeᵀ @ inputs of a weight, never written: ‖s aᵀ‖² = ‖s‖² ‖a‖²."""
+
+    def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
+        self.slopes, self.inputs = slopes, inputs
+
+    def squares(self) -> Tensor:
+        """‖gradient‖² of every example."""
+        return self.slopes.square().sum(dim=1) * self.inputs.square().sum(dim=1)
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ factor · gradient."""
+        return (self.slopes * factors.unsqueeze(1)).T @ self.inputs
+
+
+Parts = dict[str, "_Rows | _Products"]
+
+
+def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
+    if x.dim() == 2:
+        return {"weight": _Products(slope, x), "bias": _Rows(slope)}
+    x, slope = x.flatten(1, -2), slope.flatten(1, -2)
+    return {"weight": _Rows(torch.bmm(slope.mT, x)), "bias": _Rows(slope.sum(dim=1))}
+
+
+def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
+    bias = _Rows(slope.flatten(2).sum(dim=2))
+    assert isinstance(layer.padding, tuple)
+    kernel, step = layer.kernel_size, layer.stride
+    patches = functional.unfold(x, kernel, layer.dilation, layer.padding, step)
+    patches = patches.reshape(len(x), layer.groups, -1, patches.shape[-1])
+    slope = slope.reshape(len(x), layer.groups, -1, patches.shape[-1])
+    return {"weight": _Rows(slope @ patches.mT), "bias": bias}
+
+
+def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
+    normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
+    return {
+        "weight": _Rows((normal * slope).flatten(2).sum(dim=2)),
+        "bias": _Rows(slope.flatten(2).sum(dim=2)),
+    }
+
+
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, slope: Tensor) -> Parts:
+    normal = functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    last = len(layer.normalized_shape)
+    between = tuple(range(1, x.dim() - last))
+
+    def own(values: Tensor) -> _Rows:
+        return _Rows(values.sum(dim=between) if between else values)
+
+    return {"weight": own(normal * slope), "bias": own(slope)}
+
+
+_LAYERS: dict[type[nn.Module], Callable[..., Parts]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+}
+"""Layers whose gradients of single examples need no pass of their own."""
+
+
+def _is_known(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv2d) and (
+        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+    ):
+        return False
+    return type(layer) in _LAYERS

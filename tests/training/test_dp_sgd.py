@@ -1,0 +1,249 @@
+"""DP-SGD: what one record can do, and that it equals the plainest loop."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.privacy import SeededNoise
+from flower_ext.training import (
+    ClippedGradient,
+    DpSgdTraining,
+    Task,
+    cox_loss,
+    dp_sgd,
+    train_dp_sgd,
+)
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        nn.GroupNorm(2, 6),
+        nn.ReLU(),
+        nn.Conv2d(6, 2, 2, dilation=2, bias=False),
+        nn.Flatten(),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
+    )
+
+
+class Sequences(nn.Module):
+    """Linear layers over every step of a sequence; a norm over two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm((6, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.steps(x))).mean(dim=1))
+
+
+class Tied(nn.Module):
+    """Parameters in no known layer: single gradients by vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x * self.scale)
+
+
+MODELS = {
+    "dense": (dense, (4,)),
+    "convolutional": (convolutional, (4, 8, 8)),
+    "sequences": (Sequences, (6, 4)),
+    "by vmap": (Tied, (4,)),
+}
+
+
+def problem(model, loss=cross_entropy):
+    return Task(model=model, data=lambda i: ClientData(None, None), loss=loss, device="cpu")
+
+
+def records(shape, count, scale=1.0):
+    generator = torch.Generator().manual_seed(count)
+    features = scale * torch.randn(count, *shape, generator=generator)
+    return Examples(features=features, targets=torch.randint(3, (count,), generator=generator))
+
+
+def by_loop(task, params, data, clipping_norm, names):
+    """One backward pass a record."""
+    summed = {name: torch.zeros_like(params[name]) for name in names}
+    for x, y in zip(data.features, data.targets, strict=True):
+        leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}
+        out = torch.func.functional_call(task.model(), leaves, (x.unsqueeze(0),))
+        slopes = torch.autograd.grad(task.loss(out, y.unsqueeze(0)), [leaves[n] for n in names])
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in slopes))
+        for name, slope in zip(names, slopes, strict=True):
+            summed[name] += slope * min(1.0, clipping_norm / max(norm, 1e-30))
+    return summed
+
+
+@pytest.mark.parametrize("clipping_norm", [0.3, 1e6], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("count", [1, 7, 150])
+@pytest.mark.parametrize("which", MODELS)
+def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, count, clipping_norm):
+    model, shape = MODELS[which]
+    task, data = problem(model), records(shape, count)
+    params = task.initial_params(1)
+    gradient = ClippedGradient(task, list(params), clipping_norm=clipping_norm)
+    assert gradient.in_one_pass == (which != "by vmap")
+    ours = gradient(params, data.features, data.targets)
+    theirs = by_loop(task, params, data, clipping_norm, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=3e-5 * count)
+
+
+def test_a_frozen_part_counts_in_no_norm():
+    task, data = problem(dense), records((4,), 9)
+    params = task.initial_params(1)
+    ours = ClippedGradient(task, ["2.weight"], clipping_norm=0.1)(
+        params, data.features, data.targets
+    )
+    theirs = by_loop(task, params, data, 0.1, ["2.weight"])
+    torch.testing.assert_close(ours["2.weight"], theirs["2.weight"], rtol=1e-4, atol=1e-5)
+    assert list(ours) == ["2.weight"]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("which", MODELS)
+def test_one_record_moves_the_sum_by_at_most_the_clipping_norm(which, scale):
+    model, shape = MODELS[which]
+    task, data = problem(model), records(shape, 20, scale)
+    params = task.initial_params(2)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
+    for row in range(20):
+        one = gradient(params, data.features[row : row + 1], data.targets[row : row + 1])
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in one.values()))
+        assert norm <= 0.5
+
+
+def settings(**changes):
+    usual = {
+        "steps": 3,
+        "sampling_rate": 0.5,
+        "batch_size": 10,
+        "learning_rate": 0.2,
+        "clipping_norm": 0.7,
+        "noise_multiplier": 0.0,
+    }
+    return DpSgdTraining(**(usual | changes))
+
+
+def test_without_noise_and_clipping_and_with_all_records_it_is_gradient_descent():
+    task, data = problem(dense), records((4,), 12)
+    start = task.initial_params(3)
+    training = settings(sampling_rate=1.0, batch_size=12, clipping_norm=1e6, steps=4)
+    ours = train_dp_sgd(
+        task, start, data, training, sampling=np.random.default_rng(0), noise=SeededNoise(1, "n")
+    )
+    model = dense()
+    model.load_state_dict(start)
+    for _ in range(4):
+        model.zero_grad()
+        cross_entropy(model(data.features), data.targets).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.2 * p.grad
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_noise_of_a_step_is_the_noise_multiplier_times_the_clipping_norm_even_without_records():
+    wide = Task(
+        model=lambda: nn.Linear(200, 100), data=lambda i: ClientData(None, None), device="cpu"
+    )
+    start = wide.initial_params(0)
+    nobody = Examples(features=torch.zeros(0, 200), targets=torch.zeros(0, dtype=torch.long))
+    training = settings(steps=1, noise_multiplier=3.0, learning_rate=1.0, batch_size=10)
+    moved = train_dp_sgd(
+        wide,
+        start,
+        nobody,
+        training,
+        sampling=np.random.default_rng(0),
+        noise=SeededNoise(2, "n"),
+    )
+    noise = (moved["weight"] - start["weight"]) * 10
+    assert float(noise.std()) == pytest.approx(3.0 * 0.7, rel=0.03)
+    assert abs(float(noise.mean())) < 0.06
+
+
+def test_records_are_drawn_independently_at_the_sampling_rate(monkeypatch):
+    drawn = []
+
+    def counted(self, params, features, targets):
+        drawn.append(len(features))
+        return {name: torch.zeros_like(params[name]) for name in self.names}
+
+    monkeypatch.setattr(dp_sgd.ClippedGradient, "__call__", counted)
+    task, data = problem(dense), records((4,), 400)
+    train_dp_sgd(
+        task,
+        task.initial_params(0),
+        data,
+        settings(steps=500, sampling_rate=0.05),
+        sampling=np.random.default_rng(0),
+        noise=SeededNoise(1, "n"),
+    )
+    assert np.mean(drawn) == pytest.approx(20, abs=0.8)
+    assert np.var(drawn) == pytest.approx(19, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "said"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), cross_entropy, "GroupNorm"),
+        (lambda: nn.Linear(4, 1), cox_loss, "compares examples"),
+    ],
+)
+def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, said):
+    task = problem(build, loss)
+    with pytest.raises(ValueError, match=said):
+        ClippedGradient(task, list(dict(build().named_parameters())), clipping_norm=1.0)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def test_a_layer_used_twice_is_refused():
+    task, data = problem(Twice), records((4,), 3)
+    gradient = ClippedGradient(task, ["layer.weight"], clipping_norm=1.0)
+    with pytest.raises(ValueError, match="used twice"):
+        gradient(task.initial_params(0), data.features, data.targets)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", -1),
+        ("sampling_rate", 0.0),
+        ("sampling_rate", 1.5),
+        ("batch_size", 0),
+        ("learning_rate", math.nan),
+        ("clipping_norm", 0.0),
+        ("noise_multiplier", -1.0),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        settings(**{name: value})
