@@ -11,7 +11,7 @@ from flower_ext.training.local import (
     minimise,
     train,
 )
-from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_many
+from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_groups, train_many
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, split
@@ -50,5 +50,6 @@ __all__ = [
     "split",
     "train",
     "train_dp_sgd",
+    "train_groups",
     "train_many",
 ]

@@ -76,6 +76,22 @@ def train_many(
         As `train`.
     """
     results: dict[int, Params] = {}
+    for group, models in train_groups(task, jobs, trained=trained, memory_limit=memory_limit):
+        results |= zip(group, models, strict=True)
+    return [results[index] for index in range(len(jobs))]
+
+
+def train_groups(
+    task: Task,
+    jobs: Sequence[Job],
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    memory_limit: int = MEMORY_LIMIT,
+) -> Iterator[tuple[list[int], list[Params]]]:
+    """The models of `train_many`, batch by batch, with the indices of their jobs.
+
+    Who needs sums over models rather than the models never holds more than one batch of them.
+    """
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
         if len(chosen) == 1:
@@ -89,10 +105,9 @@ def train_many(
                 terms=job.terms,
                 generator=job.generator,
             )
-            results[group[0]] = model
+            yield group, [model]
         else:
-            results |= zip(group, Stack(task, chosen, trained).minimise(), strict=True)
-    return [results[index] for index in range(len(jobs))]
+            yield group, Stack(task, chosen, trained).minimise()
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:

@@ -19,7 +19,13 @@ from flower_ext.training import (
     train,
 )
 from flower_ext.training import many as module
-from flower_ext.training.many import evaluate_many, together, train_many, why_apart
+from flower_ext.training.many import (
+    evaluate_many,
+    together,
+    train_groups,
+    train_many,
+    why_apart,
+)
 
 
 class Dense(nn.Module):
@@ -333,3 +339,13 @@ def test_a_loss_that_compares_examples_is_not_taken_apart():
         torch.testing.assert_close(one["weight"], other["weight"], atol=1e-5, rtol=0)
     start = task.initial_params(0)["weight"]
     assert any(not torch.allclose(one["weight"], start) for one in alone)
+
+
+def test_models_come_batch_by_batch_and_are_those_of_all_at_once(batched):
+    task, sizes = problem(), [3, 40, 8, 17, 16, 5, 30, 8, 8]
+    limit = 2 * 4 * 8 * sum(p.numel() for p in task.initial_params(0).values())
+    came = list(train_groups(task, jobs_of(Dense, [SGD], sizes), memory_limit=limit))
+    assert len(came) > 2
+    models = dict(pair for group, some in came for pair in zip(group, some, strict=True))
+    ours = [models[index] for index in range(len(sizes))]
+    same(ours, train_many(task, jobs_of(Dense, [SGD], sizes)))
