@@ -97,13 +97,26 @@ def limit_contributions(
 
 
 def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A mask of at most ``limits[u]`` records of each user u, any of them equally likely."""
-    order = np.lexsort((rng.random(len(owners)), owners))
+    """A mask of at most ``limits[u]`` records of each user u, any of them equally likely.
+
+    Under one state of ``rng`` a user's choice is the same whatever records others have.
+    """
+    order = np.argsort(owners, kind="stable")
     grouped = owners[order]
     rank = np.arange(len(owners)) - np.searchsorted(grouped, grouped)
+    key = rng.integers(2**64, dtype=np.uint64)
+    lots = _scrambled(_scrambled(grouped.astype(np.uint64) ^ key) + rank.astype(np.uint64))
     chosen = np.zeros(len(owners), dtype=bool)
-    chosen[order] = rank < limits[grouped]
+    chosen[order[np.lexsort((lots, grouped))]] = rank < limits[grouped]
     return chosen
+
+
+def _scrambled(numbers: np.ndarray) -> np.ndarray:
+    """Numbers of 64 bits that look random, from others that do not (SplitMix64)."""
+    z = numbers * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(z ^ (z >> np.uint64(31)))
 
 
 def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:

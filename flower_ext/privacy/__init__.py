@@ -18,6 +18,7 @@ from flower_ext.privacy.bounds import (
     clip,
     l2_norm,
     sum_bounded,
+    sum_clipped_rows,
 )
 from flower_ext.privacy.calibration import (
     TargetOutOfReach,
@@ -75,7 +76,9 @@ from flower_ext.privacy.sampling import (
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.user_level import (
+    GroupPlan,
     Weighting,
+    check_user_plan,
     uldp_avg_guarantees,
     uldp_closed_form,
     uldp_group_guarantees,
@@ -94,6 +97,7 @@ __all__ = [
     "DpSgd",
     "FixedSizeSampling",
     "FullParticipation",
+    "GroupPlan",
     "Guarantee",
     "Ledger",
     "LedgerCorrupt",
@@ -126,6 +130,7 @@ __all__ = [
     "calibrate_noise_multiplier",
     "calibrate_rounds",
     "calibrate_sampling_rate",
+    "check_user_plan",
     "client_level_guarantees",
     "clip",
     "default_relation",
@@ -147,6 +152,7 @@ __all__ = [
     "seeded_generator",
     "size_for_rate",
     "sum_bounded",
+    "sum_clipped_rows",
     "theorem2_of_plan",
     "uldp_avg_guarantees",
     "uldp_closed_form",

@@ -177,34 +177,73 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
     for update in updates:
         check_arrays(update)
-    start = 0
     for rows in _stacked(updates, like):
-        count = len(next(iter(rows.values())))
-        part = clip_rows(rows, clipping_norm)
-        if part is None:  # squares that overflow or vanish: with more care, one after the other
-            chosen = updates[start : start + count]
-            part = total([clip(update, clipping_norm).value for update in chosen], like=like)
-        summed = {name: summed[name] + array for name, array in part.items()}
-        start += count
+        part = sum_clipped_rows(rows, clipping_norm)
+        summed = {name: summed[name] + array for name, array in part.value.items()}
     return BoundedSum(value=summed, bound=clipping_norm if updates else 0.0, count=len(updates))
 
 
-def clip_rows(rows: Update, clipping_norm: float) -> dict[str, Any] | None:
-    """Sum over the first dimension of what `clip` makes of every row.
+def sum_clipped_rows(
+    rows: Update, clipping_norm: float, weights: Sequence[float] | None = None
+) -> BoundedSum:
+    """Sum in float64 of `clip` of every row, times its weight.
+
+    Guarantees
+    ----------
+    Adding or removing the unit of row k moves the sum by at most ``weights[k] * clipping_norm``.
+    A unit with rows in several such sums moves their sum by at most ``clipping_norm`` if its
+    weights add up to 1 or less.
 
     Parameters
     ----------
     rows : Mapping[str, array]
         Each of shape (units, …): row k of all arrays together is one unit's update.
+    clipping_norm : float
+    weights : Sequence[float], optional
+        One a unit, in [0, 1]; all 1 by default.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip`; or weights of another number, or outside [0, 1].
+    """
+    if not 0 < clipping_norm < math.inf:
+        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    check_arrays(rows)
+    count = len(next(iter(rows.values())))
+    shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
+        raise ValueError(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    value = clip_rows(rows, clipping_norm, shares)
+    if value is None:  # squares that overflow or vanish: with more care, one after the other
+        value = {name: _as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
+        for number, share in enumerate(shares):
+            row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
+            for name, array in row.value.items():
+                value[name] = value[name] + _as_float64(array) * share
+    return BoundedSum(value=value, bound=clipping_norm, count=count)
+
+
+def clip_rows(
+    rows: Update, clipping_norm: float, weights: Sequence[float]
+) -> dict[str, Any] | None:
+    """Sum over the first dimension of what `clip` makes of every row, times its weight.
+
+    Parameters
+    ----------
+    rows, clipping_norm, weights
+        As `sum_clipped_rows`.
 
     Returns
     -------
     dict[str, array] | None
-        In float64. None where a norm is not between 1e-100 and 1e100 times ``clipping_norm``, or
-        not finite, and simple arithmetic could not be trusted.
+        In float64. None where the norm of a row that is not all zeros is not between 1e-100 and
+        1e100 times ``clipping_norm``, or not finite, and simple arithmetic could not be trusted.
     """
     flat = {
-        name: api.array_namespace(array).reshape(_as_float64(array), (array.shape[0], -1))
+        name: api.array_namespace(array).reshape(
+            _as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
+        )
         for name, array in rows.items()
     }
     namespace = api.array_namespace(*flat.values())
@@ -213,8 +252,13 @@ def clip_rows(rows: Update, clipping_norm: float) -> dict[str, Any] | None:
     norms = namespace.sqrt(squares) / clipping_norm
     usual = (norms > 1e-100) & (norms < 1e100)
     if not bool(namespace.all(usual)):
-        return None
+        filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
+        if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
+            return None
     factors = _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
+    factors = factors * namespace.asarray(
+        weights, dtype=namespace.float64, device=api.device(factors)
+    )
     return {
         name: namespace.reshape(factors @ flat[name], array.shape[1:])
         for name, array in rows.items()

@@ -24,21 +24,29 @@ class Participations:
         self._in_sums: defaultdict[int, float] = defaultdict(float)
         self._in_uploads: defaultdict[int, float] = defaultdict(float)
 
-    def record(self, cohort: Sequence[int], answered: int) -> None:
+    def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
         """Add a round.
 
-        With noise from the clients, a sum in which ``answered`` of the cohort's shares arrived
-        carries only that fraction of the noise, and a single upload 1/cohort of it. Uploads that
+        With noise from the clients, a sum in which ``answered`` of the ``asked`` shares arrived
+        carries only that fraction of the noise, and a single upload 1/asked of it. Uploads that
         were refused or came too late were seen all the same.
+
+        Parameters
+        ----------
+        cohort : Sequence[int]
+            Units whose data went into the round.
+        answered, asked : int
+            Uploads that arrived, and those asked for: by default one a unit.
         """
-        if not 0 <= answered <= len(cohort):
-            raise ValueError(f"answered={answered!r}: expected 0 … {len(cohort)}, the cohort")
+        asked = len(cohort) if asked is None else asked
+        if not 0 <= answered <= asked:
+            raise ValueError(f"answered={answered!r}: expected 0 … {asked}, the uploads asked for")
         self.rounds += 1
         self.uploads.update(cohort)
         for unit in cohort:
-            self._in_uploads[unit] += len(cohort)
+            self._in_uploads[unit] += asked
             if answered > 0:
-                self._in_sums[unit] += len(cohort) / answered
+                self._in_sums[unit] += asked / answered
 
     @property
     def in_sums(self) -> float:

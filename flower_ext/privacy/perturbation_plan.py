@@ -15,6 +15,7 @@ from flower_ext.privacy.perturbation import (
     perturbation_guarantees,
 )
 from flower_ext.privacy.plan import NonPrivatePlan, PlainAverage, ReleasePlan
+from flower_ext.privacy.user_level import GroupPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,5 +97,5 @@ class PerturbationPlan(PlainAverage):
         return {name: float(value) for name, value in spent.items() if np.isfinite(value)}
 
 
-Plan = ReleasePlan | PerturbationPlan | NonPrivatePlan
+Plan = ReleasePlan | PerturbationPlan | GroupPlan | NonPrivatePlan
 """Who takes part in a round, and what protects them."""

@@ -61,6 +61,9 @@ class ReleasePlan:
     dropout_policy : {"top-up", "discard"}
         What to do where clients add noise and some do not answer.
     unit : PrivacyUnit
+    sensitivity : float
+        By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
+        has a part in several.
     """
 
     sampling: Sampling
@@ -72,6 +75,7 @@ class ReleasePlan:
     noise_placement: NoisePlacement = "client"
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
+    sensitivity: float = 1.0
 
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
@@ -80,6 +84,7 @@ class ReleasePlan:
 
         require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
         require("noise_multiplier", 0 < self.noise_multiplier < math.inf, "a finite number > 0")
+        require("sensitivity", 0 < self.sensitivity < math.inf, "a finite number > 0")
         require("rounds", self.rounds >= 1, "an integer >= 1")
         require("delta", 0 < self.delta < 1, "a number in (0, 1)")
         require("noise_placement", self.noise_placement in ("client", "server"), "client or server")
@@ -116,7 +121,7 @@ class ReleasePlan:
         return cls(
             sampling=sampling,
             clipping_norm=clipping_norm,
-            noise_multiplier=multiplier,
+            noise_multiplier=multiplier * options.get("sensitivity", 1.0),
             rounds=rounds,
             delta=delta,
             **options,
@@ -135,7 +140,7 @@ class ReleasePlan:
         assert self.relation is not None
         return Release(
             sampling=self.sampling,
-            noise_multiplier=self.noise_multiplier,
+            noise_multiplier=self.noise_multiplier / self.sensitivity,
             relation=self.relation,
         )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ from flower_ext.privacy.accounting import (
 )
 from flower_ext.privacy.claims import Condition, Guarantee
 from flower_ext.privacy.group import DpSgd, check_group, group_loss, lemma_9
-from flower_ext.privacy.plan import ReleasePlan
+from flower_ext.privacy.plan import PlainAverage, ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -206,6 +207,55 @@ def uldp_group_guarantees(
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupPlan(PlainAverage):
+    """ULDP-GROUP-k: silos protect records by DP-SGD; what they send is averaged as it is.
+
+    Parameters
+    ----------
+    sampling : FullParticipation
+        Of silos.
+    one_round : DpSgd
+        What every silo does in a round.
+    delta : float
+        δ at which the run reports ε.
+    """
+
+    sampling: FullParticipation
+    one_round: DpSgd
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta={self.delta!r}: expected a number in (0, 1)")
+
+    def describe(self) -> str:
+        """For the log."""
+        one = self.one_round
+        return (
+            f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
+            f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
+        )
+
+    def guarantees(
+        self,
+        *,
+        group_size: int,
+        rounds: int,
+        secure_noise: bool = True,
+        not_covered: Sequence[str] = (),
+    ) -> list[Guarantee]:
+        """`uldp_group_guarantees` after ``rounds`` rounds."""
+        silo = replace(self.one_round, steps=self.one_round.steps * rounds)
+        return uldp_group_guarantees(
+            [silo] * self.sampling.population,
+            group_size=group_size,
+            delta=self.delta,
+            secure_noise=secure_noise,
+            not_covered=not_covered,
+        )
+
+
 def uldp_avg_guarantees(
     plan: ReleasePlan,
     *,
@@ -244,7 +294,7 @@ def uldp_avg_guarantees(
     ValueError
         A parameter is out of range, or the plan is not one of these methods.
     """
-    _check_avg(plan, num_silos, weighting)
+    check_user_plan(plan, num_silos, weighting)
     relation = plan.release.relation
     loss = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
     exposure = float(rounds if participations is None else participations)
@@ -335,7 +385,8 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
     )
 
 
-def _check_avg(plan: ReleasePlan, num_silos: int, weighting: str) -> None:
+def check_user_plan(plan: ReleasePlan, num_silos: int, weighting: str) -> None:
+    """Refuse a plan that is none of users, or that these methods cannot keep."""
     if plan.unit is not PrivacyUnit.USER:
         raise ValueError(f"unit={plan.unit.value!r} of the plan: expected 'user'")
     if plan.noise_placement != "client":

@@ -158,6 +158,17 @@ def test_which_records_are_kept_is_fair_over_silos_and_repeats_with_the_generato
     np.testing.assert_array_equal(everything, held)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), k=st.integers(1, 6))
+def test_which_records_of_a_user_are_kept_depends_on_nobody_else(seed, k):
+    held = rng(seed).integers(0, 9, (3, 10))
+    fewer = held.copy()
+    fewer[:, 4] = 0
+    limits, without = (limit_contributions(each, k, rng(seed)) for each in (held, fewer))
+    others = np.arange(10) != 4
+    np.testing.assert_array_equal(limits[:, others], without[:, others])
+
+
 def test_group_sizes_are_numbers_the_most_or_the_median_of_those_who_own_something():
     histogram = np.array([[3, 0, 1, 0], [2, 0, 1, 8]])
     assert group_size(histogram, "max") == 8

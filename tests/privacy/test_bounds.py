@@ -11,6 +11,7 @@ from flower_ext.privacy import (
     clip,
     l2_norm,
     sum_bounded,
+    sum_clipped_rows,
 )
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -204,3 +205,50 @@ def test_masked_arrays_are_refused_since_norms_would_leave_values_out():
     masked = np.ma.MaskedArray([1e6, 0.1], mask=[True, False])
     with pytest.raises(TypeError, match="masked array; fill it"):
         clip({"a": masked}, 1.0)
+
+
+def rows_of(values, kind):
+    stacked = {
+        "a": np.asarray(values, np.float32)[:, :3],
+        "b": np.asarray(values, np.float32)[:, 3],
+    }
+    return {n: torch.from_numpy(a) for n, a in stacked.items()} if kind == "torch" else stacked
+
+
+def one_by_one(rows, bound, weights):
+    total = {name: np.zeros(array.shape[1:]) for name, array in rows.items()}
+    for number, weight in enumerate(weights):
+        row = clip({name: array[number] for name, array in rows.items()}, bound).value
+        total = {name: total[name] + weight * np.asarray(a, float) for name, a in row.items()}
+    return total
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rows_are_clipped_and_weighted_as_one_by_one(kind, scale):
+    rng = np.random.default_rng(0)
+    values = scale * rng.standard_normal((5, 4)) * 10.0 ** np.arange(-2, 3)[:, None]
+    values[1] = 0.0  # a zero update stays zero
+    rows, weights = rows_of(values, kind), rng.random(5)
+    ours = sum_clipped_rows(rows, 0.7, weights)
+    theirs = one_by_one({n: np.asarray(a) for n, a in rows.items()}, 0.7, weights)
+    assert (ours.bound, ours.count) == (0.7, 5)
+    for name, array in theirs.items():
+        assert str(ours.value[name].dtype).endswith("float64")
+        np.testing.assert_allclose(np.asarray(ours.value[name]), array, rtol=1e-5, atol=1e-40)
+    assert l2_norm(sum_clipped_rows({n: a[:1] for n, a in rows.items()}, 0.7).value) <= 0.7
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_is_refused_with_any_weight(kind, value):
+    values = np.ones((3, 4))
+    values[1, 2] = value
+    with pytest.raises(NonFiniteUpdate, match="NaN or infinite"):
+        sum_clipped_rows(rows_of(values, kind), 1.0, [1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 1.1], [-0.1, 1.0], [1.0, math.nan]])
+def test_weights_that_are_no_shares_are_refused(weights):
+    with pytest.raises(ValueError, match=r"expected 2 numbers in \[0, 1\]"):
+        sum_clipped_rows(rows_of(np.ones((2, 4)), "numpy"), 1.0, weights)

@@ -38,3 +38,13 @@ def test_nothing_happened_yet():
 def test_more_answers_than_were_asked_for_are_refused():
     with pytest.raises(ValueError, match="answered=4"):
         Participations().record([0, 1], answered=4)
+
+
+def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
+    seen = Participations()
+    seen.record([4, 7, 9], answered=2, asked=3)
+    seen.record([7], answered=3, asked=3)
+    assert seen.uploads == {4: 1, 7: 2, 9: 1}
+    assert (seen.in_sums, seen.in_uploads) == (1.5 + 1.0, 6.0)
+    with pytest.raises(ValueError, match="answered=4: expected 0 … 3"):
+        seen.record([4], answered=4, asked=3)

@@ -184,3 +184,13 @@ def test_a_few_of_many_missing_are_topped_up_too():
     value = plan.aggregate(uploads, cohort_size=400, noise=SecureNoise(), like=like).value["a"]
     expected = plan.noise_stddev / math.sqrt(400)
     assert value.std() * 200 == pytest.approx(expected, rel=0.15)
+
+
+def test_a_unit_that_moves_a_sum_further_is_accounted_with_less_noise():
+    far = plan(FullParticipation(4), noise_multiplier=6.0, sensitivity=3.0)
+    near = plan(FullParticipation(4), noise_multiplier=2.0)
+    assert far.release == near.release
+    assert far.noise_stddev == 6.0 * far.clipping_norm
+    target = {"epsilon": 2.0, "delta": 1e-3, "rounds": 5, "clipping_norm": 1.0}
+    aimed = ReleasePlan.for_target(sampling=FullParticipation(4), sensitivity=3.0, **target)
+    assert 1.99 < privacy_loss_of({aimed.release: 5}, delta=1e-3).epsilon <= 2.0
