@@ -23,8 +23,8 @@ from flower_ext.data import ClientData
 from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
-from flower_ext.federation.protection import objective_terms, protected
-from flower_ext.privacy import l2_norm, seeded_generator
+from flower_ext.federation.protection import noise_source, objective_terms, protected
+from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, l2_norm, seeded_generator
 from flower_ext.training import (
     MEMORY_LIMIT,
     Job,
@@ -67,7 +67,8 @@ class ClientWork:
 
     ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
     server's other array records by name, ``terms`` what the plan adds to every local objective
-    (objective perturbation), ``config`` what the user passed to ``start``.
+    (objective perturbation), ``noise`` is for methods that noise while they train, ``config`` what
+    the user passed to ``start``.
     """
 
     task: Task
@@ -81,6 +82,7 @@ class ClientWork:
     settings: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Params] = field(default_factory=dict)
     terms: Sequence[Term] = ()
+    noise: NoiseSource = field(default_factory=SecureNoise)
     config: Mapping[str, object] = field(default_factory=dict)
 
     def initial_params(self) -> Params:
@@ -110,11 +112,12 @@ class ClientWork:
 class LocalResult:
     """``update`` leaves the client, bounded and noised; ``memory`` never leaves it.
 
-    ``metrics`` leave it as they are, and only under a plan that is not a `ReleasePlan`: they must
-    say nothing of the data beyond its size.
+    Where the plan's units are not the clients, ``update`` is a sum over them that says how far one
+    can move it. ``metrics`` leave the client as they are, and only under a plan that is not a
+    `ReleasePlan`: they must say nothing of the data beyond its size.
     """
 
-    update: Params
+    update: Params | BoundedSum
     memory: Params | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -135,12 +138,16 @@ class ClientMethod:
         The model that this client would use: evaluated on its test examples, then forgotten.
     memoryless : bool
         Whether updates depend on no client memory; record-level guarantees ask.
+    answer : Callable[[ClientData, Mapping[str, Any]], Params], optional
+        What the client tells, un-noised, when the server asks a question before the first round
+        (``query.<name>``).
     """
 
     name: str
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
     local_model: Callable[[ClientWork], Params | Steps[Params]]
     memoryless: bool = False
+    answer: Callable[[ClientData, Mapping[str, Any]], Params] | None = None
 
 
 class CohortApp(ClientApp):
@@ -196,6 +203,12 @@ def client_app(
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
             return side.score([message], [context])[0]
 
+        if method.answer is not None:
+
+            @app.query(method.name)
+            def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
+                return side.tell(message, context)
+
     return app
 
 
@@ -239,16 +252,29 @@ class _ClientSide:
         every = evaluate_many(works[0].task, models, [work.data.test for work in works])
         replies = []
         for message, work, scores in zip(messages, works, every, strict=True):
+            if len(work.data.test) == 0:
+                scores.clear()
             scores["num-examples"] = float(len(work.data.test))
             content = RecordDict({records.METRICS: records.metrics_record(scores)})
             replies.append(Message(content, reply_to=message))
         return replies
 
+    def tell(self, message: Message, context: Context) -> Message:
+        """Answer a question of the method."""
+        assert self.method.answer is not None
+        data = self._task(context).data(partition_of(context.node_config))
+        question = dict(message.content.config_records[records.QUESTION])
+        told = records.to_record(self.method.answer(data, question))
+        return Message(RecordDict({records.ANSWER: told}), reply_to=message)
+
+    def _task(self, context: Context) -> Task:
+        return self.task if isinstance(self.task, Task) else self.task(context)
+
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context]
     ) -> tuple[list[_Asked], list[ClientWork]]:
         # All in one process have one task: that of the first is good for all.
-        task = self.task if isinstance(self.task, Task) else self.task(contexts[0])
+        task = self._task(contexts[0])
         asked = _unpacked(messages)
         return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
 
@@ -272,7 +298,8 @@ class _ClientSide:
         if asked.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
         if asked.facts.get("diagnostics"):
-            metrics["update-norm"] = l2_norm(result.update)
+            own = result.update
+            metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
         return Message(content, reply_to=message)
@@ -281,6 +308,14 @@ class _ClientSide:
         partition = partition_of(context.node_config)
         numbers = seeded_generator(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
+        noise: NoiseSource = SecureNoise()
+        if "seeded-noise" in asked.facts:
+            noise = noise_source(
+                asked.facts,
+                context,
+                allow_seeded_noise=self.allow_seeded_noise,
+                purpose="training-noise",
+            )
         return ClientWork(
             task=task,
             data=data,
@@ -299,6 +334,7 @@ class _ClientSide:
                 context,
                 allow_seeded_noise=self.allow_seeded_noise,
             ),
+            noise=noise,
             config=asked.config,
         )
 

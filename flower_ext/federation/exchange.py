@@ -51,7 +51,7 @@ class Exchange:
         return {} if self.roster is None else dict(sorted(self.roster.nodes.items()))
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
-        """A message for each partition; ``kind`` is ``train`` or ``evaluate``.
+        """A message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 
         Partitions with one content (the same object) are sent one RecordDict.
         """

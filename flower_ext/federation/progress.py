@@ -18,8 +18,8 @@ log = getLogger("flwr")
 class Progress:
     """Collects the numbers of a round, then writes them where the user looks.
 
-    Training and evaluation traffic are counted apart (``bytes_down``, ``evaluation_bytes_down``,
-    …): a round may cost no training message and still be evaluated.
+    Training and other traffic are counted apart (``bytes_down``, ``evaluation_bytes_down``,
+    ``query_bytes_down``, …): a round may cost no training message and still be evaluated.
     """
 
     def __init__(self, run: RunDirectory | None = None) -> None:
@@ -31,7 +31,7 @@ class Progress:
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
     def asked(self, kind: str, messages: Sequence[Message]) -> None:
-        """Count messages to clients; ``kind`` is ``train`` or ``evaluate``."""
+        """Count messages to clients; ``kind`` is ``train``, ``evaluate`` or ``query``."""
         self._count(_prefix(kind) + "messages", len(messages))
         self._count(_prefix(kind) + "bytes_down", records.payload_bytes(messages))
 
@@ -90,4 +90,4 @@ class Progress:
 
 
 def _prefix(kind: str) -> str:
-    return "" if kind == "train" else "evaluation_"
+    return {"train": "", "evaluate": "evaluation_", "query": "query_"}[kind]

@@ -16,6 +16,7 @@ from flwr.app import Context
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.privacy import (
+    BoundedSum,
     NoiseSource,
     ObjectivePerturbation,
     OutputPerturbation,
@@ -56,15 +57,30 @@ def perturbation_facts(plan: PerturbationPlan, *, seeded_noise: bool) -> dict[st
     return {**own, "seeded-noise": seeded_noise}
 
 
+def per_unit(facts: Mapping[str, float]) -> dict[str, float]:
+    """`plan_facts` where a client bounds each unit of its sum by itself, not the sum."""
+    renamed = {"clipping-norm": "unit-clipping-norm"}
+    return {renamed.get(name, name): value for name, value in facts.items()}
+
+
 def protected(
-    update: Params,
+    update: Params | BoundedSum,
     received: Params,
     facts: Mapping[str, Any],
     context: Context,
     *,
     allow_seeded_noise: bool,
 ) -> Mapping[str, torch.Tensor]:
-    """The update as it leaves the client."""
+    """The update as it leaves the client.
+
+    Raises
+    ------
+    ValueError
+        The plan bounds each unit's part of the update, and the method did not; or the method did
+        and the plan asks for something else.
+    """
+    if "unit-clipping-norm" in facts or isinstance(update, BoundedSum):
+        return _noised_sum(update, received, facts, context, allow_seeded_noise=allow_seeded_noise)
     if "clipping-norm" in facts:
         noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
         bounded = clip(update, _number(facts, "clipping-norm")).value
@@ -79,6 +95,24 @@ def protected(
         released = perturbation.apply(model, noise)
         return {name: value - received[name] for name, value in released.items()}
     return update
+
+
+def _noised_sum(
+    update: Params | BoundedSum,
+    received: Params,
+    facts: Mapping[str, Any],
+    context: Context,
+    *,
+    allow_seeded_noise: bool,
+) -> Params:
+    """A sum over units, each of them bounded already, with this client's share of the noise."""
+    norm = _number(facts, "unit-clipping-norm") if "unit-clipping-norm" in facts else 0.0
+    if not isinstance(update, BoundedSum) or not update.bound <= norm:
+        bound = f"a bound of {update.bound:g}" if isinstance(update, BoundedSum) else "none"
+        raise ValueError(f"each unit's part of the update has {bound}; the plan asks for {norm:g}")
+    noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
+    noised = noise.add_gaussian(update.value, _number(facts, "noise-stddev"))
+    return {name: value.to(received[name].dtype) for name, value in noised.items()}
 
 
 def objective_terms(
@@ -110,9 +144,15 @@ def objective_terms(
 
 
 def noise_source(
-    facts: Mapping[str, Any], context: Context, *, allow_seeded_noise: bool
+    facts: Mapping[str, Any],
+    context: Context,
+    *,
+    allow_seeded_noise: bool,
+    purpose: str = "client-noise",
 ) -> NoiseSource:
     """Secure noise, or seeded noise where the server asks and this client allows it.
+
+    Seeded noise for another ``purpose`` is independent.
 
     Raises
     ------
@@ -129,7 +169,7 @@ def noise_source(
         )
     partition = partition_of(context.node_config)
     return SeededNoise(
-        int(_number(facts, "seed")), "client-noise", partition, int(_number(facts, "number"))
+        int(_number(facts, "seed")), purpose, partition, int(_number(facts, "number"))
     )
 
 

@@ -31,6 +31,10 @@ ROUND = "round"
 METRICS = "metrics"
 SETTINGS = "settings"
 """Record of the method's own numbers (a regularisation weight, …)."""
+QUESTION = "question"
+"""Record of what a method asks its client side before the first round."""
+ANSWER = "answer"
+"""Record of arrays that a client tells, un-noised, in answer to a question."""
 CONFIG = "config"
 """What the user passes to ``start``, for ClientApps of their own."""
 TRAINING = "training."
@@ -254,6 +258,23 @@ def read_metrics(reply: Message) -> dict[str, float]:
                 raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
             merged[name] = float(value)
     return merged
+
+
+def read_answer(reply: Message) -> Arrays:
+    """The arrays in a client's answer to a question.
+
+    Raises
+    ------
+    RefusedReply
+        Error reply, missing record, or unreadable data.
+    """
+    told = _content(reply).get(ANSWER)
+    if not isinstance(told, ArrayRecord):
+        raise RefusedReply(f"no array record {ANSWER!r}")
+    try:
+        return to_arrays(told)
+    except Exception as error:  # whatever a hostile payload provokes, it is one refusal
+        raise RefusedReply(f"the answer cannot be read: {error}") from error
 
 
 def metrics_record(values: Mapping[str, float]) -> MetricRecord:

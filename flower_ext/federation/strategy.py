@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from logging import getLogger
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -48,6 +48,7 @@ from flower_ext.reporting import RunDirectory
 from flower_ext.training import LocalTraining, Task, matches
 
 log = getLogger("flwr")
+T = TypeVar("T")
 
 
 class FederatedStrategy(Strategy):
@@ -122,6 +123,7 @@ class FederatedStrategy(Strategy):
         self.num_examples: dict[int, int] = {}
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.stopped: str | None = None
+        self._ready = False
         self._last_round: int | None = None
         self._cohort: list[int] = []
         self._base: records.Arrays = {}
@@ -152,6 +154,18 @@ class FederatedStrategy(Strategy):
     # What a method may add ----------------------------------------------------------------
 
     @property
+    def num_nodes(self) -> int:
+        """How many nodes take part: the plan's population, unless its units are not the nodes."""
+        return self.plan.sampling.population
+
+    def prepare(self, grid: Grid) -> None:
+        """What there is to do once, when all nodes are there and before the first round."""
+
+    def draw_cohort(self, number: int) -> list[int]:
+        """Partitions that training round ``number`` asks."""
+        return self.plan.sampling.draw(self._generator("cohort", number))
+
+    @property
     def proximal_weight(self) -> float:
         """μ of the proximal term around the received model that every local training has."""
         return min(training.proximal_weight for training in self.training.values())
@@ -164,6 +178,14 @@ class FederatedStrategy(Strategy):
     def server_state(self) -> Mapping[str, ArrayRecord]:
         """Records that travel to the clients next to the model; none by default."""
         return {}
+
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """Records that travel to one client alone; none by default."""
+        return {}
+
+    def count_participations(self, answered: int) -> None:
+        """Count whose data went into the round; ``answered`` uploads can be used."""
+        self.participations.record(self._cohort, answered)
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
@@ -196,7 +218,7 @@ class FederatedStrategy(Strategy):
         """
         self._connect(grid)
         number = self.next_training
-        self._cohort = self.plan.sampling.draw(self._generator("cohort", number))
+        self._cohort = self.draw_cohort(number)
         self._base = records.shared_arrays(self._shared(arrays))
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
             entry = self.ledger.reserve(self.plan.release, round=server_round)
@@ -218,6 +240,9 @@ class FederatedStrategy(Strategy):
         for partition, how_far in slow.items():
             less = {phase: shortened(training, how_far) for phase, training in trainings.items()}
             contents[partition] = {**shared, **records.training_records(less)}
+        for partition in self._cohort:
+            if own := self.client_state(partition):
+                contents[partition] = {**contents[partition], **own}
         self.progress.row["cohort"] = len(self._cohort)
         return self._exchange.ask("train", contents, server_round)
 
@@ -229,7 +254,7 @@ class FederatedStrategy(Strategy):
             "train", server_round, replies, self._cohort, self._read_update
         )
         row = self.progress.row
-        self.participations.record(self._cohort, len(updates))
+        self.count_participations(len(updates))
         row["answered"] = len(updates)
         norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
         if norms:
@@ -311,6 +336,7 @@ class FederatedStrategy(Strategy):
         scores = self._exchange.accepted(
             "evaluate", server_round, replies, list(self._exchange.nodes), records.read_metrics
         )
+        scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
         if not scores:
             return None
         self.client_metrics = scores
@@ -389,8 +415,12 @@ class FederatedStrategy(Strategy):
         if not isinstance(self.plan, ReleasePlan):
             return []
         claim = self.published_claim()
-        return ([] if claim is None else [claim]) + client_level_guarantees(
-            self.plan,
+        return [*([] if claim is None else [claim]), *self.provable_guarantees(self.plan)]
+
+    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
+        """What is provable after the rounds so far, against each adversary."""
+        return client_level_guarantees(
+            plan,
             self.participations,
             secure_noise=not self.seeded_noise,
             secure_cohorts=self.seed is None,
@@ -458,10 +488,12 @@ class FederatedStrategy(Strategy):
     # Parts --------------------------------------------------------------------------------
 
     def _connect(self, grid: Grid) -> None:
-        first = self._exchange.roster is None
-        population = self.plan.sampling.population
-        if not self._exchange.connect(grid, population, timeout=self.timeout).known and first:
+        if self._ready:
+            return
+        if not self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known:
             self._check_foreign_clients()
+        self.prepare(grid)
+        self._ready = True
 
     def _check_foreign_clients(self) -> None:
         fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
@@ -476,6 +508,27 @@ class FederatedStrategy(Strategy):
                 f"{fix}, or take a ReleasePlan with noise_placement='server'"
             )
         log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
+
+    def ask_everyone(
+        self, grid: Grid, question: ConfigRecord, read: Callable[[Message], T]
+    ) -> dict[int, T]:
+        """What the client side answers to a question of this method, by partition (see `prepare`).
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or not what ``read`` accepts.
+        """
+        nodes = self._exchange.nodes
+        content: Content = {records.QUESTION: question}
+        asked = self._exchange.ask("query", dict.fromkeys(nodes, content), 0)
+        replies = grid.send_and_receive(asked, timeout=self.timeout)
+        answers = self._exchange.accepted("query", 0, replies, list(nodes), read)
+        if missing := sorted(set(nodes) - set(answers)):
+            raise FederationNotReady(
+                f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
+            )
+        return answers
 
     def _shared(self, arrays: ArrayRecord) -> ArrayRecord:
         shared = {n: a for n, a in arrays.items() if not matches(n, self.personal)}

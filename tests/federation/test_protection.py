@@ -13,8 +13,14 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import InProcessGrid, records
-from flower_ext.federation.protection import perturbation_facts, plan_facts, protected
+from flower_ext.federation.protection import (
+    per_unit,
+    perturbation_facts,
+    plan_facts,
+    protected,
+)
 from flower_ext.privacy import (
+    BoundedSum,
     FixedSizeSampling,
     FullParticipation,
     LocalObjective,
@@ -383,6 +389,44 @@ def test_the_facts_of_a_plan_are_its_own_numbers():
     assert facts["clipping-norm"] == 0.5
     assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
     assert plan_facts(release_plan(), 0, seeded_noise=False) == {}
+
+
+@pytest.mark.parametrize(
+    ("update", "facts", "said"),
+    [
+        ({"weight": torch.ones(2)}, {"unit-clipping-norm": 1.0}, "update has none"),
+        (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), {}, "a bound of 2"),
+        (
+            BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
+            {"clipping-norm": 2.0},
+            "the plan asks for 0",
+        ),
+        (
+            BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
+            {"unit-clipping-norm": 1.9},
+            "a bound of 2; the plan asks for 1.9",
+        ),
+        (
+            BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
+            {"unit-clipping-norm": 1.9},
+            "a bound of nan",
+        ),
+    ],
+)
+def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, facts, said):
+    facts = {"noise-stddev": 1.0, "seeded-noise": False, **facts}
+    with pytest.raises(ValueError, match=said):
+        protected(update, {"weight": torch.zeros(2)}, facts, None, allow_seeded_noise=False)
+
+
+def test_a_sum_of_bounded_units_leaves_noised_and_not_clipped():
+    received = {"weight": torch.zeros(20_000)}
+    summed = BoundedSum(value={"weight": torch.full((20_000,), 9.0).double()}, bound=0.5, count=99)
+    facts = per_unit(plan_facts(release_plan(), 4, seeded_noise=False))
+    sent = protected(summed, received, facts, None, allow_seeded_noise=False)["weight"]
+    assert sent.dtype == torch.float32
+    assert float(sent.mean()) == pytest.approx(9.0, abs=0.02)
+    assert float(sent.std()) == pytest.approx(facts["noise-stddev"], rel=0.05)
 
 
 def test_without_a_plan_for_it_an_update_leaves_as_it_was_trained():
