@@ -5,6 +5,7 @@ from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFe
 from flower_ext.algorithms.feddyn import FedDyn
 from flower_ext.algorithms.pfedme import PFedMe
 from flower_ext.algorithms.scaffold import Scaffold
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.algorithms.upcycled import Upcycled
 
 __all__ = [
@@ -18,5 +19,9 @@ __all__ = [
     "Hosted",
     "PFedMe",
     "Scaffold",
+    "UldpAvg",
+    "UldpGroup",
+    "UldpNaive",
+    "UldpSgd",
     "Upcycled",
 ]

@@ -1,0 +1,310 @@
+"""ULDP-AVG and ULDP-SGD: every user's own update is clipped, in every silo.
+
+Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with Across-Silo
+User-Level Differential Privacy" (PVLDB 2024), Algorithms 3 and 4.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+x                     the shared model (``arrays``)
+S, U, q               ``num_silos``; ``plan.sampling``: ``population``, ``sampling_rate``
+C, σ                  ``plan.clipping_norm``, ``plan.noise_multiplier``
+w_{s,u}               ``weighting``; see `weights`
+Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
+η_g                   ``server_learning_rate``; the paper's theory takes `theory_learning_rate`
+====================  =====================================================
+
+The Flower nodes are the silos: all of them take part in every round. The plan's units are users:
+they are sampled, the same ones in every silo. A user's batches depend on that user's number and
+records alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from flower_ext.algorithms.uldp.weights import (
+    USERS,
+    WeightSource,
+    answer,
+    ask_silos,
+    check_weights,
+    owned,
+    read_weights,
+    users_records,
+    weight_source,
+)
+from flower_ext.data import Examples
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    Steps,
+    Training,
+    records,
+)
+from flower_ext.federation.protection import per_unit
+from flower_ext.privacy import (
+    BoundedSum,
+    Guarantee,
+    ReleasePlan,
+    Weighting,
+    check_user_plan,
+    sum_clipped_rows,
+    uldp_avg_guarantees,
+)
+from flower_ext.training import Job, LocalTraining, Params, Task, train_groups
+
+CLIPPING_NORM = "clipping-norm"
+_PREPARED = 2048
+"""Users whose trainings are set up at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloJob(Job):
+    """Trainings of a silo's users, each on their own examples, of which only the sum is wanted."""
+
+    users: Mapping[int, Examples]
+    weights: Mapping[int, float]
+    seeds: Sequence[int]
+    clipping_norm: float
+
+    def of(self, user: int) -> Job:
+        """One user's training, which knows nothing of the others."""
+        return Job(
+            params=self.params,
+            examples=self.users[user],
+            training=self.training,
+            generator=torch.Generator().manual_seed(self.seeds[user]),
+            terms=self.terms,
+        )
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Lines 9–19 of Algorithm 3, but for the noise: Σ_u w_{s,u} clip(Δ_{s,u})."""
+    num_users = int(work.settings[USERS])
+    data, weights = owned(work.data, num_users), read_weights(work)
+    job = SiloJob(
+        params=work.received,
+        examples=data.train,
+        training=work.training["local"],
+        generator=work.generator,
+        terms=work.terms,
+        users={user: own for user, own in data.by_user().items() if weights[user] > 0},
+        weights=dict(enumerate(weights.tolist())),
+        # Drawn for all users, so that nobody's depends on who else is here.
+        seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
+        clipping_norm=work.settings[CLIPPING_NORM],
+    )
+    summed: BoundedSum = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=sums_over_users
+    )
+    return LocalResult(update=summed)
+
+
+def sums_over_users(
+    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[BoundedSum]:
+    """Each silo's weighted sum of clipped updates; no more than one batch of models at a time."""
+    sums = [
+        {name: torch.zeros_like(p, dtype=torch.float64) for name, p in job.params.items()}
+        for job in jobs
+    ]
+    everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
+    everyone.sort(key=lambda who: _steps(jobs[who[0]], who[1]), reverse=True)
+    for start in range(0, len(everyone), _PREPARED):
+        chosen = everyone[start : start + _PREPARED]
+        own = [jobs[silo].of(user) for silo, user in chosen]
+        for group, models in train_groups(task, own, trained=trained, memory_limit=memory_limit):
+            by_silo: defaultdict[int, list[tuple[int, Params]]] = defaultdict(list)
+            for index, model in zip(group, models, strict=True):
+                by_silo[chosen[index][0]].append((chosen[index][1], model))
+            for silo, trainings in by_silo.items():
+                _add(sums[silo], jobs[silo], trainings)
+    return [
+        BoundedSum(value=value, bound=job.clipping_norm, count=len(job.users))
+        for value, job in zip(sums, jobs, strict=True)
+    ]
+
+
+def _add(summed: Params, job: SiloJob, trainings: Sequence[tuple[int, Params]]) -> None:
+    rows = {
+        name: torch.stack([model[name] for _, model in trainings]) - start
+        for name, start in job.params.items()
+    }
+    weights = [job.weights[user] for user, _ in trainings]
+    for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
+        summed[name] += part
+
+
+def _steps(job: SiloJob, user: int) -> int:
+    return job.training.num_steps(len(job.users[user]))
+
+
+def local_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
+    """η_g = |S| √(|U| Q), with which the paper's convergence bound is that of FedAvg."""
+    return num_silos * math.sqrt(num_users * epochs)
+
+
+class UldpAvg(FederatedStrategy):
+    """Federated averaging over silos with user-level DP.
+
+    Parameters
+    ----------
+    plan : ReleasePlan
+        Of users: ``unit=PrivacyUnit.USER``, noise by the clients (the silos), and all users or
+        Poisson sampling.
+    num_silos : int
+        All of them are asked in every round. Where one does not answer, the plan's
+        ``dropout_policy`` says what happens.
+    weighting : {"equal", "by-records"} or WeightSource
+        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos tell the server their histograms.
+    local : LocalTraining
+        Of the whole model on one user's records.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    plan: ReleasePlan
+    client = ClientMethod(
+        name="uldp_avg",
+        local_update=local_update,
+        local_model=local_model,
+        memoryless=True,
+        answer=answer,
+    )
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan,
+        num_silos: int,
+        weighting: Weighting | WeightSource = "equal",
+        local: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        self.weights = weight_source(weighting)
+        check_user_plan(plan, num_silos, self.weights.weighting)
+        super().__init__(plan=plan, **options)
+        self.num_silos = num_silos
+        self.local = local or LocalTraining()
+        self._users: list[int] = []
+        self._users_records: list[ArrayRecord] = []
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model on one user's records, in one phase."""
+        return {"local": self.local}
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """|U| and C."""
+        return {USERS: self.plan.sampling.population, CLIPPING_NORM: self.plan.clipping_norm}
+
+    @property
+    def num_nodes(self) -> int:
+        """The silos."""
+        return self.num_silos
+
+    def prepare(self, grid: Grid) -> None:
+        """Ask the silos whether they can take part, and for histograms where weights need them."""
+        counts = ask_silos(
+            self, grid, self.plan.sampling.population, histogram=self.weights.needs_histogram
+        )
+        self.weights.prepare(counts, self.num_silos)
+
+    def draw_cohort(self, number: int) -> list[int]:
+        """Line 5 of Algorithm 4 draws users; all silos are asked for their part of them."""
+        self._users = super().draw_cohort(number)
+        weights = self.weights.of_users(self._users)
+        check_weights(weights, self.num_silos, self._users)
+        num_users = self.plan.sampling.population
+        self._users_records = users_records(weights, self._users, num_users)
+        self.progress.row["users"] = len(self._users)
+        return list(range(self.num_silos))
+
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """The round's users, and their weights in this silo."""
+        return {USERS: self._users_records[partition]}
+
+    def count_participations(self, answered: int) -> None:
+        """The sampled users took part; the noise came from the silos that answered."""
+        self.participations.record(self._users, answered, asked=self.num_silos)
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """x + η_g Σ_s Δ_s / (q|U||S|), of which the plan has divided by q|U|."""
+        over_silos = {name: array / self.num_silos for name, array in mean.items()}
+        return super().next_model(base, over_silos, updates)
+
+    def published_claim(self) -> Guarantee | None:
+        """Theorem 5."""
+        return self._guarantees()[0]
+
+    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
+        """Against each adversary, with the users that were sampled in this run."""
+        return self._guarantees()[1:]
+
+    def _guarantees(self) -> list[Guarantee]:
+        most = max(self.participations.uploads.values(), default=0)
+        return uldp_avg_guarantees(
+            self.plan,
+            num_silos=self.num_silos,
+            rounds=self.participations.rounds,
+            weighting=self.weights.weighting,
+            # Uploads that could not be used were seen; sums that lacked noise count for more.
+            participations=max(self.participations.in_sums, most),
+            secure_noise=not self.seeded_noise,
+            secure_sampling=self.seed is None,
+            not_covered=self._not_covered(),
+        )
+
+    def _protection(self) -> dict[str, float]:
+        return per_unit(super()._protection())
+
+    def _not_covered(self) -> list[str]:
+        return [*super()._not_covered(), *self.weights.shown]
+
+
+class UldpSgd(UldpAvg):
+    """ULDP-AVG whose users send one gradient over all their records in place of an update.
+
+    The gradient is clipped as it is, without a local learning rate, and the server moves against
+    it: ``server_learning_rate`` is the rate of the descent.
+
+    Parameters
+    ----------
+    plan, num_silos, weighting, **options
+        Those of `UldpAvg`.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan,
+        num_silos: int,
+        weighting: Weighting | WeightSource = "equal",
+        **options: Any,
+    ) -> None:
+        if "local" in options:
+            raise ValueError("local: ULDP-SGD has no local training; UldpAvg has")
+        # One step at rate 1 on everything ends where the gradient, turned around, leads.
+        gradient = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
+        super().__init__(
+            plan=plan, num_silos=num_silos, weighting=weighting, local=gradient, **options
+        )

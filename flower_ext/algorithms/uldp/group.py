@@ -1,0 +1,189 @@
+"""ULDP-GROUP-k: DP-SGD in every silo, on at most k records a user in all silos together.
+
+Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 2; DP-SGD is due to Abadi et al. (2016).
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+S, k                  ``num_silos``, ``group_size``
+B                     limits by silo and user, drawn once by the server; which records a silo
+                      keeps is the same in every round
+C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
+γ, Q                  ``local.sampling_rate``, ``local.steps``
+η_l, η_g              ``local.learning_rate``, ``server_learning_rate``
+====================  =====================================================
+
+The silos' models are noised already: they are averaged as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+
+from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
+from flower_ext.data import Examples, limit_contributions
+from flower_ext.data import group_size as size_of
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    records,
+)
+from flower_ext.privacy import (
+    DpSgd,
+    FullParticipation,
+    GroupPlan,
+    Guarantee,
+    secure_generator,
+    seeded_generator,
+)
+from flower_ext.training import (
+    DpSgdTraining,
+    LocalTraining,
+    Params,
+    difference,
+    train_dp_sgd,
+)
+
+LIMITS = "limits"
+DP_SGD = "dp-sgd."
+"""Prefix of the settings that make a `DpSgdTraining`."""
+
+
+def local_update(work: ClientWork) -> LocalResult:
+    """Lines 9–11: DP-SGD on the records that are kept."""
+    settings: dict[str, Any] = {
+        name.removeprefix(DP_SGD): value
+        for name, value in work.settings.items()
+        if name.startswith(DP_SGD)
+    }
+    training = DpSgdTraining(**settings)
+    drawn = secure_generator()
+    if not work.noise.is_secure:  # a simulation: this, too, is reproducible
+        seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
+        drawn = seeded_generator(int(seed), "records")
+    trained = train_dp_sgd(
+        work.task, work.received, kept(work), training, sampling=drawn, noise=work.noise
+    )
+    return LocalResult(update=difference(trained, work.received))
+
+
+def kept(work: ClientWork) -> Examples:
+    """The silo's records within the limits, the same ones in every round."""
+    data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
+    return data.limited(limits, seeded_generator(work.seed, "kept records")).train
+
+
+def local_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+class UldpGroup(FederatedStrategy):
+    """Record-level DP inside the silos, and group privacy for the records of a user.
+
+    The limits need every silo's histogram in the clear; no guarantee covers that.
+
+    Parameters
+    ----------
+    num_silos, num_users : int
+    group_size : int, "max" or "median"
+        k; or the most, or the median, of users' numbers of records.
+    local : DpSgdTraining
+        Of one round in one silo.
+    delta : float
+        δ at which the run reports ε.
+    **options
+        Those of `FederatedStrategy`, without a ledger: its releases are single Gaussians.
+    """
+
+    plan: GroupPlan
+    client = ClientMethod(
+        name="uldp_group",
+        local_update=local_update,
+        local_model=local_model,
+        memoryless=True,
+        answer=answer,
+    )
+
+    def __init__(
+        self,
+        *,
+        num_silos: int,
+        num_users: int,
+        group_size: int | Literal["max", "median"],
+        local: DpSgdTraining,
+        delta: float,
+        **options: Any,
+    ) -> None:
+        if num_users < 1:
+            raise ValueError(f"num_users={num_users!r}: expected an integer >= 1")
+        if options.get("ledger") is not None:
+            raise ValueError("ledger: expected None, as it cannot hold the steps of DP-SGD")
+        size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size
+        one_round = DpSgd(
+            noise_multiplier=local.noise_multiplier,
+            sampling_rate=local.sampling_rate,
+            steps=local.steps,
+        )
+        plan = GroupPlan(sampling=FullParticipation(num_silos), one_round=one_round, delta=delta)
+        super().__init__(plan=plan, **options)
+        self.num_users = num_users
+        self.group_size = group_size
+        self.local = local
+        self._limits = np.empty((0, 0), dtype=np.int32)
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """None but DP-SGD."""
+        return {}
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """|U|, and how DP-SGD trains."""
+        return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
+
+    def prepare(self, grid: Grid) -> None:
+        """Ask the silos for their histograms; fix k and the limits for the whole run."""
+        counts = ask_silos(self, grid, self.num_users, histogram=True)
+        assert counts is not None
+        self.group_size = size_of(counts, self.group_size)
+        limits = limit_contributions(counts, self.group_size, self._generator("limits"))
+        self._limits = limits.astype(np.int32)
+
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """How many records of each user the silo may use."""
+        return {LIMITS: records.to_record({LIMITS: self._limits[partition]})}
+
+    def guarantees(self) -> list[Guarantee]:
+        """Theorem 4, and what is provable against a server that sees each upload."""
+        if self.participations.rounds == 0 or not isinstance(self.group_size, int):
+            return []
+        return self.plan.guarantees(
+            group_size=self.group_size,
+            rounds=self.participations.rounds,
+            secure_noise=not self.seeded_noise,
+            not_covered=self._not_covered(),
+        )
+
+    def _spent(self) -> dict[str, float]:
+        return {f"epsilon_{g.basis}": g.epsilon for g in self.guarantees()}
+
+    def _not_covered(self) -> list[str]:
+        shown = "how many records each user has in each silo: the silos tell the server"
+        return [*super()._not_covered(), shown]
+
+    def _protection(self) -> dict[str, float]:
+        return {"seeded-noise": self.seeded_noise}
+
+    @property
+    def _client_protects(self) -> bool:
+        return True

@@ -1,0 +1,121 @@
+"""ULDP-NAIVE: DP-FedAvg between silos, with noise for a user who lies in all of them.
+
+Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 1.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+S                     ``num_silos``
+C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
+σ²C²|S|               variance of a silo's noise: the own plan's share of (σC|S|)²
+Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server_learning_rate``
+====================  =====================================================
+
+The paper prints Δ = x_t − x_s where it adds Δ; here Δ = x_s − x_t, as in its other algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    Steps,
+)
+from flower_ext.privacy import (
+    FullParticipation,
+    Guarantee,
+    ReleasePlan,
+    check_user_plan,
+    uldp_naive_guarantees,
+)
+from flower_ext.training import LocalTraining, Params, difference
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Lines 9–13: train on all records of the silo."""
+    if len(work.data.train) == 0:  # the noise of such a silo is needed all the same
+        nothing = {name: torch.zeros_like(p) for name, p in work.received.items()}
+        return LocalResult(update=nothing)
+    trained = yield work.train("local", work.received)
+    return LocalResult(update=difference(trained, work.received))
+
+
+def local_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+class UldpNaive(FederatedStrategy):
+    """Each silo's update is clipped as a whole; its noise is scaled for users in every silo.
+
+    What is provable counts 2C for what one user can do to a silo's clipped update, as is on the
+    ledger; the paper counts C (see `uldp_naive_guarantees`).
+
+    Parameters
+    ----------
+    plan : ReleasePlan
+        Of users, as for `UldpAvg`, without sampling.
+    num_silos : int
+    local : LocalTraining
+        Of the whole model on a silo's records.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    plan: ReleasePlan
+    client = ClientMethod(
+        name="uldp_naive", local_update=local_update, local_model=local_model, memoryless=True
+    )
+
+    def __init__(
+        self,
+        *,
+        plan: ReleasePlan,
+        num_silos: int,
+        local: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        check_user_plan(plan, num_silos, "equal")
+        if not isinstance(plan.sampling, FullParticipation):
+            raise ValueError(
+                "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
+            )
+        of_silos = replace(
+            plan,
+            sampling=FullParticipation(num_silos),
+            noise_multiplier=plan.noise_multiplier * num_silos,
+            sensitivity=2.0 * num_silos,
+        )
+        super().__init__(plan=of_silos, **options)
+        self.noise_multiplier = plan.noise_multiplier
+        self.local = local or LocalTraining()
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model on all records of a silo, in one phase."""
+        return {"local": self.local}
+
+    def published_claim(self) -> Guarantee | None:
+        """Theorem 3."""
+        return self._guarantees()[0]
+
+    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
+        """Against a server that sees each upload."""
+        return self._guarantees()[1:]
+
+    def _guarantees(self) -> list[Guarantee]:
+        return uldp_naive_guarantees(
+            noise_multiplier=self.noise_multiplier,
+            rounds=self.participations.rounds,
+            delta=self.plan.delta,
+            secure_noise=not self.seeded_noise,
+            not_covered=self._not_covered(),
+        )

@@ -1,0 +1,707 @@
+"""Uldp-FL: each method is its plain loop; one user moves a sum by at most the clipping norm."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.algorithms.uldp import (
+    UldpAvg,
+    UldpGroup,
+    UldpNaive,
+    UldpSgd,
+    WeightsByRecords,
+    averaging,
+    theory_learning_rate,
+)
+from flower_ext.algorithms.uldp.weights import check_weights
+from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
+from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.privacy import (
+    AdversaryView,
+    FixedSizeSampling,
+    FullParticipation,
+    Ledger,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+    gaussian_loss,
+    privacy_loss_of,
+    uldp_avg_guarantees,
+    uldp_closed_form,
+)
+from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from tests.algorithms import uldp_reference as reference
+from tests.worlds import CLASSES, FEATURES, Net
+
+SEED, ROUNDS, SILOS, USERS = 4, 3, 3, 12
+LOCAL = LocalTraining(
+    epochs=2, batch_size=4, learning_rate=0.2, momentum=0.5, learning_rate_decay=0.9
+)
+
+
+def silo(number, records_=40, users=USERS - 1):
+    """User ``users`` has no record anywhere; user 0 none in silo 0; sizes differ."""
+    rng = np.random.default_rng(number)
+    owners = rng.choice(users, size=records_, p=np.arange(1, users + 1) / (users * (users + 1) / 2))
+    if number == 0:
+        owners[owners == 0] = 1
+    generator = torch.Generator().manual_seed(number)
+    targets = torch.randint(CLASSES, (records_ + 10,), generator=generator)
+    features = torch.randn(records_ + 10, FEATURES, generator=generator)
+    features[:, 0] += 2.0 * targets
+    return SiloData(
+        train=Examples(features[:records_], targets[:records_]),
+        test=Examples(features[records_:], targets[records_:]),
+        owners=torch.from_numpy(owners),
+    )
+
+
+def silos(count=SILOS):
+    return [silo(number) for number in range(count)]
+
+
+def task(data=None):
+    data = silos() if data is None else data
+    return Task(model=Net, data=lambda number: data[number], device="cpu")
+
+
+def plan(sampling=None, **changes):
+    facts = {
+        "sampling": sampling or FullParticipation(USERS),
+        "clipping_norm": 0.3,
+        "noise_multiplier": 0.4,
+        "rounds": ROUNDS,
+        "delta": 1e-5,
+        "unit": PrivacyUnit.USER,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server_learning_rate": 5.0}
+
+
+def run(strategy, data=None, rounds=ROUNDS, **grid_options):
+    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    count = len(data) if data is not None else SILOS
+    grid = InProcessGrid(app, num_clients=count, **grid_options)
+    result = strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=rounds)
+    return records.to_params(result.arrays)
+
+
+def close(ours, theirs):
+    assert set(ours) == set(theirs)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+@pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
+def test_averaging_equals_the_plain_loop(method, weighting, sampling):
+    local = {"local": LOCAL} if method is UldpAvg else {}
+    strategy = method(plan=plan(sampling), weighting=weighting, **local, **COMMON)
+    ours = run(strategy)
+    assert strategy.refusals == []
+    theirs = reference.averaging(
+        silos(),
+        task().initial_params(SEED),
+        plan(sampling),
+        seed=SEED,
+        rounds=ROUNDS,
+        weighting=weighting,
+        local=local.get("local"),
+        server_rate=5.0,
+    )
+    close(ours, theirs)
+    assert not torch.allclose(ours["head.weight"], task().initial_params(SEED)["head.weight"])
+
+
+def test_naive_equals_the_plain_loop_also_with_an_empty_silo():
+    data = [*silos(2), silo(2, records_=0)]
+    strategy = UldpNaive(plan=plan(), local=LOCAL, **COMMON)
+    ours = run(strategy, data)
+    assert strategy.refusals == []
+    start = task().initial_params(SEED)
+    rest = {"seed": SEED, "rounds": ROUNDS, "local": LOCAL, "server_rate": 5.0}
+    close(ours, reference.naive(data, start, plan(), **rest))
+
+
+DP_SGD = DpSgdTraining(
+    steps=4,
+    sampling_rate=0.4,
+    batch_size=8.0,
+    learning_rate=0.5,
+    clipping_norm=0.7,
+    noise_multiplier=0.5,
+)
+
+
+def grouped(size, **changes):
+    facts = {"num_users": USERS, "local": DP_SGD, "delta": 1e-5, **COMMON, **changes}
+    return UldpGroup(group_size=size, **facts)
+
+
+@pytest.mark.parametrize("size", [2, "median", "max"])
+def test_group_equals_the_plain_loop_on_records_that_never_change(size):
+    strategy = grouped(size)
+    ours = run(strategy)
+    assert strategy.refusals == []
+    held = histogram(silos(), USERS)
+    assert strategy.group_size == group_size(held, size)
+    limits = strategy._limits
+    np.testing.assert_array_equal(
+        limits.sum(axis=0), np.minimum(held.sum(axis=0), strategy.group_size)
+    )
+    start = task().initial_params(SEED)
+    rest = {"seed": SEED, "rounds": ROUNDS, "server_rate": 5.0}
+    close(ours, reference.group(silos(), start, limits, DP_SGD, **rest))
+
+
+def test_group_promises_what_its_steps_cost():
+    strategy = grouped(3)
+    run(strategy)
+    published, provable = strategy.guarantees()
+    assert (published.basis, provable.basis) == ("published", "provable")
+    assert all(g.unit is PrivacyUnit.USER for g in (published, provable))
+    assert any("records each user has" in text for text in provable.not_covered)
+    spent = strategy._spent()
+    assert spent["epsilon_provable"] == provable.epsilon > 0
+    assert spent["epsilon_published"] == published.epsilon > 0
+    longer = grouped(3)
+    run(longer, rounds=ROUNDS + 1)
+    assert longer.guarantees()[1].epsilon > provable.epsilon
+
+
+def test_the_default_without_privacy_is_fedavg_between_the_silos():
+    strategy = DPFedAvg(
+        plan=NonPrivatePlan(sampling=FullParticipation(SILOS)),
+        local=LOCAL,
+        seed=SEED,
+        server_learning_rate=1.5,
+    )
+    ours = run(strategy)
+    world = task().initial_params(SEED)
+    for t in range(1, ROUNDS + 1):
+        deltas = [
+            reference.trained(
+                world, one.train, LOCAL.in_round(t), reference.batch_order(SEED, s, t)
+            )
+            for s, one in enumerate(silos())
+        ]
+        world = {n: p + 1.5 * sum(d[n] for d in deltas) / SILOS for n, p in world.items()}
+    close(ours, world)
+
+
+# Sensitivity ---------------------------------------------------------------------------------
+
+
+def sum_of(method, data, sampling, weighting, bound):
+    """Σ_s Δ_s of one round before anything is divided, with the same small noise for all data."""
+    strategy = method(
+        plan=plan(sampling, clipping_norm=bound, noise_multiplier=1e-6),
+        weighting=weighting,
+        **({"local": replace(LOCAL, learning_rate=3.0)} if method is UldpAvg else {}),
+        **{**COMMON, "num_silos": len(data), "server_learning_rate": 1.0},
+        evaluate_every=0,
+    )
+    seen = {}
+
+    def keep(base, mean, updates):
+        size = strategy.plan.sampling.expected_cohort_size
+        seen.update({n: a.astype(np.float64) * size for n, a in mean.items()})
+        return base
+
+    strategy.next_model = keep
+    grid = InProcessGrid(
+        method.client_app(task(data), allow_seeded_noise=True), num_clients=len(data)
+    )
+    start = ArrayRecord(task().initial_params(SEED))
+    strategy.progress.begin()
+    asked = strategy.configure_train(1, start, ConfigRecord(), grid)
+    strategy.aggregate_train(1, grid.send_and_receive(asked))
+    assert strategy.refusals == []
+    return np.concatenate([a.ravel() for a in seen.values()])
+
+
+def hostile(seed, count):
+    """Silos of one to forty records, features up to 100: nearly every update is clipped."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for number in range(count):
+        base = silo(int(rng.integers(1_000)), records_=int(rng.integers(1, 40)), users=USERS)
+        scale = 10.0 ** rng.uniform(-1, 2)
+        train = Examples(base.train.features * scale, base.train.targets)
+        if number and rng.random() < 0.5:  # one user in all silos, the same records everywhere
+            train = Examples(train.features, torch.zeros_like(train.targets))
+        owners = torch.where(torch.rand(len(train)) < 0.3, 3, base.owners)
+        data.append(SiloData(train=train, test=base.test, owners=owners))
+    return data
+
+
+def without(user, data):
+    return [
+        SiloData(
+            train=one.train.subset(np.flatnonzero(one.owners != user)),
+            test=one.test,
+            owners=one.owners[one.owners != user],
+        )
+        for one in data
+    ]
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**20), count=st.integers(1, 4), bound=st.sampled_from([0.01, 1.0]))
+@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.5)])
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+@pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
+def test_one_user_with_all_records_moves_the_sum_by_at_most_the_clipping_norm(
+    method, weighting, sampling, seed, count, bound
+):
+    torch.manual_seed(seed)
+    data = hostile(seed, count)
+    one, other = (
+        sum_of(method, each, sampling, weighting, bound) for each in (data, without(3, data))
+    )
+    assert np.linalg.norm(one - other) <= bound * (1 + 1e-5)
+
+
+def test_the_bound_is_reached_so_that_less_noise_would_not_do():
+    """One user whose clipped updates agree in all silos moves the sum by all of C."""
+    first = silo(1, records_=4, users=USERS)
+    alike = SiloData(
+        train=Examples(first.train.features * 50, torch.zeros_like(first.train.targets)),
+        test=first.test,
+        owners=torch.full((4,), 3),
+    )
+    data = [alike] * 4
+    for weighting in ("equal", "by-records"):
+        moved = sum_of(UldpSgd, data, FullParticipation(USERS), weighting, 0.01)
+        assert np.linalg.norm(moved) == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (np.full((SILOS, 2), 0.34), "weights of user 7 sum to 1.02 over the silos"),
+        (np.array([[0.5, 0.4], [0.5, 0.7], [0.0, 0.1]]), "weights of user 9 sum to 1.2"),
+        (np.array([[1.5, 0.0], [-0.5, 0.0], [0.0, 0.0]]), r"numbers in \[0, 1\]"),
+        (np.array([[np.nan, 0.0], [0.0, 0.0], [0.0, 0.0]]), r"numbers in \[0, 1\]"),
+        (np.full((2, 2), 0.5), r"shape \(2, 2\): expected \(3, 2\)"),
+        (np.full((SILOS, 1), 0.5), "weights of every user sum to 1.5"),
+    ],
+)
+def test_weights_by_which_one_user_could_do_more_are_refused(weights, said):
+    with pytest.raises(ValueError, match=said):
+        check_weights(weights, SILOS, [7, 9])
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 100), seed=st.integers(0, 2**20))
+def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(count, seed):
+    held = np.random.default_rng(seed).integers(0, 10 ** np.random.default_rng(seed).integers(1, 9))
+    held = np.random.default_rng(seed).integers(0, held + 1, (count, 20))
+    held[:, 3] = 0
+    source = WeightsByRecords()
+    source.prepare(held, count)
+    weights = source.of_users(range(20))
+    check_weights(weights, count, range(20))
+    np.testing.assert_allclose(weights.sum(axis=0), held.sum(axis=0) > 0)
+
+
+class Doubled(WeightsByRecords):
+    def of_users(self, users):
+        return 2 * super().of_users(users)
+
+
+def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent():
+    strategy = UldpAvg(plan=plan(), weighting=Doubled(), local=LOCAL, **COMMON)
+    with pytest.raises(ValueError, match=r"numbers in \[0, 1\]|sum to 2"):
+        run(strategy)
+    assert strategy.participations.rounds == 0
+
+
+class Forger(InProcessGrid):
+    """Changes what reaches silo 1 on the way."""
+
+    def __init__(self, *args, forge, **options):
+        super().__init__(*args, **options)
+        self.forge = forge
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        for message in messages:
+            training = message.metadata.message_type.startswith("train")
+            if training and message.metadata.dst_node_id == 1_001:
+                self.forge(message.content)
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def forged(forge, **changes):
+    strategy = UldpAvg(plan=plan(**changes), weighting="by-records", local=LOCAL, **COMMON)
+    app = UldpAvg.client_app(task(), allow_seeded_noise=True)
+    grid = Forger(app, num_clients=SILOS, forge=forge)
+    strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (np.full(USERS, 1.5), r"numbers in \[0, 1\]"),
+        (np.full(USERS, np.inf), r"numbers in \[0, 1\]"),
+        (np.full(USERS + 1, 0.5), "weights of shape"),
+    ],
+)
+def test_a_silo_refuses_weights_that_break_its_users_bound(weights, said):
+    def forge(content):
+        content["users"]["weights"] = Array(weights)
+
+    strategy = forged(forge)
+    assert len(strategy.refusals) == ROUNDS
+    assert all("weights" in refusal for refusal in strategy.refusals)
+
+
+# Users ---------------------------------------------------------------------------------------
+
+
+class Recorder(InProcessGrid):
+    """Keeps every training message and reply."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.sent, self.received = [], []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.sent += messages
+        self.received += replies
+        return replies
+
+
+def recorded(strategy, data=None):
+    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    grid = Recorder(app, num_clients=SILOS)
+    strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
+    return grid
+
+
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+def test_every_silo_is_told_the_same_users_and_they_are_the_plans_draw(weighting):
+    sampling = PoissonSampling(USERS, 0.4)
+    strategy = UldpAvg(plan=plan(sampling), weighting=weighting, local=LOCAL, **COMMON)
+    grid = recorded(strategy)
+    by_round = {}
+    for message in grid.sent:
+        if message.metadata.message_type == "train.uldp_avg":
+            told = records.to_arrays(message.content["users"])
+            by_round.setdefault(message.metadata.group_id, []).append(told)
+    assert set(by_round) == {"1", "2", "3"}
+    drawn = []
+    for told in by_round.values():
+        assert len(told) == SILOS
+        bits = {one["sampled"].tobytes() for one in told}
+        assert len(bits) == 1
+        users = np.flatnonzero(np.unpackbits(told[0]["sampled"], count=USERS)).tolist()
+        drawn.append(users)
+        sums = sum(np.broadcast_to(one["weights"], (len(users),)) for one in told)
+        assert (sums <= 1 + 1e-12).all()
+    assert len(set(map(tuple, drawn))) > 1
+    assert strategy.participations.uploads.total() == sum(map(len, drawn))
+    assert bool(weighting == "by-records") == any(
+        "histogram" in reply.content["answer"]
+        for reply in grid.received
+        if reply.metadata.message_type.startswith("query.uldp")
+    )
+
+
+def test_nothing_but_the_noised_sum_leaves_a_silo_in_training():
+    grid = recorded(UldpAvg(plan=plan(), local=LOCAL, **COMMON))
+    replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
+    assert len(replies) == SILOS * ROUNDS
+    assert all(set(reply.content.keys()) == {"update"} for reply in replies)
+
+
+def test_an_empty_draw_of_users_is_a_round_of_noise_like_any_other():
+    sampling = PoissonSampling(USERS, 1e-9)
+    strategy = UldpAvg(plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON)
+    moved = run(strategy)
+    start = task().initial_params(SEED)
+    assert any(not torch.equal(moved[n], start[n]) for n in start)
+    assert strategy.participations.rounds == ROUNDS
+    assert strategy.participations.in_sums == 0
+
+
+# Noise and dropouts --------------------------------------------------------------------------
+
+
+class Absent(InProcessGrid):
+    """Silo 2 does not answer in rounds 1 and 3."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = super().send_and_receive(messages, timeout=timeout)
+        return [
+            reply
+            for reply in replies
+            if not (
+                reply.metadata.message_type.startswith("train")
+                and reply.metadata.group_id in ("1", "3")
+                and reply.metadata.src_node_id == 1_002
+            )
+        ]
+
+
+def with_absence(policy, tmp_path, method=UldpAvg):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = method(plan=plan(dropout_policy=policy), local=LOCAL, ledger=ledger, **COMMON)
+    grid = Absent(method.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
+    strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
+    return strategy, Ledger.read(tmp_path / "ledger.jsonl"), ledger
+
+
+@pytest.mark.parametrize(("method", "scale"), [(UldpAvg, 1.0), (UldpNaive, SILOS)])
+def test_a_lost_silos_noise_is_topped_up_and_the_ledger_says_so(method, scale, tmp_path):
+    strategy, entries, _ = with_absence("top-up", tmp_path, method)
+    commits = [e for e in entries if e["kind"] == "commit"]
+    assert [e["answered"] for e in commits] == [2, 3, 2]
+    missing = strategy.plan.noise_stddev * math.sqrt(1 / 3)
+    assert missing == pytest.approx(0.4 * 0.3 * scale * math.sqrt(1 / 3))
+    assert [e["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
+
+
+def test_who_sees_the_sums_of_fewer_silos_sees_less_noise(tmp_path):
+    strategy, _, _ = with_absence("top-up", tmp_path)
+    assert strategy.participations.in_sums == pytest.approx(1.5 + 1 + 1.5)
+    views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
+    expected = gaussian_loss(0.4, releases=4.0, delta=1e-5).epsilon
+    assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
+    models = gaussian_loss(0.4, releases=3, delta=1e-5).epsilon
+    assert views[AdversaryView.RELEASED_MODELS] == pytest.approx(models)
+
+
+def test_a_round_without_all_silos_can_be_discarded_and_is_spent_all_the_same(tmp_path):
+    strategy, entries, ledger = with_absence("discard", tmp_path)
+    kinds = [e["kind"] for e in entries]
+    assert kinds == ["reserve", "discard", "reserve", "commit", "reserve", "discard"]
+    assert "2 of 3 clients answered" in entries[1]["reason"]
+    assert strategy.participations.rounds == ledger.releases == 3
+    assert ledger.spent(1e-5).epsilon == strategy._spent()["epsilon_provable"]
+
+
+def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
+    class Silent(InProcessGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            return [r for r in replies if not r.metadata.message_type.startswith("train")]
+
+    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    grid = Silent(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
+    strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
+    views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
+    expected = gaussian_loss(0.4, releases=ROUNDS, delta=1e-5).epsilon
+    assert views[AdversaryView.EACH_UPLOAD] == pytest.approx(expected)
+
+
+def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
+    sampling = PoissonSampling(USERS, 0.4)
+    strategy = UldpAvg(plan=plan(sampling), weighting="by-records", local=LOCAL, **COMMON)
+    run(strategy)
+    expected = uldp_avg_guarantees(
+        plan(sampling),
+        num_silos=SILOS,
+        rounds=ROUNDS,
+        weighting="by-records",
+        participations=strategy.participations.in_sums,
+        secure_noise=False,
+        secure_sampling=False,
+    )
+    ours = strategy.guarantees()
+    assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
+    assert all(g.unit is PrivacyUnit.USER for g in ours[1:])
+    spent = strategy._spent()
+    assert spent["epsilon_published"] == ours[0].epsilon
+    assert spent["epsilon_provable"] == ours[1].epsilon
+    assert any("how many records each user has" in text for text in ours[1].not_covered)
+    equal = UldpAvg(plan=plan(sampling), local=LOCAL, **COMMON)
+    run(equal)
+    assert not any("how many records" in text for text in equal.guarantees()[1].not_covered)
+
+
+def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = UldpNaive(plan=plan(noise_multiplier=5.0), local=LOCAL, ledger=ledger, **COMMON)
+    run(strategy)
+    published, provable = strategy.guarantees()
+    assert published.epsilon == uldp_closed_form(noise_multiplier=5.0, rounds=3, delta=1e-5)
+    assert provable.epsilon == pytest.approx(ledger.spent(1e-5).epsilon)
+    assert provable.epsilon == pytest.approx(gaussian_loss(2.5, releases=3, delta=1e-5).epsilon)
+    assert privacy_loss_of({strategy.plan.release: 3}, delta=1e-5).epsilon == pytest.approx(
+        provable.epsilon
+    )
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def test_users_in_small_batches_are_the_same_users_in_large_ones(monkeypatch):
+    def final(limit, prepared):
+        monkeypatch.setattr(averaging, "_PREPARED", prepared)
+        strategy = UldpAvg(plan=plan(), weighting="by-records", local=LOCAL, **COMMON)
+        return run(strategy, memory_limit=limit)
+
+    one = final(2**30, 2048)
+    for limit, prepared in ((1, 2048), (2**30, 3), (2**14, 7)):
+        close(final(limit, prepared), one)
+
+
+def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
+    sizes = []
+
+    def watched(*args, **options):
+        for group, models in averaging_groups(*args, **options):
+            sizes.append(len(models))
+            yield group, models
+
+    averaging_groups = averaging.train_groups
+    monkeypatch.setattr(averaging, "train_groups", watched)
+    run(UldpAvg(plan=plan(), local=LOCAL, **COMMON), rounds=1, memory_limit=2**14)
+    users = sum(len(torch.unique(one.owners)) for one in silos())
+    assert sum(sizes) == users
+    assert max(sizes) < users / 2
+
+
+# Bad input -----------------------------------------------------------------------------------
+
+
+def no_owners():
+    one = silo(1)
+    return ClientData(train=one.train, test=one.test)
+
+
+@pytest.mark.parametrize("make", [UldpAvg, UldpSgd, UldpGroup])
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (no_owners, "expected SiloData, whose owners"),
+        (lambda: silo(1, users=USERS + 5), "expected users 0 … 11"),
+    ],
+)
+def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(make, bad, said):
+    strategy = grouped(2) if make is UldpGroup else make(plan=plan(), **COMMON)
+    with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part") as error:
+        run(strategy, [silo(0), bad(), silo(2)])
+    assert said in str(error.value)
+    assert strategy.participations.rounds == 0
+
+
+def test_a_silo_without_records_and_a_user_without_silo_take_part_with_nothing():
+    data = [silo(0), silo(1), silo(2, records_=0)]
+    for strategy in (
+        UldpAvg(plan=plan(), local=LOCAL, weighting="by-records", **COMMON),
+        UldpSgd(plan=plan(), **COMMON),
+        grouped(3),
+    ):
+        run(strategy, data)
+        assert strategy.refusals == []
+        assert strategy.participations.rounds == ROUNDS
+
+
+def test_a_silo_without_test_examples_is_left_out_of_the_scores():
+    one = silo(1)
+    none = SiloData(train=one.train, test=one.test.subset([]), owners=one.owners)
+    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    run(strategy, [silo(0), none, silo(2)])
+    assert strategy.refusals == []
+    assert set(strategy.client_metrics) == {0, 2}
+
+
+class Liar(InProcessGrid):
+    """Silo 1 tells another histogram than it has."""
+
+    told = None
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for reply in replies:
+            asked = reply.metadata.message_type.startswith("query.uldp")
+            if asked and reply.metadata.src_node_id == 1_001:
+                reply.content["answer"] = records.to_record({"histogram": self.told})
+        return replies
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        np.full(USERS, -1),
+        np.full(USERS, 2**62),
+        np.full(USERS + 1, 3),
+        np.full(USERS, 0.5),
+        np.full((USERS, 1), 3),
+    ],
+)
+def test_a_histogram_that_is_none_is_refused(told):
+    strategy = UldpAvg(plan=plan(), weighting="by-records", **COMMON)
+    grid = Liar(UldpAvg.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
+    grid.told = told
+    with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
+        strategy.start(grid, ArrayRecord(task().initial_params(SEED)))
+
+
+def test_a_user_whose_training_diverges_is_refused_not_averaged():
+    data = silos()
+    data[1] = SiloData(
+        train=Examples(data[1].train.features * math.inf, data[1].train.targets),
+        test=data[1].test,
+        owners=data[1].owners,
+    )
+    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    moved = run(strategy, data)
+    assert all("NaN or infinite" in refusal for refusal in strategy.refusals)
+    assert len([r for r in strategy.refusals if "NonFiniteUpdate" in r]) == ROUNDS
+    assert all(torch.isfinite(p).all() for p in moved.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: UldpAvg(plan=plan(unit=PrivacyUnit.CLIENT), **COMMON), "expected 'user'"),
+        (
+            lambda: UldpAvg(plan=plan(noise_placement="server"), **COMMON),
+            "noise_placement='server' of the plan",
+        ),
+        (
+            lambda: UldpAvg(plan=plan(FixedSizeSampling(USERS, 3)), **COMMON),
+            "expected FullParticipation or PoissonSampling",
+        ),
+        (lambda: UldpAvg(plan=plan(), **{**COMMON, "num_silos": 0}), "num_silos=0"),
+        (lambda: UldpAvg(plan=plan(), weighting="fair", **COMMON), "weighting='fair'"),
+        (lambda: UldpSgd(plan=plan(), local=LOCAL, **COMMON), "ULDP-SGD has no local training"),
+        (lambda: plan(PoissonSampling(USERS, 0.0)), r"rate=0\.0: expected a number in \(0, 1\]"),
+        (lambda: plan(PoissonSampling(USERS, 1.1)), r"rate=1\.1"),
+        (lambda: plan(sensitivity=0.0), r"sensitivity=0\.0"),
+        (
+            lambda: UldpNaive(plan=plan(PoissonSampling(USERS, 0.5)), **COMMON),
+            "samples no users",
+        ),
+        (lambda: grouped(0), "group_size=0: expected an integer >= 1"),
+        (lambda: grouped("mean"), "group_size='mean'"),
+        (lambda: grouped(2, num_users=0), "num_users=0"),
+        (lambda: grouped(2, delta=1.0), r"delta=1\.0"),
+        (lambda: grouped(2, local=replace(DP_SGD, noise_multiplier=0.0)), "noise_multiplier=0.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_with_their_name(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_the_learning_rate_of_the_theory():
+    assert theory_learning_rate(num_silos=5, num_users=100, epochs=4) == pytest.approx(100.0)
