@@ -131,6 +131,8 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     values = np.ones(shape, dtype=dtype)
     unsent, sent = records.UnsentArray(values), Array(values)
     assert unsent.data == sent.data
+    assert (unsent.deflate(), unsent.object_id) == (sent.deflate(), sent.object_id)
+    assert set(unsent.children) == set(sent.children)
     assert (unsent.dtype, unsent.shape, unsent.stype) == (sent.dtype, sent.shape, sent.stype)
     record = ArrayRecord()
     record["a"] = unsent
