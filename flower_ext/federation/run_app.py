@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
+from flower_ext.reporting.launch import num_nodes
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -33,9 +34,11 @@ def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
 
 
 def run_app(folder: Path, config: UserConfig) -> InProcessGrid:
-    """Run an app with as many clients as its setting ``clients``."""
+    """Run an app with as many clients as its setting ``clients`` or ``num-silos``."""
     server, client = load_app(folder.absolute())
-    return run_in_process(server, client, num_clients=int(config["clients"]), run_config=config)
+    count = num_nodes(config)
+    assert count is not None
+    return run_in_process(server, client, num_clients=count, run_config=config)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     if scores := [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]:
         _histogram(folder, "fairness", "How accuracy is spread over clients", "accuracy", scores)
         drawn["How accuracy is spread over clients"] = "fairness.svg"
+    if (held := run.user_records()) is not None:
+        _user_records(folder, "user_records", "Records of each user, by silo", held)
+        drawn["Records of each user, by silo"] = "user_records.svg"
     return drawn
 
 
@@ -150,6 +153,29 @@ def _histogram(folder: Path, name: str, title: str, xlabel: str, values: Sequenc
     axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
     axes.legend(frameon=False)
     _save(figure, folder, name, ("client", xlabel), list(enumerate(values)))
+
+
+def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None:
+    """Users from left to right, their records in the silos on top of one another."""
+    figure, axes = _canvas(title, "user", "records")
+    silos, users = held.shape
+    edges, base = np.arange(users + 1) - 0.5, np.zeros(users)
+    for silo, own in enumerate(held):
+        top = base + own
+        axes.stairs(
+            top,
+            edges,
+            baseline=base,
+            fill=True,
+            color=COLOURS[silo % len(COLOURS)],
+            label=f"silo {silo}",
+        )
+        base = top
+    axes.set_xlim(-0.5, users - 0.5)
+    if silos <= len(COLOURS):
+        figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    rows = [(user, silo, held[silo, user]) for user in range(users) for silo in range(silos)]
+    _save(figure, folder, name, ("user", "silo", "records"), rows)
 
 
 def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:

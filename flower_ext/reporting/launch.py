@@ -41,7 +41,7 @@ def launch(
         Folder with the app's ``pyproject.toml``.
     superlink : str, optional
         Connection of Flower's configuration. None is the local simulation, with as many nodes as
-        the app's setting ``clients``.
+        the app's setting ``clients`` or ``num-silos``.
     settings : Sequence[str]
         Run-config overrides, ``name=value``.
     runs : Path
@@ -66,7 +66,7 @@ def launch(
     config = {**defaults, **changes}
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if in_process:
-        if "clients" not in config:
+        if num_nodes(config) is None:
             raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
         engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app)]
         done = subprocess.run(engine, input=json.dumps(config), text=True, check=False)
@@ -77,8 +77,8 @@ def launch(
     command = ["run", str(app), *([superlink] if superlink else []), "--format", "json"]
     for key, value in changes.items():
         command += ["--run-config", f"{key}={_toml(value)}"]
-    if superlink is None and "clients" in config:
-        nodes = f"num-supernodes={config['clients']} client-resources-num-cpus=1"
+    if superlink is None and (count := num_nodes(config)) is not None:
+        nodes = f"num-supernodes={count} client-resources-num-cpus=1"
         command += ["--federation-config", nodes]
     answer = json.loads(_flwr(*command).stdout or "{}")
     if not answer.get("success"):
@@ -90,6 +90,12 @@ def launch(
     if facts["status"] != "finished:completed":
         raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
     return path
+
+
+def num_nodes(config: Mapping[str, Any]) -> int | None:
+    """How many nodes an app's settings ask for; None where they do not say."""
+    count = config.get("clients", config.get("num-silos"))
+    return None if count is None else int(count)
 
 
 def _defaults(app: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The directory that a run leaves behind.
 
 ``run.json`` (configuration, versions, status), ``metrics.jsonl`` (one line a round),
-``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``model.safetensors``, and the report.
+``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
+silo), ``model.safetensors``, and the report.
 """
 
 from __future__ import annotations
@@ -152,6 +153,22 @@ class RunDirectory:
             return []
         with path.open(newline="") as stream:
             return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+
+    def save_user_records(self, histogram: np.ndarray) -> None:
+        """Write ``users.csv`` from numbers of records (silos, users): one row a user."""
+        with (self.path / "users.csv").open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(["user", *(f"silo {silo}" for silo in range(len(histogram)))])
+            writer.writerows([user, *own] for user, own in enumerate(histogram.T.tolist()))
+
+    def user_records(self) -> np.ndarray | None:
+        """Numbers of records (silos, users), where they were saved."""
+        path = self.path / "users.csv"
+        if not path.exists():
+            return None
+        with path.open(newline="") as stream:
+            rows = [[int(number) for number in row[1:]] for row in list(csv.reader(stream))[1:]]
+        return np.asarray(rows, dtype=np.int64).T
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""

@@ -67,4 +67,16 @@ UPCYCLED_FL = App(
         "seeded-noise": True,
     },
 )
+ULDP_FL = App(
+    folder=APPS / "uldp_fl",
+    small={
+        "method": "uldp-avg-w",
+        "num-silos": 3,
+        "num-users": 20,
+        "user-sampling-rate": 0.7,
+        "rounds": 2,
+        "seeded-noise": True,
+        "noise-multiplier": 0.5,
+    },
+)
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

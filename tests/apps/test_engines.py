@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 
 from flower_ext.federation import run_in_process
 from flower_ext.reporting import RunDirectory
-from tests.apps.app import DP2_FEDSAM, FOREIGN, UPCYCLED_FL, App
+from flower_ext.reporting.launch import num_nodes
+from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL, UPCYCLED_FL, App
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -138,11 +139,11 @@ def flower(tmp_path):
     processes.stop()
 
 
-def in_process(app: App, path: Path) -> RunDirectory:
+def in_process(app: App, path: Path, **overrides: object) -> RunDirectory:
     """The reference: the same seeded run in this process."""
     server, client = app.parts()
-    settings = app.small_config(run_directory=str(path))
-    run_in_process(server, client, num_clients=settings["clients"], run_config=settings)
+    settings = {**app.small_config(run_directory=str(path)), **overrides}
+    run_in_process(server, client, num_clients=num_nodes(settings), run_config=settings)
     return RunDirectory.open(path)
 
 
@@ -162,7 +163,9 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
     assert kinds == [entry["kind"] for entry in reference.ledger()]
 
 
-@pytest.mark.parametrize("app", [DP2_FEDSAM, UPCYCLED_FL], ids=["dp2-fedsam", "upcycled"])
+@pytest.mark.parametrize(
+    "app", [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL], ids=["dp2-fedsam", "upcycled", "uldp"]
+)
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     flower.run(app, run_directory=tmp_path / "run")
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
@@ -181,6 +184,12 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     assert "is not empty; name a new one" in again.stderr
 
 
+def test_silos_on_ray_run_dp_sgd_as_in_one_process(flower, tmp_path):
+    flower.run(ULDP_FL, method="uldp-group", run_directory=tmp_path / "run")
+    reference = in_process(ULDP_FL, tmp_path / "reference", method="uldp-group")
+    same_run(RunDirectory.open(tmp_path / "run"), reference)
+
+
 def test_a_failed_run_looks_failed(flower, tmp_path):
     settings = ("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
     done = flower.command("flower-ext", "run", str(DP2_FEDSAM.folder), *settings)
@@ -189,9 +198,9 @@ def test_a_failed_run_looks_failed(flower, tmp_path):
 
 
 def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
-    """Three projects on one deployment, the last of them somebody else's."""
+    """Four projects on one deployment, the last of them somebody else's."""
     flower.deploy(nodes=3)
-    for app in (DP2_FEDSAM, UPCYCLED_FL):
+    for app in (DP2_FEDSAM, UPCYCLED_FL, ULDP_FL):
         name = app.folder.name
         flower.run(app, "loopback", run_directory=tmp_path / name)
         same_run(RunDirectory.open(tmp_path / name), in_process(app, tmp_path / f"{name}-0"))

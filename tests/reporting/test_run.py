@@ -82,3 +82,12 @@ def test_models_with_tied_weights_are_saved(run):
     tied = torch.ones(3)
     run.save_model({"a": tied, "b": tied})
     assert set(load_file(run.path / "model.safetensors")) == {"a", "b"}
+
+
+def test_records_of_users_come_back_as_they_were(run):
+    assert run.user_records() is None
+    held = np.array([[3, 0, 1], [0, 0, 2]])
+    run.save_user_records(held)
+    np.testing.assert_array_equal(run.user_records(), held)
+    text = (run.path / "users.csv").read_text().splitlines()
+    assert text[:2] == ["user,silo 0,silo 1", "0,3,0"]

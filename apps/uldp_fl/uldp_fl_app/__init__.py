@@ -1,0 +1,1 @@
+"""Uldp-FL and its baselines as one Flower app."""

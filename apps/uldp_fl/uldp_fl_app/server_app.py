@@ -1,0 +1,149 @@
+"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid, ServerApp
+
+from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
+from flower_ext.algorithms.uldp import theory_learning_rate
+from flower_ext.data import histogram
+from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
+from flower_ext.privacy import (
+    FullParticipation,
+    Ledger,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+)
+from flower_ext.reporting import RunDirectory
+from flower_ext.training import DpSgdTraining, LocalTraining, check_shareable
+from uldp_fl_app.task import SURVIVAL, num_users_of, silos_of, task_of
+
+AVERAGING = {
+    "uldp-avg": (UldpAvg, "equal"),
+    "uldp-avg-w": (UldpAvg, "by-records"),
+    "uldp-sgd": (UldpSgd, "equal"),
+    "uldp-sgd-w": (UldpSgd, "by-records"),
+}
+BASELINES = ("uldp-naive", "uldp-group", "default")
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the method that ``context.run_config`` names and leave a run directory with a report."""
+    config = context.run_config
+    method = choice(config, "method", (*AVERAGING, *BASELINES))
+    if method == "uldp-group" and config["dataset"] == SURVIVAL:
+        raise ValueError(
+            f"run-config method={method!r} with dataset={SURVIVAL!r}: its loss compares patients, "
+            "and DP-SGD needs one that is a mean over them; expected another method"
+        )
+    task = task_of(context)  # a missing data set ends the run here, with its message
+
+    with recorded_run(config, f"{method}-{config['dataset']}") as run:
+        if config["records-figure"]:
+            run.save_user_records(histogram(silos_of(config), num_users_of(config)))
+        strategy = strategy_of(config, run)
+        check_shareable(task.model(), strategy.personal)
+        initial = task.initial_params(int(config["seed"]))
+        result = strategy.start(grid, ArrayRecord(initial), num_rounds=int(config["rounds"]))
+        save_outcome(run, strategy, result)
+
+
+def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
+    """The strategy of a method; every method gets the same settings where it has them."""
+    method, silos = str(config["method"]), int(config["num-silos"])
+    options = {
+        "server_learning_rate": server_learning_rate(config),
+        "seed": int(config["seed"]) or None,
+        "seeded_noise": bool(config["seeded-noise"]),
+        "evaluate_every": int(config["evaluate-every"]),
+        "timeout": float(config["connect-timeout"]),
+        "run": run,
+    }
+    local = LocalTraining(
+        epochs=int(config["local-epochs"]),
+        batch_size=int(config["batch-size"]),
+        learning_rate=float(config["learning-rate"]),
+        learning_rate_decay=float(config["learning-rate-decay"]),
+        momentum=float(config["momentum"]),
+    )
+    if method == "default":
+        everyone = NonPrivatePlan(sampling=FullParticipation(silos))
+        return DPFedAvg(plan=everyone, local=local, **options)
+    if method == "uldp-group":
+        return UldpGroup(
+            num_silos=silos,
+            num_users=num_users_of(config),
+            group_size=group_size_of(config),
+            local=dp_sgd_of(config),
+            delta=float(config["delta"]),
+            **options,
+        )
+    options |= {"plan": plan_of(config), "num_silos": silos, "ledger": Ledger(run.ledger_path)}
+    if method == "uldp-naive":
+        return UldpNaive(local=local, **options)
+    strategy, weighting = AVERAGING[method]
+    if strategy is UldpAvg:
+        options["local"] = local
+    return strategy(weighting=weighting, **options)
+
+
+def plan_of(config: UserConfig) -> ReleasePlan:
+    """How users are sampled, clipped, noised and accounted."""
+    users, rate = num_users_of(config), float(config["user-sampling-rate"])
+    return ReleasePlan(
+        unit=PrivacyUnit.USER,
+        sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
+        clipping_norm=float(config["clipping-norm"]),
+        noise_multiplier=float(config["noise-multiplier"]),
+        dropout_policy=choice(config, "dropout-policy", ("top-up", "discard")),
+        rounds=int(config["rounds"]),
+        delta=float(config["delta"]),
+    )
+
+
+def server_learning_rate(config: UserConfig) -> float:
+    """As configured; by default that of the paper's theory where users are averaged, else 1."""
+    if (rate := float(config["server-learning-rate"])) != 0:
+        return rate
+    method = str(config["method"])
+    if method not in AVERAGING:
+        return 1.0
+    epochs = 1 if AVERAGING[method][0] is UldpSgd else int(config["local-epochs"])
+    users, silos = num_users_of(config), int(config["num-silos"])
+    return theory_learning_rate(num_silos=silos, num_users=users, epochs=epochs)
+
+
+def group_size_of(config: UserConfig) -> int | str:
+    """A number, ``max`` or ``median``.
+
+    Raises
+    ------
+    ValueError
+        It is none of them.
+    """
+    value = str(config["group-size"])
+    if value in ("max", "median"):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(
+            f"run-config group-size={value!r}: expected a number, max or median"
+        ) from None
+
+
+def dp_sgd_of(config: UserConfig) -> DpSgdTraining:
+    """DP-SGD of one round in one silo: as many steps as pass over the records in expectation."""
+    rate, epochs = float(config["record-sampling-rate"]), int(config["local-epochs"])
+    return DpSgdTraining(
+        steps=max(1, round(epochs / rate)) if rate > 0 else 0,
+        sampling_rate=rate,
+        batch_size=float(config["expected-batch-size"]),
+        learning_rate=float(config["learning-rate"]),
+        clipping_norm=float(config["record-clipping-norm"]),
+        noise_multiplier=float(config["noise-multiplier"]),
+    )

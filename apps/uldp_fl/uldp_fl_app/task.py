@@ -1,0 +1,69 @@
+"""The learning problem that the run configuration asks for."""
+
+from functools import cache
+from pathlib import Path
+
+from flwr.app import Context, UserConfig
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import SiloData, describe_silos, load_silos
+from flower_ext.evaluation import concordance_index
+from flower_ext.training import Task, accuracy, cox_loss
+from flower_ext.training.models import build
+
+SURVIVAL = "tcga-brca"
+
+
+def task_of(context: Context) -> Task:
+    """The task of a run, for its silos and its server alike."""
+    config = context.run_config
+    dataset = str(config["dataset"])
+    info = describe_silos(dataset)
+    model = str(config["model"]) or info.model
+    survival = dataset == SURVIVAL
+    silos = silos_of(config)
+    return Task(
+        model=lambda: build(model, num_classes=info.num_classes),
+        data=lambda silo: silos[silo],
+        loss=cox_loss if survival else cross_entropy,
+        metrics={"concordance": concordance_index} if survival else {"accuracy": accuracy},
+    )
+
+
+def num_users_of(config: UserConfig) -> int:
+    """|U|, by default that of the data set."""
+    return int(config["num-users"]) or describe_silos(str(config["dataset"])).num_users
+
+
+def silos_of(config: UserConfig) -> list[SiloData]:
+    """All silos; the same in every process."""
+    return _silos(
+        str(config["dataset"]),
+        str(config["data-folder"]),
+        num_users_of(config),
+        int(config["num-silos"]),
+        str(config["distribution"]),
+        int(config["labels-per-user"]),
+        int(config["seed"]),
+    )
+
+
+@cache
+def _silos(
+    dataset: str,
+    folder: str,
+    users: int,
+    silos: int,
+    distribution: str,
+    labels_per_user: int,
+    seed: int,
+) -> list[SiloData]:
+    return load_silos(
+        dataset,
+        Path(folder) if folder else None,
+        num_users=users,
+        num_silos=silos,
+        distribution=distribution,
+        labels_per_user=labels_per_user or None,
+        seed=seed,
+    )

@@ -1,0 +1,139 @@
+"""The whole app in this process: seven methods, their run directories, and bad input."""
+
+import csv
+
+import pytest
+
+from flower_ext.data import DataNotFound, histogram, load_silos
+from flower_ext.federation import FederationNotReady, run_in_process
+from flower_ext.privacy import AdversaryView, PrivacyUnit
+from flower_ext.reporting import RunDirectory
+from tests.apps.app import ULDP_FL
+
+AVERAGING = ("uldp-avg", "uldp-avg-w", "uldp-sgd", "uldp-sgd-w")
+METHODS = (*AVERAGING, "uldp-naive", "uldp-group", "default")
+
+
+def run(path, **overrides):
+    server, client = ULDP_FL.parts()
+    facts = {"num_users": 30, "rounds": 3, "evaluate_every": 2, **overrides}
+    settings = ULDP_FL.config(run_directory=str(path), **facts)
+    run_in_process(server, client, num_clients=settings["num-silos"], run_config=settings)
+    return RunDirectory.open(path)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
+    run_ = run(tmp_path / "run", method=method)
+    files = {p.name for p in run_.path.iterdir()}
+    expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv", "users.csv"}
+    assert expected | {"report.md", "report.html", "figures", "guarantee.json"} <= files
+    assert run_.facts["status"] == "completed"
+    rows = run_.metrics()
+    assert [row["answered"] for row in rows] == [5, 5, 5]
+    assert {"accuracy_mean", "accuracy_pooled"} <= set(rows[1])
+    private = method != "default"
+    assert ("epsilon_provable" in rows[1]) == private
+    assert ("epsilon_published" in rows[1]) == private
+    assert ("ledger.jsonl" in files) == (private and method != "uldp-group")
+    guarantees = run_.guarantees()
+    assert bool(guarantees) == private
+    assert all(g.unit is PrivacyUnit.USER for g in guarantees)
+    assert {g.basis for g in guarantees} == ({"published", "provable"} if private else set())
+    text = (run_.path / "report.md").read_text()
+    assert ("how many records each user has in each silo" in text) == (
+        method.endswith("-w") or method == "uldp-group"
+    )
+    for svg in (run_.path / "figures").glob("*.svg"):
+        assert svg.with_suffix(".csv").exists()
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
+def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, tmp_path):
+    run_ = run(tmp_path / "run", distribution=distribution, rounds=1)
+    silos = load_silos("digits", num_users=30, num_silos=5, distribution=distribution, seed=1)
+    held = histogram(silos, 30)
+    assert (run_.user_records() == held).all()
+    with (run_.path / "figures" / "user_records.csv").open(newline="") as stream:
+        header, *rows = csv.reader(stream)
+    assert header == ["user", "silo", "records"]
+    assert len(rows) == 150
+    assert all(held[int(silo), int(user)] == int(count) for user, silo, count in rows)
+    assert "silo 4" in (run_.path / "figures" / "user_records.svg").read_text()
+    assert "user_records.svg" in (run_.path / "report.md").read_text()
+
+
+def test_numbers_of_records_stay_private_where_the_figure_is_not_wanted(tmp_path):
+    run_ = run(tmp_path / "run", method="uldp-avg", records_figure=False, rounds=1)
+    assert run_.user_records() is None
+    assert not (run_.path / "figures" / "user_records.svg").exists()
+
+
+def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):
+    everyone = run(tmp_path / "everyone", method="uldp-avg")
+    sampled = run(tmp_path / "sampled", method="uldp-avg", user_sampling_rate=0.3)
+    assert [row["users"] for row in everyone.metrics()] == [30, 30, 30]
+    assert len({row["users"] for row in sampled.metrics()}) > 1
+    models = [
+        next(g.epsilon for g in one.guarantees() if g.view is AdversaryView.RELEASED_MODELS)
+        for one in (everyone, sampled)
+    ]
+    assert models[1] < 0.6 * models[0]
+
+
+def test_weighting_by_records_learns_under_the_privacy_of_users(tmp_path):
+    facts = {"num_users": 100, "rounds": 15, "evaluate_every": 15, "seeded_noise": True}
+    accuracies = {
+        method: run(tmp_path / method, method=method, **facts).metrics()[-1]["accuracy_mean"]
+        for method in ("uldp-avg-w", "uldp-naive", "default")
+    }
+    assert accuracies["default"] > accuracies["uldp-avg-w"] > accuracies["uldp-naive"] + 0.2
+
+
+@pytest.mark.parametrize("size", ["max", "median", "2"])
+def test_groups_of_any_size(size, tmp_path):
+    run_ = run(tmp_path / "run", method="uldp-group", group_size=size, rounds=1)
+    assert run_.facts["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"method": "uldp-avg2"}, "method='uldp-avg2': expected one of uldp-avg"),
+        ({"dataset": "iris"}, "name='iris': expected one of digits"),
+        ({"distribution": "even"}, "distribution='even': expected uniform or zipf"),
+        ({"num_users": -1}, "num_users=-1"),
+        ({"num_silos": 0}, "num_silos=0|num_clients=0"),
+        ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
+        ({"noise_multiplier": 0.0}, r"noise_multiplier=0\.0"),
+        ({"delta": 0.0}, r"delta=0\.0"),
+        ({"user_sampling_rate": 0.0}, r"rate=0\.0: expected a number in \(0, 1\]"),
+        ({"user_sampling_rate": 1.5}, r"rate=1\.5"),
+        ({"method": "uldp-naive", "user_sampling_rate": 0.5}, "samples no users"),
+        ({"method": "uldp-group", "group_size": "0"}, "group_size=0"),
+        ({"method": "uldp-group", "group_size": "some"}, "group-size='some': expected a number"),
+        ({"method": "uldp-group", "record_sampling_rate": 0.0}, r"sampling_rate=0\.0"),
+        ({"method": "uldp-group", "dataset": "tcga-brca"}, "its loss compares patients"),
+        ({"dropout_policy": "ignore"}, "dropout-policy='ignore'"),
+        ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
+        ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
+        ({"labels_per_user": 11}, "labels_per_user=11"),
+        ({"model": "gpt"}, "model='gpt'"),
+    ],
+)
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path / "run", **overrides)
+
+
+def test_missing_data_end_the_run_before_it_begins(tmp_path):
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
+        run(tmp_path / "run", dataset="creditcard", data_folder=str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_nodes_than_silos_are_refused(tmp_path):
+    server, client = ULDP_FL.parts()
+    settings = ULDP_FL.config(run_directory=str(tmp_path / "run"), num_silos=3)
+    with pytest.raises(FederationNotReady, match="4 nodes are connected"):
+        run_in_process(server, client, num_clients=4, run_config=settings)
