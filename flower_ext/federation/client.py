@@ -24,7 +24,7 @@ from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
 from flower_ext.federation.protection import objective_terms, protected
-from flower_ext.privacy import l2_norm, seeded_generator
+from flower_ext.privacy import derived_seed, l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
     Job,
@@ -279,7 +279,7 @@ class _ClientSide:
 
     def _work(self, asked: _Asked, context: Context, task: Task) -> ClientWork:
         partition = partition_of(context.node_config)
-        numbers = seeded_generator(asked.seed, "client", asked.kind, partition, asked.round)
+        seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
         return ClientWork(
             task=task,
@@ -289,7 +289,7 @@ class _ClientSide:
             training=asked.training,
             round=asked.round,
             seed=asked.seed,
-            generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
+            generator=torch.Generator().manual_seed(seed),
             settings=asked.settings,
             state=asked.state,
             terms=objective_terms(

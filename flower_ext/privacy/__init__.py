@@ -63,7 +63,7 @@ from flower_ext.privacy.perturbation import (
 )
 from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
 from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
-from flower_ext.privacy.randomness import secure_generator, seeded_generator
+from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -129,6 +129,7 @@ __all__ = [
     "client_level_guarantees",
     "clip",
     "default_relation",
+    "derived_seed",
     "dp2_fedsam_theorem2",
     "dp2_fedsam_theorem2_noise_multiplier",
     "gaussian_loss",

@@ -216,6 +216,7 @@ class Stack:
         self.weights = {name: every.pop(name) for name in self.names}
         self.rest = every
         self.batches = Batches(jobs, self.device)
+        self._shape: tuple[Sequence[int], bool] | None = None
 
     def minimise(self) -> list[Params]:
         """SGD with momentum, or SAM, on every job to its own end."""
@@ -285,31 +286,34 @@ class Stack:
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
-        jobs, width = len(counts), max(counts)
-        scale = torch.ones(jobs, device=self.device) if factors is None else factors
-        real = self._real(counts, width)
-        share = (real / real.sum(dim=1, keepdim=True)) * scale.unsqueeze(1)
-        if self.task.loss is cross_entropy:
+        if self._shape != (counts, factors is None):  # few batches differ in shape from the last
+            self._shape = (counts, factors is None)
+            self._real, self._share = self._shares(counts, factors)
+        real, share, loss = self._real, self._share, self.task.loss
+        if loss is cross_entropy:
 
             def summed(outputs: Tensor) -> Tensor:
                 each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
-                return torch.dot(each.flatten(), share.flatten())
+                return torch.dot(each, share.flatten())
 
             return summed
+        scale = share.sum(dim=1)
         if self.task.compares_examples:
-            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y, real), scale)
-        if min(counts) == width:
-            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y), scale)
+            return lambda outputs: torch.dot(vmap(loss)(outputs, y, real), scale)
+        if min(counts) == max(counts):
+            return lambda outputs: torch.dot(vmap(loss)(outputs, y), scale)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
-            return self.task.loss(output.unsqueeze(0), target.unsqueeze(0))
+            return loss(output.unsqueeze(0), target.unsqueeze(0))
 
         return lambda outputs: (vmap(vmap(alone))(outputs, y) * share).sum()
 
-    def _real(self, counts: Sequence[int], width: int) -> Tensor:
-        """Which places of each mini-batch hold examples; the others are padding."""
+    def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which places of each mini-batch hold examples, and what each of them counts."""
         number = torch.tensor(counts, device=self.device).unsqueeze(1)
-        return torch.arange(width, device=self.device) < number
+        real = torch.arange(max(counts), device=self.device) < number
+        share = real / number
+        return real, share if factors is None else share * factors.unsqueeze(1)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
