@@ -236,7 +236,8 @@ class _ClientSide:
         """Evaluate the model that each client would use."""
         _, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
-        every = evaluate_many(works[0].task, models, [work.data.test for work in works])
+        tests = [work.data.test for work in works]
+        every = evaluate_many(works[0].task, models, tests, memory_limit=memory_limit)
         replies = []
         for message, work, scores in zip(messages, works, every, strict=True):
             scores["num-examples"] = float(len(work.data.test))

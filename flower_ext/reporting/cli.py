@@ -138,18 +138,22 @@ def run(
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
     ] = False,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="So many clients, in one process.")
+    ] = None,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
-    Example: flower-ext run apps/dp2_fedsam --set method=centaur --set rounds=20
+    Example: flower-ext run apps/dp2_fedsam --clients 1000 --set method=centaur --set rounds=20
     """
+    settings = [*(settings or ()), *([] if clients is None else [f"clients={clients}"])]
     try:
         path = launch(
             app_folder,
             superlink=superlink,
-            settings=settings or (),
+            settings=settings,
             runs=runs,
-            in_process=in_process,
+            in_process=in_process or clients is not None,
         )
     except LaunchFailed as error:
         Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)

@@ -98,18 +98,21 @@ def train_many(
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
     """Which jobs are best trained together: their indices, the longest first in each group.
 
-    A batch narrows as its jobs end, so those that would outlast all others are groups of one.
+    A batch narrows as its jobs end, so those that would outlast all others are groups of one. Of
+    equally long ones those with as many examples are neighbours, so that less is padded.
     """
-    order = sorted(range(len(jobs)), key=lambda i: -_steps(jobs[i]))
+    order = sorted(range(len(jobs)), key=lambda i: (-_steps(jobs[i]), -len(jobs[i].examples)))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
     if why_apart(task, jobs) is None:
         worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= _FEWEST * max(steps[i], 1))
         lonely = next(worth, len(jobs))
-    rest = order[lonely:]
-    size = together(task, jobs[rest[0]], memory_limit) if rest else 1
-    chunks = [rest[start : start + size] for start in range(0, len(rest), size)]
-    return [*([index] for index in order[:lonely]), *chunks]
+    chosen, start = [[index] for index in order[:lonely]], lonely
+    while start < len(order):
+        size = together(task, jobs[order[start]], memory_limit)
+        chosen.append(order[start : start + size])
+        start += size
+    return chosen
 
 
 def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
@@ -433,20 +436,42 @@ class Batches:
 
 
 def evaluate_many(
-    task: Task, models: Sequence[Mapping[str, Tensor]], examples: Sequence[Examples]
+    task: Task,
+    models: Sequence[Mapping[str, Tensor]],
+    examples: Sequence[Examples],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float]]:
     """What `evaluate` returns for each model on its own examples.
 
-    Examples of clients that share one model (the same object) go through it together.
+    Examples of clients that share one model (the same object) go through it together, as many as
+    fit into ``memory_limit`` bytes.
     """
     sharing: dict[int, list[int]] = {}
     for index, model in enumerate(models):
         sharing.setdefault(id(model), []).append(index)
     scores: dict[int, dict[str, float]] = {}
     for members in sharing.values():
-        own = [examples[index] for index in members]
-        outputs = predict(task, models[members[0]], torch.cat([one.features for one in own]))
-        parts = torch.split(outputs, [len(one) for one in own])
-        for index, one, part in zip(members, own, parts, strict=True):
-            scores[index] = score(task, part, one.targets.to(part.device))
+        for part in _portions(
+            members, [examples[i].features.nbytes for i in members], memory_limit
+        ):
+            own = [examples[index] for index in part]
+            outputs = predict(task, models[part[0]], torch.cat([one.features for one in own]))
+            each = torch.split(outputs, [len(one) for one in own])
+            for index, one, output in zip(part, own, each, strict=True):
+                scores[index] = score(task, output, one.targets.to(output.device))
     return [scores[index] for index in range(len(models))]
+
+
+def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Members in order, in lists whose sizes add up to at most ``limit`` (or of one member)."""
+    portion: list[int] = []
+    total = 0
+    for member, size in zip(members, sizes, strict=True):
+        if portion and total + size > limit:
+            yield portion
+            portion, total = [], 0
+        portion.append(member)
+        total += size
+    if portion:
+        yield portion

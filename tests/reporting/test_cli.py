@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.cli import app, epsilon_text, noise_text
 from tests.reporting.test_report import finished
 
@@ -107,6 +108,16 @@ def test_a_run_is_either_in_one_process_or_on_a_superlink():
     done = call("run", str(DP2_FEDSAM.folder), "somewhere", "--in-process")
     assert done.exit_code == 1
     assert "has no SuperLink" in done.stderr
+
+
+def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
+    from tests.apps.app import DP2_FEDSAM
+
+    small = ["--set", "rounds=1", "--set", "partition=iid", "--runs", str(tmp_path)]
+    done = call("run", str(DP2_FEDSAM.folder), "--clients", "7", *small)
+    assert done.exit_code == 0, done.output
+    (run,) = tmp_path.iterdir()
+    assert RunDirectory.open(run).facts["config"]["clients"] == 7
 
 
 def test_run_of_something_else_fails(tmp_path):

@@ -289,13 +289,17 @@ def test_the_jobs_own_models_are_left_as_they_are(batched):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
 
-def test_models_are_scored_on_their_own_examples_shared_or_not():
+@pytest.mark.parametrize("memory_limit", [1, 600, 2**30])
+def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
     jobs = jobs_of(Dense, [SGD], UNEVEN)
     shared = jobs[0].params
     models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
     examples = [job.examples for job in jobs]
     for ours, model, own in zip(
-        evaluate_many(problem(), models, examples), models, examples, strict=True
+        evaluate_many(problem(), models, examples, memory_limit=memory_limit),
+        models,
+        examples,
+        strict=True,
     ):
         assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
 
