@@ -39,8 +39,6 @@ _CACHE = 2**22
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
-_FEWEST = 5
-"""Models below which one after the other is faster than a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +102,9 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
     order = sorted(range(len(jobs)), key=lambda i: (-_steps(jobs[i]), -len(jobs[i].examples)))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
-    if why_apart(task, jobs) is None:
-        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= _FEWEST * max(steps[i], 1))
+    if jobs and why_apart(task, jobs) is None:
+        fewest = _form_for(task, jobs[0]).fewest
+        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
         lonely = next(worth, len(jobs))
     chosen, start = [[index] for index in order[:lonely]], lonely
     while start < len(order):
@@ -117,20 +116,18 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
 
 def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
     """Why these jobs are better trained one by one; None if they are not."""
-    if len(jobs) < _FEWEST:
-        return "too few to gain"
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(not isinstance(term, Proximal | Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
-    reason = _why_unlike(task.model, task.torch_device())
+    reason = _why_unlike(task.model)
     if reason is not None:
         _say_once(reason)
     return reason
 
 
 @lru_cache(maxsize=64)
-def _why_unlike(build: Callable[[], nn.Module], device: torch.device) -> str | None:
+def _why_unlike(build: Callable[[], nn.Module]) -> str | None:
     """What keeps models of this kind from training in a batch."""
     for module in build().modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -145,6 +142,11 @@ def _why_unlike(build: Callable[[], nn.Module], device: torch.device) -> str | N
 @lru_cache(maxsize=64)
 def _say_once(reason: str) -> None:
     log.info("local trainings run one by one: %s", reason)
+
+
+def _form_for(task: Task, job: Job) -> StackedModel | MappedModel:
+    features = job.examples.features
+    return _form(task.model, task.torch_device(), features.shape[1:], features.dtype)
 
 
 @lru_cache(maxsize=64)
@@ -207,8 +209,7 @@ class Stack:
             raise ValueError("cannot train on a client without examples")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        features = jobs[0].examples.features
-        self.form = _form(task.model, self.device, features.shape[1:], features.dtype)
+        self.form = _form_for(task, jobs[0])
         self.names = [name for name in self.form.parameters if trained(name)]
         if not self.names:
             raise ValueError("trained selects no parameter of the model")

@@ -119,7 +119,7 @@ def batched(monkeypatch):
         held.append(len(jobs))
         build(self, task, jobs, trained)
 
-    monkeypatch.setattr(module, "_FEWEST", 1)
+    monkeypatch.setattr(module.MappedModel, "fewest", 1)
     monkeypatch.setattr(module.Stack, "__init__", counted)
     return held
 
@@ -227,7 +227,7 @@ def test_chunks_respect_the_memory_limit_and_change_nothing(batched):
 
 
 def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
-    monkeypatch.setattr(module, "_FEWEST", 5)
+    monkeypatch.setattr(module.MappedModel, "fewest", 5)
     sizes = [8] * 6 + [800]
     ours = train_many(problem(), jobs_of(Dense, [SGD], sizes))
     assert batched == [6]
