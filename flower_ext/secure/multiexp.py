@@ -211,7 +211,7 @@ class FixedBaseProducts:
     def _build(self, bases: Sequence[mpz]) -> list[list[list[mpz]]]:
         """Tables of some bases: of b, b^(2^gw), b^(2^2gw), …, the powers 0 to 2^(w-1) each."""
         modulus, windows = self._modulus, self.windows
-        apart = mpz(1) << (windows.steps * windows.width)
+        apart = 1 << (windows.steps * windows.width)
         built = []
         for base in bases:
             tables: list[list[mpz]] = []

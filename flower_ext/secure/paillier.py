@@ -231,7 +231,7 @@ class ZeroPool:
     ----------
     public : PublicKey
     workers : int
-        Threads.
+        Threads of the set-up.
     """
 
     def __init__(
@@ -239,7 +239,6 @@ class ZeroPool:
     ) -> None:
         self.public = public
         self._size = self.size(public.bits)
-        self._workers = workers
 
         def draw(slice_: Sequence[int]) -> list[mpz]:
             return [public.encrypt_zero() for _ in slice_]
@@ -264,12 +263,12 @@ class ZeroPool:
         """Modular multiplications of the set-up, beside its encryptions."""
         return ZeroPool.size(key_bits) * (_HALF_DIGIT - 1)
 
-    def take(self, count: int, *, progress: Progress | None = None) -> list[mpz]:
+    def take(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
         """``count`` encryptions of zero."""
         drawn = np.frombuffer(secrets.token_bytes(2 * self._size * count), dtype=np.uint16)
         digits = (drawn.astype(np.int64) % (2 * _HALF_DIGIT)) - _HALF_DIGIT
         return self._products.of(
-            digits.reshape(self._size, count), workers=self._workers, progress=progress
+            digits.reshape(self._size, count), workers=workers, progress=progress
         )
 
 

@@ -647,7 +647,7 @@ class WeightingSilo:
 
             zeros = map_slices(draw, share, workers=self._workers)
         else:
-            zeros = self._zeros.take(len(share))
+            zeros = self._zeros.take(len(share), workers=self._workers)
         for at, zero in zip(share, zeros, strict=True):
             ciphertexts[at] = ciphertexts[at] * zero % self._key.n_squared
 
