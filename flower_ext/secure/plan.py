@@ -96,10 +96,10 @@ class WeightingPlan:
     def step(self) -> float:
         """Distance of neighbouring encoded values.
 
-        Each user's and each silo's rounding errs by half of it; all of them together by
-        ``precision``.
+        Rounding errs by half of it for each user and each silo, and so does each silo's dither; all
+        of them together by ``precision``.
         """
-        return 2 * self.precision / (self.users + self.silos)
+        return 2 * self.precision / (self.users + 2 * self.silos)
 
     @cached_property
     def encoding(self) -> FixedPoint:
@@ -115,10 +115,11 @@ class WeightingPlan:
     def sum_bound(self) -> int:
         """Largest magnitude of a coordinate of the encoded sum.
 
-        A user's weights sum to one over the silos, so a user adds one update at most.
+        A user's weights sum to one over the silos, so a user adds one update at most. A silo adds
+        its noise and a dither of half a step.
         """
         users = self.users * self.encoding.largest
-        return self.common_multiple * (users + self.silos * self.noise_encoding.largest)
+        return self.common_multiple * (users + self.silos * (self.noise_encoding.largest + 1))
 
     @cached_property
     def packing(self) -> Packing:

@@ -25,6 +25,10 @@ Where this departs from the paper:
   any guess of the updates, having made the encryptions. So each ciphertext is re-randomised, each
   by one silo, in turn.
 
+* A silo adds a dither to its noise: uniform over one step of the encoding. The paper's noise is a
+  multiple of C_LCM, so the decrypted sum modulo C_LCM would be that of the updates alone, and its
+  greatest common divisor with C_LCM would show factors of the N_u. With the dither it is uniform.
+
 What the server learns: the noisy sum; how many users have no record at all (their blinded total is
 zero), but not which; and, when it draws users, which places of the secret order it drew. What a
 silo learns: nothing about other silos. A silo spends its time on the users that it has; who times
@@ -467,7 +471,7 @@ class WeightingSilo:
         self._store()
 
         products = powers.of(exponents, workers=self._workers, progress=progress)
-        noises = plan.packing.pack([int(z) * plan.common_multiple for z in encoded_noise])
+        noises = plan.packing.pack([self._dithered(int(z)) for z in encoded_noise])
         masks = self._pairs.multiplicative_masks(
             _SUM, message.round_number, plan.ciphertexts, public.n_squared
         )
@@ -618,6 +622,11 @@ class WeightingSilo:
         )
         self._weights = data
         return self._powers
+
+    def _dithered(self, encoded: int) -> int:
+        """Encoded noise times C_LCM, moved by less than half a step, uniformly."""
+        multiple = self.plan.common_multiple
+        return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
 
     def _pack(self, products: Sequence[mpz]) -> list[mpz]:
         """Ciphertexts of packed plaintexts from ciphertexts of single coordinates."""

@@ -33,16 +33,16 @@ def test_unfit_fields_are_refused_by_name(changes, match):
 
 def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
     """Condition 2 of Theorem 1, at its exact boundary: bounds in steps of one."""
-    # step = 2 · precision / (users + silos) = 1, so integers are encoded as they are
-    facts = {"users": 2, "silos": 2, "precision": 2.0, "noise_bound": 1.0, "key_bits": 64}
+    # step = 2 · precision / (users + 2 · silos) = 1, so integers are encoded as they are
+    facts = {"users": 2, "silos": 2, "precision": 3.0, "noise_bound": 1.0, "key_bits": 64}
     facts |= {"max_records_per_user": 1, "coordinates_per_plaintext": 1}
-    # 2 · largest + 2 · 1 must be below 2**63 / 2
+    # 2 · largest + 2 · (1 + 1) must be below 2**63 / 2
     largest = 2**60
-    assert plan(**facts, update_bound=float(largest)).sum_bound == 2 * largest + 2
+    assert plan(**facts, update_bound=float(largest)).sum_bound == 2 * largest + 4
     with pytest.raises(ValueError, match="fewer records per user"):
         plan(**facts | {"max_records_per_user": 4}, update_bound=float(largest))
     for multiple in range(1, 7):
-        sum_bound = math.lcm(*range(1, multiple + 1)) * (2 * 10**17 + 2)
+        sum_bound = math.lcm(*range(1, multiple + 1)) * (2 * 10**17 + 4)
         accepted = sum_bound < 2**62
         try:
             plan(**facts | {"max_records_per_user": multiple}, update_bound=1e17)

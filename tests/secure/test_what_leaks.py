@@ -1,6 +1,7 @@
 """What the parties could read from what they receive, tried out."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from gmpy2 import invert, mpz, powmod
 from scipy import stats
 
 from flower_ext.secure import BlindedCounts, EncryptedWeights, MaskedSum, WeightingSilo
+from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
 from tests.secure.test_paillier import root
 from tests.secure.worlds import World, key, plan
@@ -229,6 +231,43 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
         for at, x in enumerate(numbers(sent.ciphertexts, size)):
             found[at] = found[at] * x % private.public.n_squared
     return [root(private, x) == expected for x, expected in zip(found, predicted, strict=True)]
+
+
+def decrypted(world, number: int) -> list[mpz]:
+    """The integers that the server decrypts in a round without packing."""
+    private, facts = key(), world.plan
+    updates, noise = world.draw(np.random.default_rng(number))
+    sums = world.weigh(world.server.open_round(number), updates, noise)
+    product = [mpz(1)] * facts.ciphertexts
+    for message in sums:
+        for at, x in enumerate(numbers(message.ciphertexts, facts.ciphertext_bytes)):
+            product[at] = product[at] * x % private.public.n_squared
+    return [from_residue(x, private.public.n) for x in private.decrypt(product)]
+
+
+def denominator(world, sums: list[mpz]) -> int:
+    """Of the sums as fractions of C_LCM in lowest terms: a multiple of nothing but the N_u."""
+    multiple = world.plan.common_multiple
+    return math.lcm(*(multiple // math.gcd(int(x), multiple) for x in sums))
+
+
+def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
+    monkeypatch.setattr(
+        WeightingSilo, "_dithered", lambda self, encoded: encoded * self.plan.common_multiple
+    )
+    world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, coordinates_per_plaintext=1)
+    assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
+
+
+def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
+    for counts in ([[10, 4, 25], [3, 21, 24]], [[1, 1, 1], [0, 0, 0]]):
+        world = world_of(counts, coordinates=300, coordinates_per_plaintext=1)
+        multiple = world.plan.common_multiple
+        sums = decrypted(world, 1)
+        shares = [float(x % multiple / mpz(multiple)) for x in sums]
+        assert stats.kstest(shares, "uniform").pvalue > 1e-6
+        remainders = np.bincount([int(x) % 7 for x in sums], minlength=7)
+        assert stats.chisquare(remainders).pvalue > 1e-6
 
 
 @pytest.fixture(params=[True, False], ids=["pool", "single"])
