@@ -111,6 +111,14 @@ class WeightingPlan:
         """Of noise: the same step, another bound."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
+    def contribution_bound(self, clipping_norm: float) -> float:
+        """Largest L2 norm by which one user moves the sum, if its updates have ``clipping_norm``.
+
+        Encoding moves each coordinate of an update by half a step at most. The dither amounts to
+        rounding the sum to whole steps at random, which moves each coordinate by less than one.
+        """
+        return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
+
     @property
     def sum_bound(self) -> int:
         """Largest magnitude of a coordinate of the encoded sum.

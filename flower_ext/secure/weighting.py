@@ -24,7 +24,6 @@ Where this departs from the paper:
 * The product of all uploads is a ciphertext whose randomness the server could otherwise predict for
   any guess of the updates, having made the encryptions. So each ciphertext is re-randomised, each
   by one silo, in turn.
-
 * A silo adds a dither to its noise: uniform over one step of the encoding. The paper's noise is a
   multiple of C_LCM, so the decrypted sum modulo C_LCM would be that of the updates alone, and its
   greatest common divisor with C_LCM would show factors of the N_u. With the dither it is uniform.
@@ -38,6 +37,7 @@ it learns about how many these are.
 from __future__ import annotations
 
 import json
+import operator
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
@@ -395,11 +395,13 @@ class WeightingSilo:
         ------
         ProtocolError
             Out of order.
+        TypeError
+            A count is no integer.
         ValueError
             Wrong length, negative, or above this silo's limit.
         """
         self._expect(_Stage.SEEDED)
-        counts = [int(count) for count in counts]
+        counts = [operator.index(count) for count in counts]
         limit = self.plan.record_limit(self.index)
         if len(counts) != self.plan.users:
             raise ValueError(f"counts of {len(counts)} users: expected {self.plan.users}")

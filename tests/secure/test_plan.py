@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from tests.secure.worlds import plan
@@ -71,6 +72,22 @@ def test_a_small_common_multiple_packs_many_coordinates():
     bits = plan(users=100, key_bits=3072, max_records_per_user=120, noise_bound=64.0)
     assert bits.common_multiple.bit_length() == 170
     assert bits.packing.slots == 13
+
+
+def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bound():
+    """With as coarse a step as the update is long, over every fraction of the rest."""
+    facts = plan(users=1, silos=2, coordinates=40, precision=0.5, update_bound=1.0)
+    rng = np.random.default_rng(0)
+    furthest = 0.0
+    for _ in range(2000):
+        own = rng.normal(size=40)
+        own *= rng.uniform() / np.linalg.norm(own)
+        weighted = facts.encoding.encode(own) * rng.uniform()
+        rest, dither = rng.uniform(0, 1, (2, 40))
+        moved = np.floor(rest + weighted + dither) - np.floor(rest + dither)
+        furthest = max(furthest, float(np.linalg.norm(moved * facts.step)))
+    assert furthest <= facts.contribution_bound(1.0)
+    assert plan(coordinates=1).contribution_bound(1.0) == pytest.approx(1.0)
 
 
 def test_plans_that_differ_in_any_field_have_different_contexts():

@@ -113,6 +113,8 @@ def test_limits_of_silos_keep_n_max_before_anything_is_sent():
         World(plan(), np.full((3, 4), 61))
     with pytest.raises(ValueError, match="0 to 60 records"):
         World(plan(), np.full((3, 4), -1))
+    with pytest.raises(TypeError):
+        World(plan(), np.full((3, 4), 1.5))
     with pytest.raises(ValueError, match="5 users: expected 4"):
         World(plan(), np.full((3, 5), 1))
     with pytest.raises(ValueError, match="at least one user"):
