@@ -3,6 +3,7 @@
 try:
     import cryptography as _cryptography  # noqa: F401
     import gmpy2 as _gmpy2  # noqa: F401
+    import phe as _phe  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"flower_ext.secure needs {error.name}: pip install 'flower-ext[weighting]'",

@@ -1,7 +1,7 @@
 """Paillier encryption with generator n + 1, and fast paths for whoever holds the secret key.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
-(EUROCRYPT 1999). Ciphertexts are those of the `phe` package, which the tests compare with.
+(EUROCRYPT 1999). Keys and ciphertexts are those of the `phe` package.
 
 Arithmetic is GMP's, whose running time depends on its operands: nobody may time a party from
 within its machine.
@@ -18,6 +18,7 @@ from functools import cached_property
 import gmpy2
 import numpy as np
 from gmpy2 import mpz
+from phe.paillier import generate_paillier_keypair
 
 from flower_ext.secure.multiexp import FixedBaseProducts
 from flower_ext.secure.threads import Progress, map_slices
@@ -204,7 +205,7 @@ class PrivateKey:
 def generate_key(
     key_bits: int = SECURE_KEY_BITS, *, allow_insecure_key_size: bool = False
 ) -> PrivateKey:
-    """A key of two uniform primes, from the operating system's randomness.
+    """A key of two random primes, drawn by `phe` from the operating system's randomness.
 
     Raises
     ------
@@ -213,8 +214,9 @@ def generate_key(
     """
     check_key_bits(key_bits, allow_insecure_key_size=allow_insecure_key_size)
     while True:
-        p, q = _random_prime(key_bits // 2), _random_prime(key_bits // 2)
-        if p != q:
+        _, drawn = generate_paillier_keypair(n_length=key_bits)
+        p, q = mpz(drawn.p), mpz(drawn.q)
+        if p.bit_length() == q.bit_length():
             return PrivateKey(p, q)
 
 
@@ -277,11 +279,3 @@ def _random_unit(modulus: mpz) -> mpz:
         drawn = mpz(1 + secrets.randbelow(int(modulus) - 1))
         if gmpy2.gcd(drawn, modulus) == 1:
             return drawn
-
-
-def _random_prime(bits: int) -> mpz:
-    top = mpz(3) << (bits - 2)  # so that the product of two has twice the length
-    while True:
-        candidate = mpz(secrets.randbits(bits - 2)) | top | 1
-        if gmpy2.is_prime(candidate, 40):
-            return candidate
