@@ -1,77 +1,107 @@
-"""Local trainings of many clients as one batch, against one by one.
+"""Local trainings as one batch, against the same one by one; clients, and many tiny trainings.
 
     python -m benchmarks.speed.many
 
-100 clients of 50 examples each, one epoch of SGD in batches of 10, on one thread. Both in one
-process, by turns; the fastest of three.
+Clients hold 50 examples each, one epoch of SGD in batches of 10. Tiny ones (users inside a silo)
+hold one to three and train for two epochs. One thread; by turns; the fastest of three.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, Examples
 from flower_ext.reporting.report import table
 from flower_ext.training import Job, LocalTraining, Task, train, train_many
+from flower_ext.training.models import mnist_cnn
 
-CLIENTS, EXAMPLES, CLASSES, TURNS = 100, 50, 10, 3
-TRAINING = LocalTraining(epochs=1, batch_size=10, learning_rate=0.1)
-MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
-    "logistic regression, 784 features": (784, lambda: nn.Linear(784, CLASSES)),
-    "MLP 784-64-10": (
-        784,
-        lambda: nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, CLASSES)),
-    ),
-    "logistic regression, 20 features": (20, lambda: nn.Linear(20, CLASSES)),
-}
+CLASSES, TURNS = 10, 3
+ALONE = 100
+"""Trainings that are timed one by one: each takes as long as any other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """So many trainings of one model."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    trainings: int
+    examples: tuple[int, ...]
+    epochs: int
+
+
+def small_perceptron() -> nn.Module:
+    """19,885 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 25), nn.ReLU(), nn.Linear(25, CLASSES))
+
+
+CASES = [
+    Case(name="clients, " + name, build=build, trainings=100, examples=(50,), epochs=1)
+    for name, build in (
+        ("logistic regression, 7,850", logistic_regression),
+        ("perceptron, 50,890", perceptron),
+        ("convolutional, 147,146", convolutional),
+    )
+] + [
+    Case(name="tiny, " + name, build=build, trainings=10_000, examples=(1, 2, 3), epochs=2)
+    for name, build in (
+        ("perceptron, 19,885", small_perceptron),
+        ("convolutional, 19,988", mnist_cnn),
+    )
+]
 
 
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    rows = []
-    for name, (features, build) in MODELS.items():
-        clients = [examples(client, features) for client in range(CLIENTS)]
-        task = Task(model=build, data=no_partitions, device="cpu")
-        alone, together = [], []
-        for _ in range(TURNS):
-            alone.append(seconds(one_by_one, task, jobs(task, clients)))
-            together.append(seconds(train_many, task, jobs(task, clients)))
-        rows.append(
-            (
-                name,
-                f"{1e3 * min(alone):.0f}",
-                f"{1e3 * min(together):.0f}",
-                f"{min(alone) / min(together):.1f}",
-            )
-        )
-    print(table(("model", "one by one, ms", "batch, ms", "times as fast"), rows))
+    print(table(("trainings, parameters", "one by one, µs", "batch, µs", "ratio"), map(row, CASES)))
 
 
-def examples(client: int, features: int) -> Examples:
-    """Random data of one client."""
-    generator = torch.Generator().manual_seed(client)
-    return Examples(
-        features=torch.randn(EXAMPLES, features, generator=generator),
-        targets=torch.randint(CLASSES, (EXAMPLES,), generator=generator),
+def row(case: Case) -> tuple[str, str, str, str]:
+    """Microseconds a training, both ways."""
+    task = Task(model=case.build, data=no_partitions, device="cpu")
+    data = [examples(i, case.examples[i % len(case.examples)]) for i in range(case.trainings)]
+    few = [jobs_of(task, data[:ALONE], case.epochs) for _ in range(TURNS)]
+    all_ = [jobs_of(task, data, case.epochs) for _ in range(TURNS)]
+    alone, together = [], []
+    for some, every in zip(few, all_, strict=True):
+        alone.append(seconds(one_by_one, task, some) / len(some))
+        together.append(seconds(in_batches, task, every) / len(every))
+    return (
+        case.name,
+        f"{1e6 * min(alone):,.0f}",
+        f"{1e6 * min(together):,.0f}",
+        f"{min(alone) / min(together):.1f}",
     )
 
 
-def jobs(task: Task, clients: list[Examples]) -> list[Job]:
+def examples(client: int, count: int) -> Examples:
+    """Random images of one client."""
+    generator = torch.Generator().manual_seed(client)
+    return Examples(
+        features=torch.randn(count, 1, 28, 28, generator=generator),
+        targets=torch.randint(CLASSES, (count,), generator=generator),
+    )
+
+
+def jobs_of(task: Task, data: list[Examples], epochs: int) -> list[Job]:
     """One job a client, with a fresh batch order."""
     start = task.initial_params(0)
     return [
         Job(
             params=start,
             examples=own,
-            training=TRAINING,
+            training=LocalTraining(epochs=epochs, batch_size=10, learning_rate=0.05),
             generator=torch.Generator().manual_seed(client),
         )
-        for client, own in enumerate(clients)
+        for client, own in enumerate(data)
     ]
 
 
@@ -84,6 +114,12 @@ def one_by_one(task: Task, waiting: list[Job]) -> None:
     """What a batch replaces."""
     for job in waiting:
         train(task, job.params, job.examples, job.training, generator=job.generator)
+
+
+def in_batches(task: Task, waiting: list[Job]) -> None:
+    """Results are dropped in portions, as who adds them up would."""
+    for start in range(0, len(waiting), 1_000):
+        train_many(task, waiting[start : start + 1_000])
 
 
 def seconds(run: Callable[..., object], *arguments: object) -> float:

@@ -24,7 +24,7 @@ class Examples:
             raise ValueError(f"{len(self.features)} features but {len(self.targets)} targets")
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return int(self.targets.shape[0])
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """The rows at ``indices``, in their order.

@@ -24,7 +24,7 @@ from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
 from flower_ext.federation.protection import noise_source, objective_terms, protected
-from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, l2_norm, seeded_generator
+from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, derived_seed, l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
     Job,
@@ -249,7 +249,8 @@ class _ClientSide:
         """Evaluate the model that each client would use."""
         _, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
-        every = evaluate_many(works[0].task, models, [work.data.test for work in works])
+        tests = [work.data.test for work in works]
+        every = evaluate_many(works[0].task, models, tests, memory_limit=memory_limit)
         replies = []
         for message, work, scores in zip(messages, works, every, strict=True):
             if len(work.data.test) == 0:
@@ -306,7 +307,7 @@ class _ClientSide:
 
     def _work(self, asked: _Asked, context: Context, task: Task) -> ClientWork:
         partition = partition_of(context.node_config)
-        numbers = seeded_generator(asked.seed, "client", asked.kind, partition, asked.round)
+        seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
         noise: NoiseSource = SecureNoise()
         if "seeded-noise" in asked.facts:
@@ -324,7 +325,7 @@ class _ClientSide:
             training=asked.training,
             round=asked.round,
             seed=asked.seed,
-            generator=torch.Generator().manual_seed(int(numbers.integers(2**63))),
+            generator=torch.Generator().manual_seed(seed),
             settings=asked.settings,
             state=asked.state,
             terms=objective_terms(

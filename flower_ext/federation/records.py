@@ -52,10 +52,11 @@ class UnsentArray(Array):
     Whoever makes one must not change ``values`` afterwards.
     """
 
+    values: np.ndarray
+
     def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-        self.dtype, self.shape = _name(values.dtype), values.shape
-        self.stype = "numpy.ndarray"
+        facts = {"dtype": _name(values.dtype), "shape": values.shape, "stype": "numpy.ndarray"}
+        self.__dict__.update(facts, values=values)  # Flower's setter would look for chunks to drop
 
     @property
     def data(self) -> bytes:  # type: ignore[override]

@@ -64,7 +64,18 @@ from flower_ext.privacy.perturbation import (
 )
 from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
 from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
-from flower_ext.privacy.randomness import secure_generator, seeded_generator
+from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
+from flower_ext.privacy.record_level import (
+    ClippedSteps,
+    clipped_steps_epsilon,
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+    composed_epsilon,
+    composed_noise_stddev,
+    dp_ditto_epsilon,
+    dp_ditto_guarantees,
+    dp_ditto_noise_stddev,
+)
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -93,6 +104,7 @@ __all__ = [
     "BoundedUpdate",
     "Budget",
     "BudgetExhausted",
+    "ClippedSteps",
     "Condition",
     "DpSgd",
     "FixedSizeSampling",
@@ -133,9 +145,18 @@ __all__ = [
     "check_user_plan",
     "client_level_guarantees",
     "clip",
+    "clipped_steps_epsilon",
+    "clipped_steps_guarantee",
+    "clipped_steps_noise_stddev",
+    "composed_epsilon",
+    "composed_noise_stddev",
     "default_relation",
+    "derived_seed",
     "dp2_fedsam_theorem2",
     "dp2_fedsam_theorem2_noise_multiplier",
+    "dp_ditto_epsilon",
+    "dp_ditto_guarantees",
+    "dp_ditto_noise_stddev",
     "gaussian_loss",
     "group_loss",
     "group_loss_by_conversion",

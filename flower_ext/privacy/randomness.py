@@ -24,8 +24,16 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
     --------
     ``seeded_generator(1, "cohort", 3)`` draws the cohort of round 3 in every run with seed 1.
     """
+    words = np.frombuffer(_digest(seed, *path), dtype=np.uint32)
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words.tolist())))
+
+
+def derived_seed(seed: int, *path: str | int) -> int:
+    """A seed below 2^63 for another library's generator, independent for each ``(seed, *path)``."""
+    return int.from_bytes(_digest(seed, *path)[:8]) >> 1
+
+
+def _digest(seed: int, *path: str | int) -> bytes:
     if seed < 0:
         raise ValueError(f"seed={seed!r}: expected an integer >= 0")
-    digest = hashlib.sha256(repr((seed, *path)).encode()).digest()
-    words = np.frombuffer(digest, dtype=np.uint32)
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words.tolist())))
+    return hashlib.sha256(repr((seed, *path)).encode()).digest()

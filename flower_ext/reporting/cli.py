@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run``, ``calibrate`` and ``report``."""
+"""The command line: ``flower-ext run``, ``calibrate``, ``plan`` and ``report``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flower_ext.planning import DittoProblem, LinearFairness
 from flower_ext.privacy import (
     Accountant,
+    ClippedSteps,
     FixedSizeSampling,
     FullParticipation,
     LedgerCorrupt,
@@ -32,6 +34,13 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting.comparison import write_comparison
+from flower_ext.reporting.ditto_plan import (
+    Answer,
+    PrivacyBudget,
+    answers,
+    curve_rows,
+    draw_plan,
+)
 from flower_ext.reporting.launch import LaunchFailed, launch
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory
@@ -123,6 +132,183 @@ def calibrate(
     _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
 
 
+_BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
+_WEIGHT = "λ: given, or the fairest by a Bayesian linear model"
+
+
+@app.command()
+def plan(
+    epsilon: Annotated[float, typer.Option(help="ε > 0.", rich_help_panel=_BUDGET)],
+    clients: Annotated[
+        int, typer.Option(min=1, help="N: all take part in every round.", rich_help_panel=_BUDGET)
+    ],
+    examples: Annotated[
+        list[int],
+        typer.Option(
+            min=1,
+            help="|D|: records of a client; repeat for each client, all equal.",
+            rich_help_panel=_BUDGET,
+        ),
+    ],
+    clipping_norm: Annotated[
+        float, typer.Option(help="C: of the local model.", rich_help_panel=_BUDGET)
+    ],
+    learning_rate: Annotated[
+        float, typer.Option(help="η_G: of the local model.", rich_help_panel=_BUDGET)
+    ],
+    dimension: Annotated[int, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)],
+    strong_convexity: Annotated[float, typer.Option(help="μ.", rich_help_panel=_LOSSES)],
+    smoothness: Annotated[float, typer.Option(help="L.", rich_help_panel=_LOSSES)],
+    initial_gap: Annotated[
+        float, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
+    ],
+    initial_distance: Annotated[
+        float, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
+    ],
+    gradient_bound: Annotated[
+        float | None,
+        typer.Option(help="G₀; without it no published bound.", rich_help_panel=_LOSSES),
+    ] = None,
+    model_spread: Annotated[
+        float | None,
+        typer.Option(help="M ≥ ‖u* − w*‖; without it no published bound.", rich_help_panel=_LOSSES),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="δ; by default 1/|D|.", rich_help_panel=_BUDGET)
+    ] = None,
+    gradient_clipping_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="G: of each record's gradient; without it one record may move a model by 2C.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="K: noised local steps a round.", rich_help_panel=_BUDGET)
+    ] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(help="B; by default all records.", rich_help_panel=_BUDGET)
+    ] = None,
+    personal_learning_rate: Annotated[
+        float | None, typer.Option(help="η_L; by default η_G.", rich_help_panel=_BUDGET)
+    ] = None,
+    max_rounds: Annotated[
+        int, typer.Option(min=1, help="The most rounds to consider.", rich_help_panel=_BUDGET)
+    ] = 1000,
+    global_weight: Annotated[
+        float | None,
+        typer.Option(help="λ from 0 (local) to 2 (global).", rich_help_panel=_WEIGHT),
+    ] = None,
+    feature_energy: Annotated[
+        float | None, typer.Option(help="ρ: the diagonal of XᵀX.", rich_help_panel=_WEIGHT)
+    ] = None,
+    label_variance: Annotated[
+        float | None, typer.Option(help="σ²: of the labels' noise.", rich_help_panel=_WEIGHT)
+    ] = None,
+    model_variance: Annotated[
+        float | None, typer.Option(help="ζ²: between clients' models.", rich_help_panel=_WEIGHT)
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where figures and CSV files go.")] = Path("plan"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How many rounds to run, and how much of the global model to take, for a privacy budget.
+
+    For Ditto with noise on every uploaded model (DP-Ditto). The unit is one record of a client,
+    replaced by another; the server sees every upload. Answers come as published and provable; the
+    bound speaks of one full-gradient step a round on strongly convex losses.
+
+    Example: flower-ext plan --epsilon 10 --delta 1e-4 --clients 20 --examples 3000
+    --clipping-norm 20 --gradient-clipping-norm 1 --learning-rate 0.1 --dimension 10
+    --strong-convexity 0.5 --smoothness 2 --initial-gap 1 --initial-distance 4 --global-weight 0.5
+    """
+    linear = {
+        "feature_energy": feature_energy,
+        "label_variance": label_variance,
+        "model_variance": model_variance,
+    }
+    missing = [name for name, value in linear.items() if value is None]
+    if (global_weight is None) == (len(missing) == len(linear)) or 0 < len(missing) < len(linear):
+        raise typer.BadParameter(
+            "give either --global-weight or all of --feature-energy, --label-variance and "
+            "--model-variance"
+        )
+    if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
+        raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
+    try:
+        size = _equal_size(examples, clients)
+        steps = None
+        if gradient_clipping_norm is not None:
+            steps = ClippedSteps(
+                learning_rate=learning_rate,
+                gradient_clipping_norm=gradient_clipping_norm,
+                num_examples=size,
+                local_steps=local_steps,
+                batch_size=batch_size,
+            )
+        budget = PrivacyBudget(
+            epsilon=epsilon,
+            delta=1 / size if delta is None else delta,
+            num_clients=clients,
+            num_examples=size,
+            clipping_norm=clipping_norm,
+            steps=steps,
+        )
+        problem = DittoProblem(
+            strong_convexity=strong_convexity,
+            smoothness=smoothness,
+            initial_gap=initial_gap,
+            initial_distance=initial_distance,
+            dimension=dimension,
+            num_clients=clients,
+            learning_rate=learning_rate,
+            personal_learning_rate=learning_rate
+            if personal_learning_rate is None
+            else personal_learning_rate,
+            gradient_bound=math.inf if gradient_bound is None else gradient_bound,
+            model_spread=math.inf if model_spread is None else model_spread,
+        )
+        fairness = None
+        if not missing:
+            fairness = LinearFairness.expected(
+                num_clients=clients,
+                num_examples=size,
+                dimension=dimension,
+                feature_energy=feature_energy or 0.0,
+                label_variance=label_variance or 0.0,
+                model_variance=model_variance or 0.0,
+            )
+        found = answers(
+            budget,
+            problem,
+            max_rounds=max_rounds,
+            global_weight=global_weight,
+            fairness=fairness,
+        )
+    except (ValueError, TargetOutOfReach) as error:
+        raise typer.BadParameter(str(error)) from error
+    drawn = draw_plan(found, output, fairness=fairness)
+    if as_json:
+        facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
+        target = {"epsilon": epsilon, "delta": budget.delta}
+        curves = [
+            {"rounds": rounds, **{a.basis: _at(a, rounds) for a in found}}
+            for rounds in curve_rows(found)
+        ]
+        console.print_json(
+            json.dumps(
+                {
+                    **facts,
+                    **target,
+                    "plans": [answer.to_dict() for answer in found],
+                    "curves": curves,
+                    "figures": [str(path) for path in drawn],
+                }
+            )
+        )
+        return
+    _print_plan(budget, found, drawn)
+
+
 @app.command()
 def run(
     app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
@@ -138,18 +324,22 @@ def run(
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
     ] = False,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="So many clients, in one process.")
+    ] = None,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
-    Example: flower-ext run apps/dp2_fedsam --set method=centaur --set rounds=20
+    Example: flower-ext run apps/dp2_fedsam --clients 1000 --set method=centaur --set rounds=20
     """
+    settings = [*(settings or ()), *([] if clients is None else [f"clients={clients}"])]
     try:
         path = launch(
             app_folder,
             superlink=superlink,
-            settings=settings or (),
+            settings=settings,
             runs=runs,
-            in_process=in_process,
+            in_process=in_process or clients is not None,
         )
     except LaunchFailed as error:
         Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
@@ -184,6 +374,77 @@ def report(
 def main() -> None:
     """Entry point of ``flower-ext``."""
     app()
+
+
+def _equal_size(examples: list[int], clients: int) -> int:
+    """|D|, the same for all: the analysis averages over clients without weights."""
+    if len(examples) not in (1, clients):
+        raise ValueError(
+            f"examples={examples!r}: expected one size for all, or {clients}, one for each client"
+        )
+    if len(set(examples)) > 1:
+        raise ValueError(
+            f"examples={examples!r}: expected equal sizes, which Theorems 1 to 3 rest on; plan for "
+            "the smallest and let every client use that many records"
+        )
+    return examples[0]
+
+
+def _at(answer: Answer, rounds: int) -> dict[str, float]:
+    """One row of the curves."""
+    plan = answer.plan
+    return {
+        "bound": float(plan.convergence[rounds - 1]),
+        "global_weight": float(plan.global_weights[rounds - 1]),
+    }
+
+
+def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -> None:
+    console.print(
+        f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
+        f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
+    )
+    if budget.delta > 1 / budget.num_examples:
+        console.print(
+            f"δ = {budget.delta:g} is above 1/|D| = {1 / budget.num_examples:.3g}: a mechanism "
+            "that publishes one record, drawn at random, would pass"
+        )
+    console.print(f"Provable noise: {budget.provable_source}\n")
+    table = Table(title="Rounds and global weight for the budget", title_justify="left")
+    kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
+    columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
+    for column in columns:
+        table.add_column(column)
+    for answer in found:
+        plan = answer.plan
+        table.add_row(
+            answer.basis,
+            str(plan.rounds),
+            f"{plan.global_weight:.4g}",
+            f"{float(plan.bound.after(plan.rounds)):.4g}",
+            f"{answer.noise_stddev:.4g}" if plan.rounds else "–",
+            *(epsilon_text(answer.epsilons[kind]) if plan.rounds else "–" for kind in kinds),
+        )
+    console.print(table)
+    for answer in found:
+        if answer.plan.rounds == 0:
+            console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
+        if answer.plan.rounds == int(answer.plan.candidates[-1]):
+            console.print(f"{answer.basis}: T* is --max-rounds; more may be better")
+        for text in answer.not_met:
+            console.print(f"  ✗ {answer.basis}: {text}")
+    curves = Table(title="h(T, λ) and λ over the planned rounds", title_justify="left")
+    curves.add_column("T")
+    for answer in found:
+        curves.add_column(f"h, {answer.basis}")
+        curves.add_column(f"λ, {answer.basis}")
+    for rounds in curve_rows(found):
+        cells = [_at(answer, rounds) for answer in found]
+        numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
+        curves.add_row(str(rounds), *numbers)
+    console.print(curves)
+    for path in drawn:
+        console.print(f"Figure: {path} (numbers: {path.with_suffix('.csv').name})", soft_wrap=True)
 
 
 def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:

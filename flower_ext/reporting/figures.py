@@ -30,7 +30,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     ) -> None:
         lines = {label: line for label, line in lines.items() if line[0]}
         if lines:
-            _lines(folder, name, title, ylabel, lines, log=log)
+            draw_lines(folder, name, title, ylabel, lines, log=log)
             drawn[title] = f"{name}.svg"
 
     accuracy = {
@@ -130,10 +130,18 @@ def cumulative(line: Line, *, scale: float = 1.0) -> Line:
     return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
-def _lines(
-    folder: Path, name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool
-) -> None:
-    figure, axes = _canvas(title, "round", ylabel)
+def draw_lines(
+    folder: Path,
+    name: str,
+    title: str,
+    ylabel: str,
+    lines: Mapping[str, Line],
+    *,
+    xlabel: str = "round",
+    log: bool = False,
+) -> Path:
+    """One line for each label; returns the path of the SVG."""
+    figure, axes = _canvas(title, xlabel, ylabel)
     for number, (label, (x, y)) in enumerate(lines.items()):
         axes.plot(x, y, label=label, color=COLOURS[number], linestyle=DASHES[number])
     if log:
@@ -143,7 +151,7 @@ def _lines(
     if len(lines) > 1:
         axes.legend(frameon=False)
     rows = [(label, a, b) for label, (x, y) in lines.items() for a, b in zip(x, y, strict=True)]
-    _save(figure, folder, name, ("line", "round", ylabel), rows)
+    return _save(figure, folder, name, ("line", xlabel, ylabel), rows)
 
 
 def _histogram(folder: Path, name: str, title: str, xlabel: str, values: Sequence[float]) -> None:

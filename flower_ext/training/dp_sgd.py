@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.nn.grad import conv2d_weight
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
@@ -250,13 +251,27 @@ def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
-    bias = _Rows(slope.flatten(2).sum(dim=2))
+    """Every example's own gradient: the convolution with a group of channels for each."""
     assert isinstance(layer.padding, tuple)
-    kernel, step = layer.kernel_size, layer.stride
-    patches = functional.unfold(x, kernel, layer.dilation, layer.padding, step)
-    patches = patches.reshape(len(x), layer.groups, -1, patches.shape[-1])
-    slope = slope.reshape(len(x), layer.groups, -1, patches.shape[-1])
-    return {"weight": _Rows(slope @ patches.mT), "bias": bias}
+    own = conv2d_weight(  # type: ignore[no-untyped-call]
+        _as_channels(x),
+        (len(x) * layer.out_channels, *layer.weight.shape[1:]),
+        _as_channels(slope),
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        len(x) * layer.groups,
+    )
+    return {
+        "weight": _Rows(own.reshape(len(x), -1)),
+        "bias": _Rows(slope.flatten(2).sum(dim=2)),
+    }
+
+
+def _as_channels(images: Tensor) -> Tensor:
+    """Examples as groups of channels of one image, channels last in memory."""
+    one = images.reshape(1, -1, *images.shape[2:])
+    return one.contiguous(memory_format=torch.channels_last)
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:

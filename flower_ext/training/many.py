@@ -39,8 +39,6 @@ _CACHE = 2**22
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
-_FEWEST = 5
-"""Models below which one after the other is faster than a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,36 +111,38 @@ def train_groups(
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
     """Which jobs are best trained together: their indices, the longest first in each group.
 
-    A batch narrows as its jobs end, so those that would outlast all others are groups of one.
+    A batch narrows as its jobs end, so those that would outlast all others are groups of one. Of
+    equally long ones those with as many examples are neighbours, so that less is padded.
     """
-    order = sorted(range(len(jobs)), key=lambda i: -_steps(jobs[i]))
+    order = sorted(range(len(jobs)), key=lambda i: (-_steps(jobs[i]), -len(jobs[i].examples)))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
-    if why_apart(task, jobs) is None:
-        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= _FEWEST * max(steps[i], 1))
+    if jobs and why_apart(task, jobs) is None:
+        fewest = _form_for(task, jobs[0]).fewest
+        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
         lonely = next(worth, len(jobs))
-    rest = order[lonely:]
-    size = together(task, jobs[rest[0]], memory_limit) if rest else 1
-    chunks = [rest[start : start + size] for start in range(0, len(rest), size)]
-    return [*([index] for index in order[:lonely]), *chunks]
+    chosen, start = [[index] for index in order[:lonely]], lonely
+    while start < len(order):
+        size = together(task, jobs[order[start]], memory_limit)
+        chosen.append(order[start : start + size])
+        start += size
+    return chosen
 
 
 def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
     """Why these jobs are better trained one by one; None if they are not."""
-    if len(jobs) < _FEWEST:
-        return "too few to gain"
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(not isinstance(term, Proximal | Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
-    reason = _why_unlike(task.model, task.torch_device())
+    reason = _why_unlike(task.model)
     if reason is not None:
         _say_once(reason)
     return reason
 
 
 @lru_cache(maxsize=64)
-def _why_unlike(build: Callable[[], nn.Module], device: torch.device) -> str | None:
+def _why_unlike(build: Callable[[], nn.Module]) -> str | None:
     """What keeps models of this kind from training in a batch."""
     for module in build().modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -157,6 +157,11 @@ def _why_unlike(build: Callable[[], nn.Module], device: torch.device) -> str | N
 @lru_cache(maxsize=64)
 def _say_once(reason: str) -> None:
     log.info("local trainings run one by one: %s", reason)
+
+
+def _form_for(task: Task, job: Job) -> StackedModel | MappedModel:
+    features = job.examples.features
+    return _form(task.model, task.torch_device(), features.shape[1:], features.dtype)
 
 
 @lru_cache(maxsize=64)
@@ -219,8 +224,7 @@ class Stack:
             raise ValueError("cannot train on a client without examples")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        features = jobs[0].examples.features
-        self.form = _form(task.model, self.device, features.shape[1:], features.dtype)
+        self.form = _form_for(task, jobs[0])
         self.names = [name for name in self.form.parameters if trained(name)]
         if not self.names:
             raise ValueError("trained selects no parameter of the model")
@@ -231,6 +235,7 @@ class Stack:
         self.weights = {name: every.pop(name) for name in self.names}
         self.rest = every
         self.batches = Batches(jobs, self.device)
+        self._shape: tuple[Sequence[int], bool] | None = None
 
     def minimise(self) -> list[Params]:
         """SGD with momentum, or SAM, on every job to its own end."""
@@ -300,31 +305,34 @@ class Stack:
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
-        jobs, width = len(counts), max(counts)
-        scale = torch.ones(jobs, device=self.device) if factors is None else factors
-        real = self._real(counts, width)
-        share = (real / real.sum(dim=1, keepdim=True)) * scale.unsqueeze(1)
-        if self.task.loss is cross_entropy:
+        if self._shape != (counts, factors is None):  # few batches differ in shape from the last
+            self._shape = (counts, factors is None)
+            self._real, self._share = self._shares(counts, factors)
+        real, share, loss = self._real, self._share, self.task.loss
+        if loss is cross_entropy:
 
             def summed(outputs: Tensor) -> Tensor:
                 each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
-                return torch.dot(each.flatten(), share.flatten())
+                return torch.dot(each, share.flatten())
 
             return summed
+        scale = share.sum(dim=1)
         if self.task.compares_examples:
-            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y, real), scale)
-        if min(counts) == width:
-            return lambda outputs: torch.dot(vmap(self.task.loss)(outputs, y), scale)
+            return lambda outputs: torch.dot(vmap(loss)(outputs, y, real), scale)
+        if min(counts) == max(counts):
+            return lambda outputs: torch.dot(vmap(loss)(outputs, y), scale)
 
         def alone(output: Tensor, target: Tensor) -> Tensor:
-            return self.task.loss(output.unsqueeze(0), target.unsqueeze(0))
+            return loss(output.unsqueeze(0), target.unsqueeze(0))
 
         return lambda outputs: (vmap(vmap(alone))(outputs, y) * share).sum()
 
-    def _real(self, counts: Sequence[int], width: int) -> Tensor:
-        """Which places of each mini-batch hold examples; the others are padding."""
+    def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which places of each mini-batch hold examples, and what each of them counts."""
         number = torch.tensor(counts, device=self.device).unsqueeze(1)
-        return torch.arange(width, device=self.device) < number
+        real = torch.arange(max(counts), device=self.device) < number
+        share = real / number
+        return real, share if factors is None else share * factors.unsqueeze(1)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
@@ -444,20 +452,42 @@ class Batches:
 
 
 def evaluate_many(
-    task: Task, models: Sequence[Mapping[str, Tensor]], examples: Sequence[Examples]
+    task: Task,
+    models: Sequence[Mapping[str, Tensor]],
+    examples: Sequence[Examples],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float]]:
     """What `evaluate` returns for each model on its own examples.
 
-    Examples of clients that share one model (the same object) go through it together.
+    Examples of clients that share one model (the same object) go through it together, as many as
+    fit into ``memory_limit`` bytes.
     """
     sharing: dict[int, list[int]] = {}
     for index, model in enumerate(models):
         sharing.setdefault(id(model), []).append(index)
     scores: dict[int, dict[str, float]] = {}
     for members in sharing.values():
-        own = [examples[index] for index in members]
-        outputs = predict(task, models[members[0]], torch.cat([one.features for one in own]))
-        parts = torch.split(outputs, [len(one) for one in own])
-        for index, one, part in zip(members, own, parts, strict=True):
-            scores[index] = score(task, part, one.targets.to(part.device))
+        for part in _portions(
+            members, [examples[i].features.nbytes for i in members], memory_limit
+        ):
+            own = [examples[index] for index in part]
+            outputs = predict(task, models[part[0]], torch.cat([one.features for one in own]))
+            each = torch.split(outputs, [len(one) for one in own])
+            for index, one, output in zip(part, own, each, strict=True):
+                scores[index] = score(task, output, one.targets.to(output.device))
     return [scores[index] for index in range(len(models))]
+
+
+def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Members in order, in lists whose sizes add up to at most ``limit`` (or of one member)."""
+    portion: list[int] = []
+    total = 0
+    for member, size in zip(members, sizes, strict=True):
+        if portion and total + size > limit:
+            yield portion
+            portion, total = [], 0
+        portion.append(member)
+        total += size
+    if portion:
+        yield portion

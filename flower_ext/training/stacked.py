@@ -70,6 +70,9 @@ class StackedModel:
         in a way that this form does not foresee.
     """
 
+    fewest = 1
+    """Models below which one after the other is faster."""
+
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -151,6 +154,8 @@ class StackedModel:
 
 class MappedModel:
     """K models of any architecture that `torch.vmap` knows, at its overhead."""
+
+    fewest = 5
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]

@@ -11,13 +11,12 @@ import math
 import torch
 from torch.nn.functional import cross_entropy
 
-from flower_ext.privacy import SeededNoise, seeded_generator
+from flower_ext.privacy import SeededNoise, derived_seed, seeded_generator
 from tests.worlds import Net, client_data, task
 
 
 def batch_order(seed, client, server_round, kind="train"):
-    numbers = seeded_generator(seed, "client", kind, client, server_round)
-    return torch.Generator().manual_seed(int(numbers.integers(2**63)))
+    return torch.Generator().manual_seed(derived_seed(seed, "client", kind, client, server_round))
 
 
 def descend(model, part, data, *, epochs, batch, rate, momentum, radius, generator):

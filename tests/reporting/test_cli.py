@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.cli import app, epsilon_text, noise_text
 from tests.reporting.test_report import finished
 
@@ -109,6 +110,16 @@ def test_a_run_is_either_in_one_process_or_on_a_superlink():
     assert "has no SuperLink" in done.stderr
 
 
+def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
+    from tests.apps.app import DP2_FEDSAM
+
+    small = ["--set", "rounds=1", "--set", "partition=iid", "--runs", str(tmp_path)]
+    done = call("run", str(DP2_FEDSAM.folder), "--clients", "7", *small)
+    assert done.exit_code == 0, done.output
+    (run,) = tmp_path.iterdir()
+    assert RunDirectory.open(run).facts["config"]["clients"] == 7
+
+
 def test_run_of_something_else_fails(tmp_path):
     done = call("run", str(tmp_path))
     assert done.exit_code == 1
@@ -176,3 +187,129 @@ def test_the_cohort_that_uploads_are_accounted_for_is_named():
     rows = json.loads(call("calibrate", *FACTS, "--epsilon", "2", "--json").output)["rows"]
     (row,) = (row for row in rows if row["calibrated by"] == "uploads known")
     assert row["adversary sees"] == "each upload, every round, cohorts of 10"
+
+
+PLAN = {
+    "--epsilon": "10",
+    "--delta": "1e-4",
+    "--clients": "20",
+    "--examples": "600",
+    "--clipping-norm": "10",
+    "--learning-rate": "0.05",
+    "--dimension": "10",
+    "--strong-convexity": "1",
+    "--smoothness": "2",
+    "--initial-gap": "5",
+    "--initial-distance": "40",
+    "--gradient-bound": "1",
+    "--model-spread": "1",
+    "--gradient-clipping-norm": "1",
+    "--max-rounds": "400",
+}
+LINEAR = {"--feature-energy": "600", "--label-variance": "40", "--model-variance": "0.1"}
+
+
+def plan(folder, *more: str, **changes: str | None):
+    facts = {**PLAN, **{f"--{k.replace('_', '-')}": v for k, v in changes.items()}}
+    given = [word for k, v in facts.items() if v is not None for word in (k, v)]
+    return call("plan", *given, "--output", str(folder), *more)
+
+
+def linear():
+    return [word for pair in LINEAR.items() for word in pair]
+
+
+def test_plan_answers_rounds_and_weight_for_both_bases_with_curves_beside(tmp_path):
+    done = plan(tmp_path, *linear(), "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.output)
+    assert (facts["unit"], facts["relation"]) == ("record", "replace-one")
+    by_basis = {one["basis"]: one for one in facts["plans"]}
+    assert set(by_basis) == {"published", "provable"}
+    for one in by_basis.values():
+        assert 1 <= one["rounds"] <= 400
+        assert 0 < one["global_weight"] < 2
+        assert one["epsilon"]["worst case"] > one["epsilon"]["as published"]
+    assert by_basis["published"]["epsilon"]["as published"] == pytest.approx(10)
+    spent = by_basis["provable"]["epsilon"]["gradients clipped"]
+    assert 10 * (1 - 1e-6) < spent <= 10
+    for name in ("convergence", "global_weight", "fairness"):
+        assert (tmp_path / f"{name}.svg").exists()
+        rows = (tmp_path / f"{name}.csv").read_text().splitlines()
+        assert len(rows) > 300
+    curve = {row["rounds"]: row["provable"]["bound"] for row in facts["curves"]}
+    assert min(curve.values()) == curve[by_basis["provable"]["rounds"]]
+
+
+def test_plan_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp_path):
+    done = plan(tmp_path, global_weight="0.1", strong_convexity="0.5", delta="0.01")
+    assert done.exit_code == 0, done.output
+    for word in ("T*", "one record of 600", "published", "provable", "✗", "μ >", "δ = 0.01"):
+        assert word in done.output
+    assert not (tmp_path / "fairness.svg").exists()
+
+
+def test_without_gradient_bounds_only_the_provable_plan_is_made(tmp_path):
+    done = plan(tmp_path, "--json", global_weight="0.5", gradient_bound=None)
+    assert [one["basis"] for one in json.loads(done.output)["plans"]] == ["provable"]
+
+
+def test_without_clipped_gradients_the_provable_noise_is_that_of_2C(tmp_path):
+    done = plan(tmp_path, "--json", global_weight="0.5", gradient_clipping_norm=None)
+    provable = json.loads(done.output)["plans"][1]
+    assert provable["epsilon"]["worst case"] == pytest.approx(10)
+    assert "gradients clipped" not in provable["epsilon"]
+
+
+def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(tmp_path):
+    one, three = (
+        json.loads(plan(tmp_path, "--json", global_weight="0.5", local_steps=k).output)["plans"][1]
+        for k in ("1", "3")
+    )
+    per_round = [p["noise_stddev"] / p["rounds"] ** 0.5 for p in (one, three)]
+    assert per_round[1] == pytest.approx(3 * per_round[0])
+    assert one["conditions_not_met"] == []
+    assert "K = 3" in three["conditions_not_met"][0]
+
+
+def test_equal_sizes_may_be_given_one_by_one(tmp_path):
+    sizes = ["--examples", "600"] * 19  # one more in PLAN
+    assert plan(tmp_path, *sizes, global_weight="0.5").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        ({}, [], "give either --global-weight or all"),
+        ({"global_weight": "1"}, ["--feature-energy", "1"], "give either --global-weight"),
+        ({}, ["--feature-energy", "1"], "give either --global-weight"),
+        ({"global_weight": "2.5"}, [], "global_weight=2.5: expected λ, a number in [0, 2]"),
+        ({"global_weight": "-0.1"}, [], "global_weight=-0.1"),
+        ({"global_weight": "1", "epsilon": "0"}, [], "epsilon=0.0: expected"),
+        ({"global_weight": "1", "epsilon": "-3"}, [], "epsilon=-3.0: expected"),
+        ({"global_weight": "1", "delta": "1"}, [], "delta=1.0: expected"),
+        ({"global_weight": "1", "max_rounds": "0"}, [], "0 is not in the range x>=1"),
+        ({"global_weight": "1", "clients": "2"}, ["--examples", "500"], "expected equal sizes"),
+        ({"global_weight": "1"}, ["--examples", "600"], "one for each client"),
+        ({"global_weight": "1", "smoothness": "0.5"}, [], "smoothness=0.5"),
+        ({"global_weight": "1", "learning_rate": "1"}, [], "learning_rate=1.0: expected"),
+        ({"global_weight": "1", "personal_learning_rate": "0"}, [], "personal_learning_rate=0.0"),
+        (
+            {"global_weight": "1", "gradient_clipping_norm": None, "local_steps": "2"},
+            [],
+            "--local-steps need --gradient-clipping-norm",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_made_exits_with_2_and_says_what_to_change(
+    tmp_path, changes, more, said
+):
+    done = plan(tmp_path, *more, **changes)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_the_help_of_plan_explains_its_symbols():
+    text = call("plan", "--help").output
+    for word in ("δ; by default", "Example", "0 (local) to 2 (global)", "Ψ₁", "full-gradient"):
+        assert word in text

@@ -125,7 +125,7 @@ def batched(monkeypatch):
         held.append(len(jobs))
         build(self, task, jobs, trained)
 
-    monkeypatch.setattr(module, "_FEWEST", 1)
+    monkeypatch.setattr(module.MappedModel, "fewest", 1)
     monkeypatch.setattr(module.Stack, "__init__", counted)
     return held
 
@@ -233,7 +233,7 @@ def test_chunks_respect_the_memory_limit_and_change_nothing(batched):
 
 
 def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
-    monkeypatch.setattr(module, "_FEWEST", 5)
+    monkeypatch.setattr(module.MappedModel, "fewest", 5)
     sizes = [8] * 6 + [800]
     ours = train_many(problem(), jobs_of(Dense, [SGD], sizes))
     assert batched == [6]
@@ -295,13 +295,17 @@ def test_the_jobs_own_models_are_left_as_they_are(batched):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
 
-def test_models_are_scored_on_their_own_examples_shared_or_not():
+@pytest.mark.parametrize("memory_limit", [1, 600, 2**30])
+def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
     jobs = jobs_of(Dense, [SGD], UNEVEN)
     shared = jobs[0].params
     models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
     examples = [job.examples for job in jobs]
     for ours, model, own in zip(
-        evaluate_many(problem(), models, examples), models, examples, strict=True
+        evaluate_many(problem(), models, examples, memory_limit=memory_limit),
+        models,
+        examples,
+        strict=True,
     ):
         assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
 

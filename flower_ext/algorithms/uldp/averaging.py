@@ -120,7 +120,7 @@ def sums_over_users(
         for job in jobs
     ]
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
-    everyone.sort(key=lambda who: _steps(jobs[who[0]], who[1]), reverse=True)
+    everyone.sort(key=lambda who: len(jobs[who[0]].users[who[1]]), reverse=True)
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         own = [jobs[silo].of(user) for silo, user in chosen]
@@ -144,10 +144,6 @@ def _add(summed: Params, job: SiloJob, trainings: Sequence[tuple[int, Params]]) 
     weights = [job.weights[user] for user, _ in trainings]
     for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
         summed[name] += part
-
-
-def _steps(job: SiloJob, user: int) -> int:
-    return job.training.num_steps(len(job.users[user]))
 
 
 def local_model(work: ClientWork) -> Params:

@@ -1,0 +1,124 @@
+"""Contenders as processes of their own, by turns: time a round, and peak memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.speed.workload import Workload
+
+HERE = Path(__file__).parent
+POLL = 0.2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds a round (median of the rounds after the first) and megabytes at the peak."""
+
+    milliseconds: float
+    megabytes: float
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A program that runs a workload and prints what a round took."""
+
+    name: str
+    command: tuple[str, ...]
+
+    def run(self, workload: Workload, *, timeout: float) -> Measured | None:
+        """None if it fails, or takes longer than ``timeout`` seconds; then it says so."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(workload.threads),
+            "MKL_NUM_THREADS": str(workload.threads),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                [*self.command, *workload.arguments()], stdout=out, stderr=log, env=environment
+            )
+            peak = _watch(process, timeout)
+            out.seek(0), log.seek(0)
+            lines = [line for line in out.read().splitlines() if line.startswith('{"ms"')]
+            if process.returncode or not lines:
+                reason = log.read()[-500:] if peak is not None else f"more than {timeout:.0f} s"
+                print(f"{self.name}, {workload}: {reason}", file=sys.stderr)
+                return None
+        assert peak is not None
+        return Measured(json.loads(lines[-1])["ms"], peak)
+
+
+def contenders(pfl_python: Path | None) -> list[Contender]:
+    """All of them; pfl-research only where it is installed."""
+
+    def module(name: str, *more: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", f"benchmarks.speed.{name}", *more)
+
+    every = [
+        Contender("vectorised, in process", module("ours", "--engine", "vectorised")),
+        Contender("loop, in process", module("ours", "--engine", "loop")),
+        Contender("bare PyTorch loop", module("bare")),
+        Contender("ours on Ray", module("ours", "--engine", "ray")),
+        Contender("Flower's FedAvg on Ray", module("flower_fedavg")),
+    ]
+    if pfl_python is not None:
+        pfl = Contender("pfl-research", (str(pfl_python), str(HERE / "pfl_research.py")))
+        every.insert(2, pfl)
+    return every
+
+
+def by_turns(
+    chosen: Sequence[Contender], workload: Workload, *, turns: int, timeout: float
+) -> dict[str, Measured]:
+    """The best of each contender's turns; a machine's other work can only slow one down."""
+    best: dict[str, Measured] = {}
+    for _ in range(turns):
+        for contender in chosen:
+            found = contender.run(workload, timeout=timeout)
+            if found is not None:
+                known = best.get(contender.name, found)
+                best[contender.name] = Measured(
+                    min(known.milliseconds, found.milliseconds),
+                    max(known.megabytes, found.megabytes),
+                )
+    return best
+
+
+def _watch(process: subprocess.Popen[bytes], timeout: float) -> float | None:
+    """Wait for a process; most memory that it and its descendants held, shared pages once."""
+    deadline, peak = time.monotonic() + timeout, 0.0
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            for one in _family(process.pid):
+                one.kill()
+            process.wait()
+            return None
+        peak = max(peak, sum(map(_megabytes, _family(process.pid))))
+        time.sleep(POLL)
+    return peak
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _megabytes(process: psutil.Process) -> float:
+    try:
+        return float(process.memory_full_info().pss) / 1e6
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0.0

@@ -1,0 +1,118 @@
+"""DPFedAvg of this package: in one process (vectorised or one client after the other), or on Ray.
+
+python -m benchmarks.speed.ours --engine {vectorised,loop,ray} [workload options]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from benchmarks.speed.workload import (
+    BATCH,
+    CLIPPING_NORM,
+    LEARNING_RATE,
+    NOISE_MULTIPLIER,
+    Clock,
+    Workload,
+    examples,
+    parse,
+)
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import run_in_process
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, Plan, ReleasePlan
+from flower_ext.training import LocalTraining, Task
+
+ENGINES = ("vectorised", "loop", "ray")
+
+
+class Timed(DPFedAvg):
+    """Says when a round is over."""
+
+    clock: Clock
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        done = super().aggregate_train(server_round, replies)
+        self.clock.tick()
+        return done
+
+
+class OneByOne(ClientApp):
+    """Answers for one client at a time, as in any other engine."""
+
+    def __init__(self, app: ClientApp) -> None:
+        super().__init__()
+        self.app = app
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        return self.app(message, context)
+
+
+def task_of(workload: Workload) -> Task:
+    """Fifty images a client."""
+
+    def data(client: int) -> ClientData:
+        features, targets = examples(client)
+        own = Examples(features=features, targets=targets)
+        return ClientData(train=own, test=own)
+
+    return Task(model=workload.build, data=data, device="cpu")
+
+
+def plan_of(workload: Workload) -> Plan:
+    """Central DP, or none."""
+    sampling = FixedSizeSampling(population=workload.clients, size=workload.cohort)
+    if not workload.private:
+        return NonPrivatePlan(sampling=sampling)
+    return ReleasePlan(
+        sampling=sampling,
+        clipping_norm=CLIPPING_NORM,
+        noise_multiplier=NOISE_MULTIPLIER,
+        rounds=workload.rounds,
+        delta=1e-5,
+        noise_placement="server",
+    )
+
+
+def main() -> None:
+    """Run the workload on one engine."""
+    engine = sys.argv.pop(sys.argv.index("--engine") + 1)
+    sys.argv.remove("--engine")
+    if engine not in ENGINES:
+        raise SystemExit(f"--engine={engine!r}: expected one of {', '.join(ENGINES)}")
+    workload = parse()
+    task, server = task_of(workload), ServerApp()
+    clock = Clock()
+
+    @server.main()
+    def _(grid: Grid, context: Context) -> None:
+        strategy = Timed(
+            plan=plan_of(workload),
+            local=LocalTraining(epochs=1, batch_size=BATCH, learning_rate=LEARNING_RATE),
+            evaluate_every=0,
+            timeout=3600,
+        )
+        strategy.clock = clock
+        strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=workload.rounds)
+
+    app: ClientApp = Timed.client_app(task)
+    if engine == "ray":
+        resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+        run_simulation(server, app, workload.clients, backend_config=resources)
+    else:
+        answering = app if engine == "vectorised" else OneByOne(app)
+        run_in_process(server, answering, num_clients=workload.clients)
+    clock.report()
+
+
+if __name__ == "__main__":
+    main()

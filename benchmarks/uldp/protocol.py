@@ -1,0 +1,349 @@
+"""Time of the private weighting protocol: the plain way with `phe` against `flower_ext.secure`.
+
+    python -m benchmarks.uldp.protocol
+
+All parties run in this process, one after the other, with a 3072-bit key and N_max = 2000. The
+plain way takes one full exponentiation for every user and coordinate; a few coordinates of one silo
+are timed and the rest is extrapolated. The default takes three minutes on two cores, with 100
+coordinates; ``--full`` takes ten, with 1,000. Every setting sums fresh encryptions of all users and
+pools of zeros that were prepared before; preparing is a line of its own, once a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import gmpy2
+import numpy as np
+import phe
+from gmpy2 import mpz
+
+from flower_ext.reporting.report import table
+from flower_ext.secure import (
+    WeightingPlan,
+    WeightingServer,
+    WeightingSilo,
+    ZeroPool,
+    estimate_round,
+)
+from flower_ext.secure.multiexp import FixedBaseProducts, choose_windows
+from flower_ext.secure.paillier import PrivateKey, generate_key
+from flower_ext.secure.threads import map_slices
+
+BASE = WeightingPlan(
+    run="benchmark",
+    users=100,
+    silos=3,
+    coordinates=1000,
+    max_records_per_user=2000,
+    update_bound=1.0,
+    noise_bound=64.0,
+)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is measured."""
+
+    coordinates: int
+    plain_coordinates: int
+    growth: tuple[int, ...]
+    users: tuple[int, ...]
+
+
+DEFAULT = Scale(coordinates=100, plain_coordinates=2, growth=(50, 100, 200), users=(25, 50, 100))
+FULL = Scale(
+    coordinates=1000, plain_coordinates=5, growth=(250, 500, 1000, 2000), users=(25, 50, 100, 200)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Seconds of one round: of the server, and of all silos together."""
+
+    encrypt: float
+    silos: float
+    decrypt: float
+    error: float
+    upload: int
+
+    @property
+    def total(self) -> float:
+        """All parties, one after the other."""
+        return self.encrypt + self.silos + self.decrypt
+
+
+class Parties:
+    """Server and silos after set-up, and an input."""
+
+    def __init__(
+        self, plan: WeightingPlan, key: PrivateKey, pool: ZeroPool | None, workers: int
+    ) -> None:
+        self.plan = plan
+        self.server = WeightingServer(plan, key=key, workers=workers)
+        self.silos = [WeightingSilo(plan, i, workers=workers) for i in range(plan.silos)]
+        keys = self.server.relay_keys([silo.key for silo in self.silos])
+        for silo in self.silos:
+            silo.receive_keys(self.server.public_key, keys)
+        seeds = self.server.relay_seed(self.silos[0].seal_seed())
+        for silo, seed in zip(self.silos[1:], seeds, strict=True):
+            silo.open_seed(seed)
+        rng = np.random.default_rng(0)
+        most = plan.max_records_per_user // plan.silos
+        self.counts = rng.integers(1, most, (plan.silos, plan.users), endpoint=True)
+        self.server.receive_counts(
+            [s.blind_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
+        )
+        if pool is not None:
+            for silo in self.silos:
+                silo.prepare(pool)
+        self.updates = rng.uniform(-1, 1, (plan.silos, plan.users, plan.coordinates))
+        self.noise = rng.normal(0, 3, (plan.silos, plan.coordinates))
+
+    def round(self, number: int, *, fresh: bool = True) -> Round:
+        """One round, checked against the plain sum."""
+        sampled = range(self.plan.users) if fresh else None
+        encrypt, message = timed(lambda: self.server.open_round(number, sampled=sampled))
+        silos, sums = timed(
+            lambda: [
+                silo.weigh(message, dict(enumerate(self.updates[i])), self.noise[i])
+                for i, silo in enumerate(self.silos)
+            ]
+        )
+        decrypt, found = timed(lambda: self.server.close_round(sums))
+        weights = self.counts / self.counts.sum(0)
+        plain = np.einsum("su,suc->c", weights, self.updates) + self.noise.sum(0)
+        return Round(
+            encrypt=encrypt,
+            silos=silos,
+            decrypt=decrypt,
+            error=float(np.abs(found - plain).max()),
+            upload=len(sums[0].ciphertexts),
+        )
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.uldp.protocol",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--full", action="store_true", help="1,000 coordinates")
+    parser.add_argument("--workers", type=int, default=2, help="threads of the parallel runs")
+    arguments = parser.parse_args()
+    scale = FULL if arguments.full else DEFAULT
+
+    key = generate_key()
+    preparing, pool = timed(lambda: ZeroPool(key.public, workers=arguments.workers))
+    print(f"Pool of zeros, once for each silo: {preparing:.1f} s in {arguments.workers} threads\n")
+    plan = replace(BASE, coordinates=scale.coordinates)
+    power, server_encrypt, server_decrypt = plain_operations(key, scale.plain_coordinates, plan)
+    print(
+        f"Plain way: {1e3 * power * plan.users:.0f} ms a coordinate and silo, timed on "
+        f"{scale.plain_coordinates} coordinates; its totals are extrapolated\n"
+    )
+
+    def plain_seconds(plan: WeightingPlan) -> float:
+        products = plan.coordinates * plan.silos * plan.users * power
+        return products + plan.users * server_encrypt + plan.coordinates * server_decrypt
+
+    side_by_side(plan, key, pool, arguments.workers, plain_seconds)
+    by_part(plan, key, pool, arguments.workers)
+    growth(plan, key, pool, arguments.workers, scale)
+
+
+def plain_operations(
+    key: PrivateKey, coordinates: int, plan: WeightingPlan
+) -> tuple[float, float, float]:
+    """Seconds of one power, one encryption and one decryption, with phe."""
+    public = phe.PaillierPublicKey(int(key.public.n))
+    private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
+    users = min(plan.users, 20)
+    numbers = [secrets.randbelow(public.n) for _ in range(users)]
+    encrypting, ciphertexts = timed(lambda: [public.raw_encrypt(x) for x in numbers])
+    encrypted = [phe.EncryptedNumber(public, ciphertext) for ciphertext in ciphertexts]
+
+    def multiply() -> int:
+        for _ in range(coordinates * plan.users // users):
+            total = 1
+            for number in encrypted:  # update · n_su · r_u · C_LCM modulo n has full length
+                power = number._raw_mul(secrets.randbelow(public.n))
+                total = encrypted[0]._raw_add(total, power)
+        return total
+
+    multiplying, total = timed(multiply)
+    decrypting, _ = timed(lambda: [private.raw_decrypt(total) for _ in range(10)])
+    return multiplying / (coordinates * plan.users), encrypting / users, decrypting / 10
+
+
+def side_by_side(
+    plan: WeightingPlan,
+    key: PrivateKey,
+    pool: ZeroPool,
+    workers: int,
+    plain_seconds: Callable[[WeightingPlan], float],
+) -> None:
+    """Whole rounds, all parties together."""
+    settings = (
+        (plan, 1, True, True),
+        (plan, workers, True, True),
+        (plan, workers, False, True),
+        (plan, workers, True, False),
+        (replace(plan, max_records_per_user=120), workers, True, True),
+        (replace(plan, users=10, coordinates=16), 1, True, True),
+        (replace(plan, users=10, coordinates=16), workers, True, True),
+    )
+    rows = []
+    for at, threads, fresh, pooled in settings:
+        parties = Parties(at, key, pool if pooled else None, threads)
+        if not fresh:
+            parties.round(1, fresh=False)
+        done = parties.round(2, fresh=fresh)
+        plain = plain_seconds(at)
+        plain_upload = at.coordinates * at.ciphertext_bytes
+        rows.append(
+            (
+                f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
+                threads,
+                ("fresh" if fresh else "kept") + (", pool" if pooled else ", no pool"),
+                f"{plain:.0f}",
+                f"{done.total:.2f}",
+                f"{plain / done.total:.0f}",
+                f"{plain_upload / done.upload:.1f}",
+                f"{done.error:.1e}",
+            )
+        )
+    header = (
+        "round of 3 silos",
+        "threads",
+        "encryptions",
+        "plain, s",
+        "here, s",
+        "times as fast",
+        "upload, times smaller",
+        "largest error",
+    )
+    print(table(header, rows), "\n")
+
+
+def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
+    """The parts of a round, for all silos, timed one by one, and what the estimate says."""
+    alone, together = (parts(plan, key, pool, threads) for threads in (1, workers))
+    guess = estimate_round(plan)
+    guesses = {
+        "encrypt (server)": guess.encrypt,
+        "fold": plan.silos * guess.fold,
+        "tables": plan.silos * guess.tables,
+        "products": plan.silos * guess.products,
+        "re-randomise": plan.silos * guess.rerandomise,
+        "decrypt (server)": guess.decrypt,
+    }
+    rows = [
+        (name, *(f"{seconds[name]:.2f}" for seconds in (alone, together, guesses)))
+        for name in guesses
+    ]
+    print(table(("part, all silos", "1 thread, s", f"{workers} threads, s", "estimate, s"), rows))
+    largest = plan.encoding.largest
+    windows = choose_windows(
+        bases=plan.users,
+        products=plan.coordinates,
+        lowest=-largest,
+        highest=largest,
+        modulus_bits=2 * plan.key_bits,
+    )
+    count = plan.silos * plan.coordinates * windows.column_multiplications(plan.users)
+    one = one_multiplication(key.public.n_squared)
+    print(
+        f"\nProducts: {count} multiplications of {1e6 * one:.2f} µs, "
+        f"{alone['products'] / (count * one):.2f} times that long\n"
+    )
+
+
+def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> dict[str, float]:
+    """Seconds of every part; those of silos for all silos."""
+    public, silos, largest = key.public, plan.silos, plan.encoding.largest
+    exponents = np.random.default_rng(1).integers(-largest, largest, (plan.users, plan.coordinates))
+
+    def fold(weights: Sequence[mpz]) -> list[mpz]:
+        return [
+            gmpy2.powmod(weight, mpz(secrets.randbelow(int(public.n))), public.n_squared)
+            for weight in weights
+        ]
+
+    encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * plan.users, workers=workers))
+    folding, bases = timed(lambda: map_slices(fold, weights, workers=workers))
+    tables, products = timed(
+        lambda: FixedBaseProducts(
+            bases,
+            public.n_squared,
+            lowest=-largest,
+            highest=largest,
+            expected_products=plan.coordinates,
+            workers=workers,
+        )
+    )
+    multiply, sums = timed(lambda: products.of(exponents, workers=workers))
+    share = math.ceil(plan.ciphertexts / silos)
+    rerandomise, _ = timed(lambda: pool.take(share, workers=workers))
+    decrypt, _ = timed(lambda: key.decrypt(sums[: plan.ciphertexts], workers=workers))
+    return {
+        "encrypt (server)": encrypt,
+        "fold": silos * folding,
+        "tables": silos * tables,
+        "products": silos * multiply,
+        "re-randomise": silos * rerandomise,
+        "decrypt (server)": decrypt,
+    }
+
+
+def growth(
+    plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
+) -> None:
+    """Seconds against coordinates and users."""
+    rows = []
+    settings = [replace(plan, coordinates=count) for count in scale.growth]
+    settings += [replace(plan, users=count) for count in scale.users]
+    for at in settings:
+        done = Parties(at, key, pool, workers).round(1)
+        rows.append(
+            (
+                at.users,
+                at.coordinates,
+                f"{done.silos / at.silos:.2f}",
+                f"{done.encrypt + done.decrypt:.2f}",
+            )
+        )
+    header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
+    print(table(header, rows))
+
+
+def one_multiplication(modulus: mpz) -> float:
+    """Seconds of one modular multiplication in a chain."""
+    values = [mpz(secrets.randbelow(int(modulus))) for _ in range(100)]
+
+    def multiply() -> None:
+        total = mpz(1)
+        for _ in range(20):
+            for value in values:
+                total = total * value % modulus
+
+    return min(timed(multiply)[0] for _ in range(5)) / (20 * len(values))
+
+
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds, and what came back."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""How far personal models are from their optimum after T noisy rounds: DP-Ditto, Section IV.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+λ                     ``global_weight``: 0 is purely local, 2 purely global
+μ, L                  ``strong_convexity``, ``smoothness`` of every F_n
+G₀, M                 ``gradient_bound``, ``model_spread``
+Ψ₁, Ψ₂                ``initial_gap``, ``initial_distance`` (squared)
+η_G, η_L              ``learning_rate``, ``personal_learning_rate``
+ε_G, ε_L              ``global_rate``, ``personal_rate``
+(1 + λ²) η_L² G, β    ``residual``, ``coupling``
+φ_L                   ``noise``: what one planned round adds to every round
+h(T, λ), T′           ``ConvergenceBound.after``, ``.search_limit``
+====================  =====================================================
+
+Theorem 1 unrolls two recursions. With e_t the gap of the global model and a_t the squared distance
+of the personal one,
+
+    e_{t+1} ≤ ε_G e_t + φ_L T        a_{t+1} ≤ ε_L a_t + residual + β e_t
+
+and the noise is calibrated for T rounds, so that more rounds mean more noise in each.
+
+Lemma 1, the second recursion, is printed with a step (37c) that fails for 0 < λ < 1 and without the
+limit on η_L that it needs. Where that limit, η_L ≤ 2/(m + ℓ) with m = (1 − λ/2) μ + λ and
+ℓ = (1 − λ/2) L + λ, is kept, a gradient step contracts by 1 − η_L m and a better recursion holds:
+ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges whatever λ, needs neither G₀ nor M,
+and is ``provable`` here. `docs/dp-ditto-errata.md` has both derivations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flower_ext.privacy.claims import Basis, Condition
+
+LARGEST_WEIGHT = 2.0
+"""λ at which a personal model is the global one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DittoProblem:
+    """What the bound has to know of the losses and the training.
+
+    Theorem 1 speaks of one full-gradient step a round, on both models, that no clipping changes.
+
+    Parameters
+    ----------
+    strong_convexity, smoothness : float
+        μ and L of every client's loss, 0 < μ <= L.
+    initial_gap : float
+        Ψ₁ = F(w⁰) − F(w*).
+    initial_distance : float
+        Ψ₂ = ‖v_n⁰ − v_n*‖², of the client that one plans for; the largest covers all.
+    dimension : int
+        d, the number of weights.
+    num_clients : int
+    learning_rate, personal_learning_rate : float
+        η_G below 2/L, and η_L.
+    gradient_bound, model_spread : float
+        G₀ ≥ ‖∇F_n‖ along the run and M ≥ ‖u_n* − w*‖; only the published bound asks for them.
+    """
+
+    strong_convexity: float
+    smoothness: float
+    initial_gap: float
+    initial_distance: float
+    dimension: int
+    num_clients: int
+    learning_rate: float
+    personal_learning_rate: float
+    gradient_bound: float = math.inf
+    model_spread: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("strong_convexity", "smoothness", "learning_rate", "personal_learning_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+        for name in ("initial_gap", "initial_distance"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+        for name in ("gradient_bound", "model_spread"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+        for name in ("dimension", "num_clients"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+        if self.smoothness < self.strong_convexity:
+            raise ValueError(
+                f"smoothness={self.smoothness!r}: expected at least strong_convexity="
+                f"{self.strong_convexity!r}"
+            )
+        if self.learning_rate >= 2 / self.smoothness:
+            raise ValueError(
+                f"learning_rate={self.learning_rate!r}: expected a number below 2/L = "
+                f"{2 / self.smoothness:.4g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """h(T) = (h1 + h2 T + h3 T²) ε_L^T + (h4 + h5 T) ε_G^T + h6 T + h7, Eqns 16 and 18 in one.
+
+    Where the rates differ, h3 is 0 and the paper's H₁…H₆ are h1, h2, h4, h5, h6, h7. Where they are
+    equal, h4 and h5 are 0 and its ℋ₁, ℋ₂, ℋ₃ are h1, h2, h3; its ℋ₄ is misprinted, and its proof
+    gives h6 T + h7.
+    """
+
+    h1: float
+    h2: float
+    h3: float
+    h4: float
+    h5: float
+    h6: float
+    h7: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvergenceBound:
+    """Theorem 1 at one λ: both recursions, unrolled.
+
+    ``conditions`` are those of the lemma behind it, with whether they hold.
+    """
+
+    personal_rate: float
+    global_rate: float
+    residual: float
+    coupling: float
+    noise: float
+    initial_gap: float
+    initial_distance: float
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def converges(self) -> bool:
+        """Whether both recursions contract."""
+        return 0 <= self.personal_rate < 1 and 0 <= self.global_rate < 1
+
+    def after(self, rounds: ArrayLike) -> NDArray[np.float64]:
+        """h(T, λ) for each T >= 0, one number or many."""
+        T = np.asarray(rounds, dtype=np.float64)
+        if (T < 0).any():
+            raise ValueError(f"rounds={rounds!r}: expected integers >= 0")
+        a, b = self.personal_rate, self.global_rate
+        crossed = _crossed(a, b, T)
+        accumulated = _sum_of_powers(a, T)
+        noisy = (accumulated - crossed) / (1 - b)
+        return np.asarray(
+            a**T * self.initial_distance
+            + self.residual * accumulated
+            + self.coupling * (self.initial_gap * crossed + self.noise * T * noisy)
+        )
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """H₁…H₆ of Eqn 16b, or ℋ₁… of Eqn 18b put right where both rates are equal.
+
+        Raises
+        ------
+        ValueError
+            A rate is not in (0, 1), where the sums have no such form.
+        """
+        a, b = self.personal_rate, self.global_rate
+        if not (0 < a < 1 and 0 <= b < 1):
+            raise ValueError(f"rates {a!r} and {b!r}: expected numbers in (0, 1)")
+        limit = self.residual / (1 - a)
+        gap, noise = self.coupling * self.initial_gap, self.coupling * self.noise
+        slope = noise / ((1 - a) * (1 - b))
+        if a == b:
+            return Coefficients(
+                h1=self.initial_distance - limit,
+                h2=gap / a - slope,
+                h3=-noise / (a * (1 - a)),
+                h4=0.0,
+                h5=0.0,
+                h6=slope,
+                h7=limit,
+            )
+        apart = a - b
+        return Coefficients(
+            h1=self.initial_distance + gap / apart - limit,
+            h2=-noise / ((1 - a) * apart),
+            h3=0.0,
+            h4=-gap / apart,
+            h5=noise / ((1 - b) * apart),
+            h6=slope,
+            h7=limit,
+        )
+
+    @property
+    def lower_bound(self) -> tuple[float, float]:
+        """Intercept and slope of a line below h: Eqn 17, and its like for equal rates.
+
+        Eqn 19 as printed is no line, tends to a constant and so bounds no search.
+        """
+        c, a, b = self.coefficients, self.personal_rate, self.global_rate
+        least = (
+            min(c.h1, 0.0)
+            + min(c.h2, 0.0) * _largest_term(a, 1)
+            + min(c.h3, 0.0) * _largest_term(a, 2)
+            + min(c.h4, 0.0)
+            + min(c.h5, 0.0) * _largest_term(b, 1)
+        )
+        return least + c.h7, c.h6
+
+    @property
+    def search_limit(self) -> float:
+        """T′: above it, h exceeds h(0). Infinite where noise or coupling are 0, or h diverges."""
+        if not (self.converges and self.personal_rate > 0):
+            return math.inf
+        intercept, slope = self.lower_bound
+        return (self.initial_distance - intercept) / slope if slope > 0 else math.inf
+
+    def best_rounds(self, max_rounds: int) -> int:
+        """T*: the number of rounds, at most ``max_rounds``, with the smallest h.
+
+        0 says that no number of rounds improves the bound on the start.
+        """
+        if max_rounds < 1:
+            raise ValueError(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+        limit = int(min(max_rounds, max(1.0, self.search_limit)))
+        return int(np.argmin(self.after(np.arange(limit + 1))))
+
+
+def convergence_bound(
+    problem: DittoProblem,
+    *,
+    global_weight: float,
+    variance_per_round: float,
+    basis: Basis = "provable",
+) -> ConvergenceBound:
+    """h(·, λ) of a problem under noise that is calibrated for the rounds it will run.
+
+    Parameters
+    ----------
+    problem : DittoProblem
+    global_weight : float
+        λ in [0, 2].
+    variance_per_round : float
+        σ_u²/T, the variance of the noise on each weight of an upload over the planned rounds; both
+        calibrations make it a constant.
+    basis : {"provable", "published"}
+        Which form of Lemma 1.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range, or the published bound lacks G₀ or M.
+    """
+    check_global_weight(global_weight)
+    if not 0 <= variance_per_round < math.inf:
+        raise ValueError(f"variance_per_round={variance_per_round!r}: expected a number >= 0")
+    mu, L, weight = problem.strong_convexity, problem.smoothness, global_weight
+    eta_G, eta_L = problem.learning_rate, problem.personal_learning_rate
+    curvature = (1 - weight / 2) * mu + weight
+    longest_step = 2 / (curvature + (1 - weight / 2) * L + weight)
+    short_enough = Condition(
+        f"η_L ≤ 2/(m + ℓ) (η_L = {eta_L:.4g}, bound {longest_step:.4g})", eta_L <= longest_step
+    )
+    if basis == "published":
+        G = _gradient_square(problem, weight)
+        rate = 1 - eta_L * curvature + eta_L
+        residual = (1 + weight**2) * eta_L**2 * G
+        coupling = (4 * eta_L**2 * weight**2 + 2 * eta_L * weight**2) / mu
+        least = (2 - 2 * weight) / (2 - weight) if weight < 2 else -math.inf
+        conditions: tuple[Condition, ...] = (
+            Condition(f"μ > (2 − 2λ)/(2 − λ) (μ = {mu:.4g}, bound {least:.4g})", mu > least),
+            short_enough,
+        )
+    elif basis == "provable":
+        rate, residual = 1 - eta_L * curvature, 0.0
+        coupling = 2 * eta_L * weight**2 / (mu * curvature)
+        conditions = (short_enough,)
+    else:
+        raise ValueError(f"basis={basis!r}: expected published or provable")
+    return ConvergenceBound(
+        personal_rate=rate,
+        global_rate=1 - 2 * mu * eta_G + mu * L * eta_G**2,
+        residual=residual,
+        coupling=coupling,
+        noise=problem.dimension * L * variance_per_round / (2 * problem.num_clients),
+        initial_gap=problem.initial_gap,
+        initial_distance=problem.initial_distance,
+        conditions=conditions,
+    )
+
+
+def check_global_weight(global_weight: float) -> None:
+    """Refuse a λ outside [0, 2]."""
+    if not 0 <= global_weight <= LARGEST_WEIGHT:
+        raise ValueError(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
+
+
+def failed(conditions: Sequence[Condition]) -> list[str]:
+    """What is not met, in words."""
+    return [condition.text for condition in conditions if not condition.holds]
+
+
+def _gradient_square(problem: DittoProblem, weight: float) -> float:
+    """G of Lemma 1."""
+    G0, M = problem.gradient_bound, problem.model_spread
+    for name, value in (("gradient_bound", G0), ("model_spread", M)):
+        if math.isinf(value):
+            raise ValueError(f"{name}={value!r}: the published bound needs a finite number")
+    return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
+
+
+def _sum_of_powers(rate: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ_{x<T} rate^x."""
+    return T.copy() if rate == 1 else (1 - rate**T) / (1 - rate)
+
+
+def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ_{x<T} a^x b^(T−1−x), without cancellation where a and b are close."""
+    large, small = max(a, b), min(a, b)
+    if large == small:
+        return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)
+    if small <= 0:
+        return (large**T - small**T) / (large - small)
+    return -(large**T) * np.expm1(T * math.log1p((small - large) / large)) / (large - small)
+
+
+def _largest_term(rate: float, power: int) -> float:
+    """The maximum of T^power rate^T over T >= 0, for a rate below 1."""
+    return 0.0 if rate == 0 else float((power / (math.e * -math.log(rate))) ** power)

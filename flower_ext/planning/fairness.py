@@ -1,0 +1,226 @@
+"""How evenly personal models serve their clients, and the λ that is fairest: DP-Ditto, Section V.
+
+Personalised Bayesian linear regression: u_n* = w* + N(0, ζ² I), Y_n = X_n u_n* + N(0, σ² I) and
+X_nᵀX_n = ρI. The server sees û_n + z_n; a personal model is (1 − α₀) û_n + α₀ times their mean.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+λ, α₀                 ``global_weight``, ``interpolation``
+N, b, d               ``num_clients``, ``num_examples``, ``dimension``
+ρ                     ``feature_energy``
+σ², ζ²                ``label_variance``, ``model_variance``
+σ_u²                  ``upload_variance`` of z_n, of which σ_z² = N σ_u²
+G₁, G₂ − G₁²          ``mean_deviation``, ``deviation_variance``
+R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
+====================  =====================================================
+
+Theorem 2 has the form, with x = α₀, q = σ_u²/N and s = S₁ − x/N,
+
+    R = const + D q x² + 4 G₁ s² (W + q x²) + (G₂ − G₁²) s⁴
+
+As published, D = 2d and W = σ_w². The 2d σ_B² that this comes from is the variance 2d σ_B⁴ of
+σ_B² χ²_d with its square lost, and the errors B_n are taken for independent over clients, where all
+share the same noise and the same error in w*. What the clients share moves all losses alike and
+costs no fairness. Put right, D = 4 (1 − 1/N) d τ² and W = σ_w² − τ²/N, with τ² = σ²ζ²/(σ² + ρζ²).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.privacy.claims import Basis, Condition
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearFairness:
+    """Theorems 2 and 3 for one federation.
+
+    Parameters
+    ----------
+    num_clients : int
+    num_examples : int
+        b, of every client.
+    dimension : int
+    feature_energy : float
+        ρ: the diagonal of XᵀX. Features of unit variance give about b.
+    label_variance, model_variance : float
+        σ² of the labels' noise and ζ² between the clients' true models.
+    mean_deviation : float
+        G₁ = N² times the mean of ‖û_n − ū‖².
+    deviation_variance : float
+        G₂ − G₁²: N⁴ times the variance over clients of ‖û_n − ū‖².
+    """
+
+    num_clients: int
+    num_examples: int
+    dimension: int
+    feature_energy: float
+    label_variance: float
+    model_variance: float
+    mean_deviation: float
+    deviation_variance: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_clients", "num_examples", "dimension"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+        for name in ("feature_energy", "label_variance"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+        for name in ("model_variance", "mean_deviation", "deviation_variance"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+
+    @classmethod
+    def of_models(
+        cls,
+        local_models: ArrayLike,
+        *,
+        num_examples: int,
+        feature_energy: float,
+        label_variance: float,
+        model_variance: float,
+    ) -> Self:
+        """From the clients' own estimates û_n, one row a client."""
+        models = np.atleast_2d(np.asarray(local_models, dtype=np.float64))
+        clients, dimension = models.shape
+        squares = np.square(clients * (models - models.mean(axis=0))).sum(axis=1)
+        return cls(
+            num_clients=clients,
+            num_examples=num_examples,
+            dimension=dimension,
+            feature_energy=feature_energy,
+            label_variance=label_variance,
+            model_variance=model_variance,
+            mean_deviation=float(squares.mean()),
+            deviation_variance=float(squares.var()),
+        )
+
+    @classmethod
+    def expected(
+        cls,
+        *,
+        num_clients: int,
+        num_examples: int,
+        dimension: int,
+        feature_energy: float,
+        label_variance: float,
+        model_variance: float,
+    ) -> Self:
+        """Before any model is known: both moments at their mean over the world's û_n."""
+        N, d = num_clients, dimension
+        spread = label_variance / feature_energy + model_variance
+        return cls(
+            num_clients=num_clients,
+            num_examples=num_examples,
+            dimension=dimension,
+            feature_energy=feature_energy,
+            label_variance=label_variance,
+            model_variance=model_variance,
+            mean_deviation=N**2 * (1 - 1 / N) * d * spread,
+            deviation_variance=N**4 * 2 * d * spread**2 * (1 - 1 / N) * abs(1 - 2 / N),
+        )
+
+    def interpolation(self, global_weight: float) -> float:
+        """α₀(λ): the share of the global model in a personal one."""
+        check_global_weight(global_weight)
+        pull = self.num_examples * global_weight
+        return pull / ((LARGEST_WEIGHT - global_weight) * self.feature_energy + pull)
+
+    def global_weight(self, interpolation: float) -> float:
+        """The inverse of `interpolation`."""
+        if not 0 <= interpolation <= 1:
+            raise ValueError(f"interpolation={interpolation!r}: expected a number in [0, 1]")
+        pull = self.feature_energy * interpolation
+        return LARGEST_WEIGHT * pull / ((1 - interpolation) * self.num_examples + pull)
+
+    @property
+    def shrinkage(self) -> float:
+        """N S₁: the share of the mean in the best guess of a client's true model, without noise."""
+        noise = self.label_variance
+        return noise / (noise + self.feature_energy * self.model_variance)
+
+    @property
+    def own_variance(self) -> float:
+        """τ²: what is left to know of a client's true model when w* is known."""
+        return self.shrinkage * self.model_variance
+
+    @property
+    def shared_variance(self) -> float:
+        """The error in w* that reaches every client's estimate: σ_w² − τ²."""
+        spread = self.label_variance / self.feature_energy + self.model_variance
+        return self.shrinkage**2 * spread / self.num_clients
+
+    def unfairness(
+        self, global_weight: ArrayLike, *, upload_variance: float, basis: Basis = "provable"
+    ) -> NDArray[np.float64]:
+        """R(λ) of Theorem 2, for one λ or many."""
+        weights = np.asarray(global_weight, dtype=np.float64)
+        shares = [self.interpolation(float(weight)) for weight in weights.ravel()]
+        values = self._quartic(upload_variance, basis)(np.asarray(shares))
+        return np.asarray(values.reshape(weights.shape))
+
+    def cubic(self, *, upload_variance: float, basis: Basis = "provable") -> NDArray[np.float64]:
+        """Eqn 32: dR/dα₀ as coefficients of α₀³, α₀², α₀ and 1."""
+        slope = np.zeros(4)
+        found = np.polyder(self._quartic(upload_variance, basis)).coeffs
+        slope[4 - len(found) :] = found
+        return slope
+
+    def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
+        """λ* of Theorem 3: among the real roots of the cubic and both ends, the fairest."""
+        roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
+        real = roots[np.abs(roots.imag) < 1e-7].real
+        shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
+        values = self._quartic(upload_variance, basis)(shares)
+        return self.global_weight(float(shares[np.argmin(values)]))
+
+    def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
+        """Theorem 3's sufficient condition that R has one minimum, whatever the noise.
+
+        R is convex in α₀ where D > 2 G₁ S₁²; models of norm at most C have G₁ ≤ N² C². As
+        published, with G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
+        """
+        if not 0 < clipping_norm < math.inf:
+            raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        N, d = self.num_clients, self.dimension
+        if basis == "published":
+            limit = math.sqrt(d) / (2 * self.shrinkage)
+        else:
+            limit = math.sqrt(2 * (1 - 1 / N) * d * self.own_variance) / self.shrinkage
+        return Condition(
+            f"R has one minimum whatever the noise, sure where C < {limit:.4g} "
+            f"(C = {clipping_norm:.4g})",
+            clipping_norm < limit,
+        )
+
+    def _quartic(self, upload_variance: float, basis: Basis) -> np.poly1d:
+        """R as a polynomial in α₀."""
+        if not 0 <= upload_variance < math.inf:
+            raise ValueError(f"upload_variance={upload_variance!r}: expected a number >= 0")
+        N, d = self.num_clients, self.dimension
+        own, shared = self.own_variance, self.shared_variance
+        if basis == "published":
+            constant, D, W = 2 * d * (own + shared), 2.0 * d, own + shared
+        elif basis == "provable":
+            left = (1 - 1 / N) * own
+            constant, D, W = 2 * d * left * (own + 2 * shared), 4 * d * left, left + shared
+        else:
+            raise ValueError(f"basis={basis!r}: expected published or provable")
+        noise = upload_variance / N
+        # A NumPy scalar on the left would turn the polynomials into arrays.
+        x, gap = np.poly1d([1.0, 0.0]), np.poly1d([-1.0 / N, self.shrinkage / N])
+        squared = gap * gap
+        return np.poly1d(
+            x * x * (D * noise)
+            + squared * (x * x * noise + W) * (4 * self.mean_deviation)
+            + squared * squared * self.deviation_variance
+            + constant
+        )

@@ -1,0 +1,99 @@
+"""μ, L, G₀, M, Ψ₁ and Ψ₂ as a short run without noise shows them.
+
+They are estimates. A pilot sees the losses along its own path: the true L can only be larger, the
+true μ only smaller, and G₀ and M as well can only be larger elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class PilotEstimates:
+    """Named as in `DittoProblem`: it takes them as ``DittoProblem(**asdict(estimates), ...)``."""
+
+    strong_convexity: float
+    smoothness: float
+    gradient_bound: float
+    model_spread: float
+    initial_gap: float
+    initial_distance: float
+
+
+def estimate_problem(
+    *,
+    models: ArrayLike,
+    gradients: ArrayLike,
+    losses: ArrayLike,
+    local_optima: ArrayLike,
+    smallest_step: float = 1e-9,
+) -> PilotEstimates:
+    """Constants of the bound from a pilot run of the global model.
+
+    Parameters
+    ----------
+    models : ArrayLike
+        w⁰, w¹, …: rounds × weights. The last stands for w*.
+    gradients : ArrayLike
+        ∇F_n(wᵗ): rounds × clients × weights.
+    losses : ArrayLike
+        F(wᵗ), the mean over clients: one a round.
+    local_optima : ArrayLike
+        u_n*: clients × weights, for instance after training each client alone.
+    smallest_step : float
+        Rounds that moved the model less than this (L2) say nothing about curvature.
+
+    Returns
+    -------
+    PilotEstimates
+        μ and L are the extreme curvatures ⟨Δg, Δw⟩/‖Δw‖² and ‖Δg‖/‖Δw‖ between any two rounds,
+        over clients; Ψ₂ is the largest squared distance of w⁰ to w* or to a u_n*, between which
+        the personal optima lie.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit, numbers that are not finite, a model that never moved, or a loss
+        that is not convex along the path.
+    """
+    w, g = np.asarray(models, dtype=np.float64), np.asarray(gradients, dtype=np.float64)
+    f, u = np.asarray(losses, dtype=np.float64), np.asarray(local_optima, dtype=np.float64)
+    fits = w.ndim == 2 and u.ndim == 2 and g.shape == (len(w), *u.shape) and f.shape == (len(w),)
+    if not fits or u.shape[1] != w.shape[1] or len(u) == 0:
+        raise ValueError(
+            f"models {w.shape}, gradients {g.shape}, losses {f.shape}, local_optima {u.shape}: "
+            "expected rounds × weights, rounds × clients × weights, rounds, clients × weights"
+        )
+    if not all(np.isfinite(array).all() for array in (w, g, f, u)):
+        raise ValueError("models, gradients, losses, local_optima: expected finite numbers")
+    lowest, highest = np.inf, 0.0
+    for first in range(len(w)):
+        steps, changes = w[first + 1 :] - w[first], g[first + 1 :] - g[first]
+        lengths = np.linalg.norm(steps, axis=1)
+        moved = lengths > smallest_step
+        if moved.any():
+            along = np.einsum("td,tnd->tn", steps[moved], changes[moved])
+            lowest = min(lowest, float((along / lengths[moved, None] ** 2).min()))
+            slopes = np.linalg.norm(changes[moved], axis=2) / lengths[moved, None]
+            highest = max(highest, float(slopes.max()))
+    if not np.isfinite(lowest):
+        raise ValueError("models: expected a run in which the model moves")
+    if lowest <= 0:
+        raise ValueError(
+            f"strong_convexity={lowest:.4g} along the path: the losses are not strongly convex "
+            "there, so Theorem 1 does not speak of them; expected a number > 0 (weight decay adds "
+            "its coefficient)"
+        )
+    optima = np.vstack([u, w[-1:]])
+    return PilotEstimates(
+        strong_convexity=lowest,
+        smoothness=highest,
+        gradient_bound=float(np.linalg.norm(g, axis=2).max()),
+        model_spread=float(np.linalg.norm(u - w[-1], axis=1).max()),
+        initial_gap=max(0.0, float(f[0] - f[-1])),
+        initial_distance=float(np.square(optima - w[0]).sum(axis=1).max()),
+    )

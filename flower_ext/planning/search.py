@@ -1,0 +1,214 @@
+"""How many rounds, and how much of the global model: DP-Ditto, Sections V-B and V-C.
+
+Where R(λ) is known, Eqn 33: for every T the fairest λ*(T) under the noise that T rounds need, then
+the T whose bound h(T, λ*(T)) is smallest. Where it is not, searches over T and over λ take turns,
+each on short runs.
+
+h measures the distance to v_n*(λ), an optimum that itself moves with λ: it says how many rounds a λ
+needs, not which λ serves best. That is what R is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.planning.convergence import (
+    ConvergenceBound,
+    DittoProblem,
+    check_global_weight,
+    convergence_bound,
+)
+from flower_ext.planning.fairness import LinearFairness
+from flower_ext.privacy.claims import Basis
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """(T*, λ*) and the curves it was read from.
+
+    Parameters
+    ----------
+    rounds : int
+        T*; 0 where no number of rounds improves the bound on the start.
+    global_weight : float
+        λ*.
+    bound : ConvergenceBound
+        At λ*.
+    candidates : NDArray
+        Every T that was compared.
+    convergence, global_weights : NDArray
+        h(T, λ(T)) and λ(T) for each of them.
+    """
+
+    rounds: int
+    global_weight: float
+    bound: ConvergenceBound
+    candidates: NDArray[np.int64]
+    convergence: NDArray[np.float64]
+    global_weights: NDArray[np.float64]
+
+
+def best_rounds(
+    problem: DittoProblem,
+    *,
+    global_weight: float,
+    variance_per_round: float,
+    max_rounds: int,
+    basis: Basis = "provable",
+) -> TrainingPlan:
+    """T* for a λ that is given."""
+    bound = convergence_bound(
+        problem, global_weight=global_weight, variance_per_round=variance_per_round, basis=basis
+    )
+    candidates = np.arange(1, max_rounds + 1)
+    return TrainingPlan(
+        rounds=bound.best_rounds(max_rounds),
+        global_weight=global_weight,
+        bound=bound,
+        candidates=candidates,
+        convergence=bound.after(candidates),
+        global_weights=np.full(max_rounds, global_weight),
+    )
+
+
+def joint_search(
+    problem: DittoProblem,
+    fairness: LinearFairness,
+    *,
+    variance_per_round: float,
+    max_rounds: int,
+    basis: Basis = "provable",
+) -> TrainingPlan:
+    """(T*, λ*) of Eqn 33, among 1 to ``max_rounds`` rounds.
+
+    The bound T′ of Section IV holds for one λ only, so all T are compared.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range, or both problems differ in clients or dimension.
+    """
+    for name in ("num_clients", "dimension"):
+        ours, theirs = getattr(problem, name), getattr(fairness, name)
+        if ours != theirs:
+            raise ValueError(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
+    if max_rounds < 1:
+        raise ValueError(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+    candidates = np.arange(1, max_rounds + 1)
+    weights, values = np.empty(max_rounds), np.empty(max_rounds)
+
+    def bound_at(weight: float) -> ConvergenceBound:
+        return convergence_bound(
+            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
+        )
+
+    for row, rounds in enumerate(candidates.tolist()):
+        weights[row] = fairness.best_global_weight(
+            upload_variance=variance_per_round * rounds, basis=basis
+        )
+        values[row] = bound_at(weights[row]).after(rounds)
+    best = int(np.argmin(values))
+    improves = values[best] < problem.initial_distance
+    return TrainingPlan(
+        rounds=int(candidates[best]) if improves else 0,
+        global_weight=float(weights[best]),
+        bound=bound_at(float(weights[best])),
+        candidates=candidates,
+        convergence=values,
+        global_weights=weights,
+    )
+
+
+# Where nothing is known in closed form ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a short run showed: mean training loss and its spread over clients; lower is better."""
+
+    loss: float
+    unfairness: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmpiricalPlan:
+    """(T*, λ*) from runs.
+
+    ``settled`` says that neither search wanted to move any more; where they go round in a circle,
+    the point on it with the smallest loss is taken. ``outcomes`` has every run that was made.
+    """
+
+    rounds: int
+    global_weight: float
+    settled: bool
+    outcomes: dict[tuple[int, float], Outcome]
+
+
+def alternating_search(
+    run: Callable[[int, float], Outcome],
+    *,
+    rounds: Sequence[int],
+    global_weights: Sequence[float],
+    start: float | None = None,
+) -> EmpiricalPlan:
+    """T by loss and λ by fairness in turns, until both stay: Section V-C.
+
+    Parameters
+    ----------
+    run : Callable[[int, float], Outcome]
+        Trains for T rounds at λ under the noise that T rounds need. Asked once for each pair; a run
+        that diverged may answer with NaN or infinity, and is never chosen over another.
+    rounds, global_weights : Sequence
+        What is tried. Of equals, the first is taken.
+    start : float, optional
+        The first λ; by default the first of ``global_weights``.
+
+    Raises
+    ------
+    ValueError
+        Nothing to try, or a candidate out of range.
+    """
+    if not rounds or min(rounds) < 1:
+        raise ValueError(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")
+    if not global_weights:
+        raise ValueError("global_weights=[]: expected at least one number in [0, 2]")
+    for candidate in global_weights:
+        check_global_weight(candidate)
+    weight = global_weights[0] if start is None else start
+    check_global_weight(weight)
+    outcomes: dict[tuple[int, float], Outcome] = {}
+
+    def outcome(T: int, candidate: float) -> Outcome:
+        if (T, candidate) not in outcomes:
+            outcomes[T, candidate] = run(T, candidate)
+        return outcomes[T, candidate]
+
+    def loss(pair: tuple[int, float]) -> float:
+        return _or_infinite(outcome(*pair).loss)
+
+    visited: list[tuple[int, float]] = []
+    while True:
+        at = weight
+        T = min(rounds, key=lambda candidate: loss((candidate, at)))
+        weight = min(
+            global_weights, key=lambda candidate: _or_infinite(outcome(T, candidate).unfairness)
+        )
+        if (T, weight) in visited:
+            circle = visited[visited.index((T, weight)) :]
+            best_T, best_weight = min(circle, key=loss)
+            return EmpiricalPlan(
+                rounds=best_T,
+                global_weight=best_weight,
+                settled=len(circle) == 1,
+                outcomes=outcomes,
+            )
+        visited.append((T, weight))
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value

@@ -1,0 +1,244 @@
+"""What ``flower-ext plan`` answers: (T*, λ*) for a privacy budget, as published and provable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_ext.planning import (
+    DittoProblem,
+    LinearFairness,
+    TrainingPlan,
+    best_rounds,
+    joint_search,
+)
+from flower_ext.planning.convergence import LARGEST_WEIGHT
+from flower_ext.privacy import (
+    ClippedSteps,
+    Condition,
+    OutputPerturbation,
+    clipped_steps_epsilon,
+    clipped_steps_noise_stddev,
+    composed_noise_stddev,
+    dp_ditto_guarantees,
+    dp_ditto_noise_stddev,
+)
+from flower_ext.privacy.claims import Basis
+from flower_ext.reporting.figures import Line, draw_lines
+
+CURVE_ROWS = 12
+"""How many numbers of rounds the printed table names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyBudget:
+    """(ε, δ) for one record of a client, and what bounds that record."""
+
+    epsilon: float
+    delta: float
+    num_clients: int
+    num_examples: int
+    clipping_norm: float
+    steps: ClippedSteps | None = None
+
+    def noise_stddev(self, rounds: int, basis: Basis) -> float:
+        """σ_u that the budget asks of an upload in each of ``rounds`` rounds."""
+        if basis == "published":
+            return dp_ditto_noise_stddev(
+                epsilon=self.epsilon,
+                delta=self.delta,
+                rounds=rounds,
+                num_clients=self.num_clients,
+                num_examples=self.num_examples,
+                clipping_norm=self.clipping_norm,
+            )
+        target: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
+        ball = composed_noise_stddev(sensitivity=2 * self.clipping_norm, releases=rounds, **target)
+        if self.steps is None:
+            return ball
+        step = clipped_steps_noise_stddev(self.steps, rounds=rounds, **target)
+        return min(ball, self.steps.upload_stddev(step))
+
+    def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
+        """What uploads with σ_u give: as published, at worst, and with records' gradients clipped.
+
+        At worst is Algorithm 1, which clips models but no gradients.
+        """
+        published, provable = dp_ditto_guarantees(
+            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=noise_stddev),
+            num_clients=self.num_clients,
+            num_examples=self.num_examples,
+            rounds=rounds,
+            delta=self.delta,
+        )
+        found = {"as published": published.epsilon, "worst case": provable.epsilon}
+        if self.steps is not None:
+            step = noise_stddev / self.steps.upload_stddev(1.0)
+            found["gradients clipped"] = clipped_steps_epsilon(
+                self.steps, noise_stddev=step, rounds=rounds, delta=self.delta
+            )
+        return found
+
+    @property
+    def provable_source(self) -> str:
+        """What the provable noise rests on."""
+        ball = self.noise_stddev(1, "provable")
+        alone = PrivacyBudget(**{**vars(self), "steps": None}).noise_stddev(1, "provable")
+        if self.steps is None or ball >= alone:
+            return f"sensitivity 2C = {2 * self.clipping_norm:g} of a clipped model"
+        return (
+            f"records' gradients clipped to {self.steps.gradient_clipping_norm:g}, sensitivity "
+            f"{self.steps.sensitivity:.4g} of a local step"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The plan of one basis, the noise it needs, and what that noise gives by every accounting.
+
+    With T* = 0 nothing is released, and there is neither noise nor ε.
+    """
+
+    basis: Basis
+    plan: TrainingPlan
+    noise_stddev: float
+    epsilons: dict[str, float]
+    not_met: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "basis": self.basis,
+            "rounds": self.plan.rounds,
+            "global_weight": self.plan.global_weight,
+            "bound": float(self.plan.bound.after(self.plan.rounds)),
+            "noise_stddev": self.noise_stddev,
+            "epsilon": dict(self.epsilons),
+            "conditions_not_met": list(self.not_met),
+        }
+
+
+def answers(
+    budget: PrivacyBudget,
+    problem: DittoProblem,
+    *,
+    max_rounds: int,
+    global_weight: float | None = None,
+    fairness: LinearFairness | None = None,
+) -> list[Answer]:
+    """One answer for each basis; the published bound is left out where G₀ or M is unknown.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range, or not exactly one of λ and the fairness problem is given.
+    """
+    if (global_weight is None) == (fairness is None):
+        raise ValueError("expected either a λ or what the fairest λ is computed from")
+    bases: list[Basis] = ["provable"]
+    if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
+        bases.insert(0, "published")
+    found = []
+    for basis in bases:
+        facts: dict[str, Any] = {
+            "variance_per_round": budget.noise_stddev(1, basis) ** 2,
+            "max_rounds": max_rounds,
+            "basis": basis,
+        }
+        if fairness is None:
+            assert global_weight is not None
+            plan = best_rounds(problem, global_weight=global_weight, **facts)
+        else:
+            plan = joint_search(problem, fairness, **facts)
+        conditions = [*plan.bound.conditions, _one_full_step(budget.steps)]
+        if fairness is not None:
+            conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
+        stddev = budget.noise_stddev(plan.rounds, basis) if plan.rounds else 0.0
+        found.append(
+            Answer(
+                basis=basis,
+                plan=plan,
+                noise_stddev=stddev,
+                epsilons=budget.epsilons(stddev, plan.rounds) if plan.rounds else {},
+                not_met=tuple(one.text for one in conditions if not one.holds),
+            )
+        )
+    return found
+
+
+def _one_full_step(steps: ClippedSteps | None) -> Condition:
+    """What Theorem 1 asks of a round."""
+    if steps is None:
+        return Condition("one full-gradient step a round", True)
+    batch = steps.batch_size or steps.num_examples
+    return Condition(
+        f"one full-gradient step a round (K = {steps.local_steps}, B = {batch} of "
+        f"{steps.num_examples} records): h speaks of that, the noise of what was asked",
+        steps.local_steps == 1 and batch == steps.num_examples,
+    )
+
+
+def curve_rows(found: Sequence[Answer]) -> list[int]:
+    """Numbers of rounds worth printing: spread evenly in their logarithm, and each T*."""
+    last = int(found[0].plan.candidates[-1])
+    spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
+    return sorted({*spread, *(answer.plan.rounds for answer in found if answer.plan.rounds)})
+
+
+def draw_plan(
+    found: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
+) -> list[Path]:
+    """The curves, each an SVG with its numbers as CSV beside it."""
+    bounds: dict[str, Line] = {
+        answer.basis: (answer.plan.candidates.tolist(), answer.plan.convergence.tolist())
+        for answer in found
+    }
+    values = np.concatenate([answer.plan.convergence for answer in found])
+    drawn = [
+        draw_lines(
+            folder,
+            "convergence",
+            "Bound h(T, λ) on the personal models' squared distance",
+            "h(T, λ)",
+            bounds,
+            xlabel="planned rounds T",
+            log=bool(values.min() > 0 and values.max() > 20 * values.min()),
+        )
+    ]
+    if fairness is None:
+        return drawn
+    weights: dict[str, Line] = {
+        answer.basis: (answer.plan.candidates.tolist(), answer.plan.global_weights.tolist())
+        for answer in found
+    }
+    grid = np.linspace(0, LARGEST_WEIGHT, 201)
+    unfairness: dict[str, Line] = {}
+    for answer in found:
+        spread = fairness.unfairness(
+            grid, upload_variance=answer.noise_stddev**2, basis=answer.basis
+        )
+        unfairness[f"{answer.basis}, T = {answer.plan.rounds}"] = (grid.tolist(), spread.tolist())
+    return [
+        *drawn,
+        draw_lines(
+            folder,
+            "global_weight",
+            "Fairest λ under the noise that T rounds need",
+            "λ*(T)",
+            weights,
+            xlabel="planned rounds T",
+        ),
+        draw_lines(
+            folder,
+            "fairness",
+            "Variance over clients of ‖u* − v‖²",
+            "R(λ)",
+            unfairness,
+            xlabel="λ",
+        ),
+    ]

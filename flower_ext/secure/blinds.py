@@ -1,0 +1,31 @@
+"""What the silos share and the server does not know: a factor for every user, and their order."""
+
+from __future__ import annotations
+
+import gmpy2
+from gmpy2 import mpz
+
+from flower_ext.secure.masks import derive, uniform_residues
+
+
+def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
+    """A unit modulo ``modulus`` for every user, uniform to whoever does not know ``seed``."""
+    blinds = []
+    for user in range(users):
+        attempt = 0
+        while True:
+            (blind,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
+            if gmpy2.gcd(blind, modulus) == 1:
+                break
+            attempt += 1
+        blinds.append(blind)
+    return blinds
+
+
+def user_order(seed: bytes, users: int) -> list[int]:
+    """Users in an order that says nothing to whoever does not know ``seed``.
+
+    The server counts users by their place in it. So it cannot tell who it is that has no records,
+    or whom it drew.
+    """
+    return sorted(range(users), key=lambda user: derive(seed, "order", user))

@@ -1,0 +1,215 @@
+"""What hides one silo's message from the server: keys of silo pairs, and masks drawn from them.
+
+Two silos agree on a key by X25519 and HKDF-SHA256. From it they draw the same numbers. One adds (or
+multiplies) them and the other takes them away again, so that they cancel in the sum (or product)
+of all silos and in no smaller one. Numbers come from ChaCha20 under a key that belongs to one run,
+pair, purpose and round; 128 more bits are drawn than the modulus has, so that the remainder is
+within 2⁻¹²⁸ of uniform.
+
+The server relays the public keys. A server that swaps them could read everything: compare
+`PairKeys.fingerprint` over another channel where it is not trusted to relay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from gmpy2 import mpz
+
+from flower_ext.secure.errors import ProtocolError
+from flower_ext.secure.multiexp import invert_all
+
+_SURPLUS_BITS = 128
+_NONCE_BYTES = 12
+
+
+def derive(key: bytes, *label: str | int | bytes) -> bytes:
+    """A 32-byte key that belongs to ``label`` alone (HKDF-SHA256).
+
+    Every part of the label carries its type and length, so no two labels read the same.
+    """
+    parts = []
+    for part in label:
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
+    return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
+
+
+def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
+    """``count`` numbers in [0, modulus) that ``key`` determines. Use a key for one list only."""
+    size = (modulus.bit_length() + _SURPLUS_BITS + 7) // 8
+    # Counter and nonce start at zero: the key is used once.
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(count * size))
+    return [
+        mpz.from_bytes(stream[start : start + size], "big") % modulus
+        for start in range(0, count * size, size)
+    ]
+
+
+class PairKeys:
+    """One silo's keys with every other silo of one run.
+
+    Parameters
+    ----------
+    context : bytes
+        Public; the same for all parties of a run and for no other run.
+    index : int
+        This silo's place among the silos, from zero.
+    private : bytes, optional
+        Raw X25519 private key; fresh from the operating system by default.
+    """
+
+    def __init__(self, *, context: bytes, index: int, private: bytes | None = None) -> None:
+        self._context = context
+        self._index = index
+        self._private = secrets.token_bytes(32) if private is None else private
+        self._keys: dict[int, bytes] = {}
+        self._used: set[tuple[str, int]] = set()
+        self._fingerprint = ""
+
+    def __repr__(self) -> str:
+        return f"PairKeys(index={self._index}, agreed_with={sorted(self._keys)})"
+
+    @property
+    def public(self) -> bytes:
+        """Raw public key, 32 bytes."""
+        return X25519PrivateKey.from_private_bytes(self._private).public_key().public_bytes_raw()
+
+    @property
+    def private(self) -> bytes:
+        """Raw private key: for durable storage in this silo only."""
+        return self._private
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of all public keys; equal at all silos unless somebody swapped one."""
+        return self._fingerprint
+
+    def agree(self, public_keys: Mapping[int, bytes]) -> None:
+        """Derive a key with every other silo.
+
+        Parameters
+        ----------
+        public_keys : Mapping[int, bytes]
+            Raw public keys of all silos, this one's among them, by index.
+
+        Raises
+        ------
+        ValueError
+            A key is missing, malformed, of low order, given twice, or not this silo's own.
+        """
+        if public_keys.get(self._index) != self.public:
+            raise ValueError(f"public_keys[{self._index}]: expected this silo's own key")
+        if sorted(public_keys) != list(range(len(public_keys))) or len(public_keys) < 2:
+            raise ValueError(f"public_keys of {sorted(public_keys)}: expected silos from 0, two up")
+        if len(set(public_keys.values())) != len(public_keys):
+            raise ValueError("public_keys: expected a key of its own for every silo")
+        mine = X25519PrivateKey.from_private_bytes(self._private)
+        keys = {}
+        for other, public in public_keys.items():
+            if other == self._index:
+                continue
+            try:
+                shared = mine.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError as error:  # wrong length, or a point of low order
+                raise ValueError(
+                    f"public_keys[{other}]: expected 32 bytes that are an X25519 key of full order"
+                ) from error
+            low, high = sorted((self._index, other))
+            keys[other] = derive(
+                shared, "pair", self._context, low, high, public_keys[low], public_keys[high]
+            )
+        self._keys = keys
+        ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
+        self._fingerprint = hashlib.sha256(self._context + ordered).hexdigest()[:32]
+
+    def additive_masks(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[mpz]:
+        """Numbers modulo ``modulus`` that sum to zero over all silos.
+
+        Raises
+        ------
+        ProtocolError
+            This (purpose, round) has been used: two values under one mask show their difference.
+        """
+        total = [mpz(0)] * count
+        for other, pad in self._pads(purpose, round_number, count, modulus):
+            sign = 1 if self._index < other else -1
+            total = [(t + sign * x) % modulus for t, x in zip(total, pad, strict=True)]
+        return total
+
+    def multiplicative_masks(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[mpz]:
+        """Units modulo ``modulus`` whose product over all silos is one.
+
+        A draw is no unit with probability of about the inverse of the least factor of ``modulus``,
+        which is out of reach for a product of two large primes.
+
+        Raises
+        ------
+        ProtocolError
+            As `additive_masks`.
+        """
+        above, below = [mpz(1)] * count, [mpz(1)] * count
+        for other, pad in self._pads(purpose, round_number, count, modulus):
+            side = above if self._index < other else below
+            for at, x in enumerate(pad):
+                side[at] = side[at] * x % modulus
+        inverses = invert_all(below, modulus)
+        return [x * y % modulus for x, y in zip(above, inverses, strict=True)]
+
+    def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
+        """Encrypt for one silo (ChaCha20-Poly1305); bound to sender, receiver, run and purpose."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        cipher = ChaCha20Poly1305(self._sealing_key(receiver))
+        return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
+
+    def open(self, sender: int, purpose: str, sealed: bytes) -> bytes:
+        """Undo `seal`.
+
+        Raises
+        ------
+        ValueError
+            Not sealed by ``sender`` for this silo, run and purpose, or changed on the way.
+        """
+        cipher = ChaCha20Poly1305(self._sealing_key(sender))
+        nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
+        try:
+            return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
+        except (InvalidTag, ValueError) as error:
+            raise ValueError(
+                f"sealed message from silo {sender}: expected one that it sealed for silo "
+                f"{self._index} in this run"
+            ) from error
+
+    def _pads(
+        self, purpose: str, round_number: int, count: int, modulus: mpz
+    ) -> list[tuple[int, list[mpz]]]:
+        if not self._keys:
+            raise ProtocolError("masks are drawn after the public keys of all silos arrived")
+        if (purpose, round_number) in self._used:
+            raise ProtocolError(f"masks for {purpose!r} of round {round_number} were drawn before")
+        self._used.add((purpose, round_number))
+        return [
+            (other, uniform_residues(derive(key, "mask", purpose, round_number), count, modulus))
+            for other, key in sorted(self._keys.items())
+        ]
+
+    def _sealing_key(self, other: int) -> bytes:
+        if other not in self._keys:
+            raise ProtocolError(f"no key with silo {other!r}: expected one of {sorted(self._keys)}")
+        return derive(self._keys[other], "seal")
+
+    def _header(self, sender: int, receiver: int, purpose: str) -> bytes:
+        return derive(self._context, "header", sender, receiver, purpose)

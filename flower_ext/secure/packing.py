@@ -1,0 +1,110 @@
+"""Several coordinates in one plaintext: the digits of a number to a large base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gmpy2 import mpz
+
+_SPARE_BITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """``slots`` signed coordinates of ``slot_bits`` bits each.
+
+    Exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
+
+    Parameters
+    ----------
+    bound : int
+        Largest magnitude of a coordinate of the sum over all users and silos.
+    slots : int
+        Coordinates in one plaintext.
+    """
+
+    bound: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        if self.bound < 1 or self.slots < 1:
+            raise ValueError(f"bound={self.bound}, slots={self.slots}: expected both >= 1")
+
+    @classmethod
+    def fitting(cls, bound: int, modulus_floor: int, slots: int | None = None) -> Packing:
+        """As many slots as fit, or ``slots`` of them.
+
+        Where there are two or more, 64 bits of a plaintext stay empty: a sum that is out of bounds
+        shows there, except with probability 2⁻⁶⁴.
+
+        Parameters
+        ----------
+        modulus_floor : int
+            The modulus, or a lower bound of it.
+
+        Raises
+        ------
+        ValueError
+            They do not fit: a sum could reach half the modulus.
+        """
+        most = int(2 * bound < modulus_floor)
+        while most and cls(bound=bound, slots=most + 1).largest << _SPARE_BITS + 1 < modulus_floor:
+            most += 1
+        if most == 0:
+            raise ValueError(
+                f"a sum of up to {bound.bit_length()} bits does not fit a plaintext of "
+                f"{modulus_floor.bit_length() - 1} bits and a sign: expected fewer records per "
+                "user, smaller bounds, a coarser precision, or a larger key"
+            )
+        if slots is not None and not 1 <= slots <= most:
+            raise ValueError(
+                f"coordinates_per_plaintext={slots}: expected an integer from 1 to {most}"
+            )
+        return cls(bound=bound, slots=slots or most)
+
+    @property
+    def slot_bits(self) -> int:
+        """Width of a slot: magnitude and sign."""
+        return self.bound.bit_length() + 1
+
+    @property
+    def largest(self) -> int:
+        """Largest magnitude of a packed number."""
+        return self.bound * ((1 << self.slots * self.slot_bits) - 1) // ((1 << self.slot_bits) - 1)
+
+    def plaintexts(self, coordinates: int) -> int:
+        """How many plaintexts ``coordinates`` take."""
+        return -(-coordinates // self.slots)
+
+    def pack(self, coordinates: Sequence[int]) -> list[mpz]:
+        """Signed plaintexts; a last one that is not full is filled with zeros."""
+        packed = []
+        for start in range(0, len(coordinates), self.slots):
+            total = mpz(0)
+            for value in reversed(coordinates[start : start + self.slots]):
+                total = (total << self.slot_bits) + int(value)
+            packed.append(total)
+        return packed
+
+    def unpack(self, plaintexts: Sequence[mpz], coordinates: int) -> list[mpz]:
+        """Undo `pack`, of one list or of sums of lists.
+
+        Raises
+        ------
+        OverflowError
+            A coordinate is above ``bound``: what was summed was not what the bound allows.
+        """
+        half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
+        found: list[mpz] = []
+        for plaintext in plaintexts:
+            rest = mpz(plaintext)
+            for _ in range(self.slots):
+                digit = ((rest + half) & mask) - half
+                found.append(digit)
+                rest = (rest - digit) >> self.slot_bits
+            if rest:
+                raise OverflowError("a packed sum is longer than its slots")
+        if any(abs(value) > self.bound for value in found):
+            raise OverflowError("a coordinate of the sum is above its bound")
+        return found[:coordinates]

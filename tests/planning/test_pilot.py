@@ -1,0 +1,106 @@
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from flower_ext.planning import DittoProblem, LinearWorld, estimate_problem
+
+
+def quadratic_pilot(rounds=60, eta=0.2, seed=0):
+    """Gradient descent on clients with curvatures 0.5 to 4 and optima of their own."""
+    rng = np.random.default_rng(seed)
+    a, u = rng.uniform(0.5, 4.0, size=(5, 3)), rng.normal(size=(5, 3))
+    w, models, gradients, losses = np.full(3, 3.0), [], [], []
+    for _ in range(rounds):
+        g = a * (w - u)
+        models.append(w)
+        gradients.append(g)
+        losses.append(float((0.5 * a * (w - u) ** 2).sum(axis=1).mean()))
+        w = w - eta * g.mean(axis=0)
+    pilot = {"models": models, "gradients": gradients, "losses": losses, "local_optima": u}
+    return pilot, a, u
+
+
+def test_the_estimates_lie_on_the_right_side_of_the_truth_and_near_it():
+    pilot, a, u = quadratic_pilot()
+    found = estimate_problem(**pilot)
+    best = (a * u).mean(axis=0) / a.mean(axis=0)
+    assert a.min() <= found.strong_convexity * (1 + 1e-9)
+    assert found.smoothness <= a.max() * (1 + 1e-9)
+    assert found.strong_convexity < 2 * a.min()
+    assert found.smoothness > 0.5 * a.max()
+    assert found.model_spread == pytest.approx(np.linalg.norm(u - best, axis=1).max(), rel=1e-3)
+    assert found.gradient_bound == pytest.approx(
+        np.linalg.norm(a * (3.0 - u), axis=1).max(), rel=1e-12
+    )
+    worst = max(np.square(3.0 - u).sum(axis=1).max(), np.square(3.0 - best).sum())
+    assert found.initial_distance == pytest.approx(worst, rel=1e-6)
+    assert found.initial_gap == pytest.approx(pilot["losses"][0] - pilot["losses"][-1])
+
+
+def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_problem():
+    world = LinearWorld.draw(
+        np.random.default_rng(1),
+        num_clients=4,
+        num_examples=9,
+        dimension=3,
+        feature_energy=6.0,
+        label_variance=0.1,
+        model_variance=0.2,
+    )
+    w, models = np.ones(3), []
+    for _ in range(30):
+        models.append(w)
+        w = w - 0.3 * world.gradients(w).mean(axis=0)
+    found = estimate_problem(
+        models=models,
+        gradients=[world.gradients(m) for m in models],
+        losses=[world.losses(m).mean() for m in models],
+        local_optima=world.local_models,
+    )
+    assert found.strong_convexity == pytest.approx(world.curvature, rel=1e-6)
+    assert found.smoothness == pytest.approx(world.curvature, rel=1e-6)
+    DittoProblem(
+        **{**asdict(found), "smoothness": found.smoothness * (1 + 1e-9)},
+        dimension=3,
+        num_clients=4,
+        learning_rate=0.3,
+        personal_learning_rate=0.3,
+    )
+    # Personal optima of every λ are no further away than Ψ₂ says.
+    for weight in (0.0, 0.4, 1.5, 2.0):
+        best = world.personal_models(weight, np.zeros((4, 3)))
+        assert np.square(best - 1.0).sum(axis=1).max() <= found.initial_distance * (1 + 1e-3)
+
+
+def test_the_gradients_of_the_linear_world_are_those_of_its_losses():
+    world = LinearWorld.draw(
+        np.random.default_rng(2),
+        num_clients=3,
+        num_examples=5,
+        dimension=2,
+        feature_energy=2.0,
+        label_variance=0.3,
+        model_variance=0.2,
+    )
+    v, h = np.array([0.3, -0.2]), 1e-6
+    for axis in range(2):
+        e = h * np.eye(2)[axis]
+        slope = (world.losses(v + e) - world.losses(v - e)) / (2 * h)
+        np.testing.assert_allclose(slope, world.gradients(v)[:, axis], atol=1e-8)
+    np.testing.assert_allclose(world.gradients(world.local_models), 0, atol=1e-12)
+
+
+def test_pilots_that_say_nothing_are_refused():
+    pilot, *_ = quadratic_pilot(rounds=5)
+    with pytest.raises(ValueError, match="expected rounds × weights"):
+        estimate_problem(**{**pilot, "losses": pilot["losses"][:-1]})
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        estimate_problem(**{**pilot, "losses": [math.nan] * 5})
+    still = {**pilot, "models": np.ones((5, 3))}
+    with pytest.raises(ValueError, match="in which the model moves"):
+        estimate_problem(**still)
+    uphill = {**pilot, "gradients": -np.asarray(pilot["gradients"])}
+    with pytest.raises(ValueError, match="not strongly convex"):
+        estimate_problem(**uphill)

@@ -1,0 +1,231 @@
+"""DP-Ditto's calibration next to the paper's formulas, and to what neighbours really do."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.privacy import (
+    AdversaryView,
+    ClippedSteps,
+    Guarantee,
+    NeighboringRelation,
+    OutputPerturbation,
+    PrivacyUnit,
+    clipped_steps_epsilon,
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+    composed_epsilon,
+    composed_noise_stddev,
+    dp_ditto_epsilon,
+    dp_ditto_guarantees,
+    dp_ditto_noise_stddev,
+    gaussian_loss,
+)
+
+FEDERATION = {"num_clients": 20, "num_examples": 3000, "clipping_norm": 20.0}
+TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
+
+
+def steps(**changes) -> ClippedSteps:
+    facts = {"learning_rate": 0.1, "gradient_clipping_norm": 2.0, "num_examples": 50}
+    return ClippedSteps(**{**facts, **changes})
+
+
+def guarantees(stddev=0.01, **changes):
+    facts = {
+        "num_clients": 20,
+        "num_examples": 50,
+        "rounds": 80,
+        "delta": 0.01,
+        "clipping_norm": 20.0,
+    }
+    facts.update(changes)
+    clip = facts.pop("clipping_norm")
+    perturbation = OutputPerturbation(clipping_norm=clip, noise_stddev=stddev)
+    published, provable = dp_ditto_guarantees(perturbation, **facts)
+    assert (published.basis, provable.basis) == ("published", "provable")
+    return published, provable
+
+
+def test_the_published_noise_is_equation_8_and_its_epsilon_the_inverse():
+    C, D, N, T = 20.0, 3000, 20, 80
+    stddev = dp_ditto_noise_stddev(**TARGET, **FEDERATION)
+    printed = (2 * C / D) * math.sqrt(2 * T * N * math.log(1 / 0.01)) / (10.0 * N)
+    assert stddev == pytest.approx(printed, rel=1e-12)
+    back = dp_ditto_epsilon(noise_stddev=stddev, delta=0.01, rounds=T, **FEDERATION)
+    assert back == pytest.approx(10.0, rel=1e-12)
+
+
+def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients_together():
+    stddev = dp_ditto_noise_stddev(**TARGET, **FEDERATION)
+    sigma_z = (2 * 20.0 / 3000) * math.sqrt(2 * 80 * math.log(100)) / 10.0
+    assert math.sqrt(20) * stddev == pytest.approx(sigma_z, rel=1e-12)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize("releases", [1, 80])
+def test_the_provable_noise_meets_its_target_and_a_little_less_misses_it(epsilon, releases):
+    facts = {"sensitivity": 0.3, "delta": 1e-3, "releases": releases}
+    stddev = composed_noise_stddev(epsilon=epsilon, **facts)
+    reached = composed_epsilon(noise_stddev=stddev, **facts)
+    assert epsilon * (1 - 1e-6) < reached <= epsilon
+    assert composed_epsilon(noise_stddev=0.99 * stddev, **facts) > epsilon
+
+
+def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
+    # The planner rests on it: σ_u²/T is a constant of the budget.
+    target = {"epsilon": 2.0, "delta": 1e-3}
+    published = [dp_ditto_noise_stddev(**target, rounds=T, **FEDERATION) for T in (1, 9)]
+    provable = [clipped_steps_noise_stddev(steps(), **target, rounds=T) for T in (1, 9)]
+    assert published[1] == pytest.approx(3 * published[0], rel=1e-12)
+    assert provable[1] == pytest.approx(3 * provable[0], rel=1e-12)
+
+
+def test_each_noised_step_is_a_release_of_the_records_it_uses():
+    full = steps(local_steps=5)
+    batches = steps(local_steps=5, batch_size=10)  # one pass: each record in one step
+    two_passes = steps(local_steps=7, batch_size=10)
+    uneven = steps(local_steps=3, batch_size=20)  # 20, 20 and 10 of 50: one pass
+    assert [s.uses_per_round for s in (steps(), full, batches, two_passes, uneven)] == [
+        1,
+        5,
+        1,
+        2,
+        1,
+    ]
+    assert full.sensitivity == pytest.approx(2 * 0.1 * 2.0 / 50)
+    assert batches.sensitivity == pytest.approx(5 * full.sensitivity)
+    spent = clipped_steps_epsilon(full, noise_stddev=0.05, delta=1e-3, rounds=8)
+    same = gaussian_loss(0.05 / full.sensitivity, releases=40, delta=1e-3).epsilon
+    assert spent == pytest.approx(same, rel=1e-12)
+
+
+def clipped_step(u, records, s):
+    """One full step on |⟨u, x⟩ − y|³-like losses whose gradients point anywhere."""
+    gradients = [x * (u @ x - y) ** 3 for x, y in records]
+    norms = [np.linalg.norm(g) for g in gradients]
+    G = s.gradient_clipping_norm
+    clipped = [g * min(1, G / n) for g, n in zip(gradients, norms, strict=True)]
+    return u - s.learning_rate * np.mean(clipped, axis=0)
+
+
+def test_neighbours_stay_within_the_sensitivity_of_one_step_and_of_several():
+    rng = np.random.default_rng(0)
+    for count in (1, 4):
+        s, worst = steps(num_examples=5, local_steps=count), 0.0
+        for _ in range(300):
+            records = [(3 * rng.normal(size=2), 3 * rng.normal()) for _ in range(5)]
+            x = 3 * rng.normal(size=2)
+            flipped = [*records[:-1], (x, 9.0)]
+            records[-1] = (x, -9.0)  # gradients of opposite signs
+            one = other = rng.normal(size=2)
+            for _ in range(count):
+                one, other = clipped_step(one, records, s), clipped_step(other, flipped, s)
+            worst = max(worst, float(np.linalg.norm(one - other)))
+        assert worst <= s.upload_sensitivity * (1 + 1e-12)
+        if count == 1:
+            assert worst > 0.99 * s.upload_sensitivity
+
+
+def test_a_clipped_model_can_move_by_2C_where_the_paper_has_2C_over_D():
+    # Least squares on two neighbours: one record turns the slope round, clipping keeps both ends.
+    C, far = 1.0, 1e6
+    base = [(0.1, 0.1), (0.1, -0.1)]
+
+    def fit(records):
+        x, y = np.array(records).T
+        return float(np.clip(x @ y / (x @ x), -C, C))
+
+    moved = abs(fit([*base, (1.0, far)]) - fit([*base, (1.0, -far)]))
+    assert moved == pytest.approx(2 * C)
+    assert moved > 2 * C / 3
+
+
+def test_a_run_names_both_numbers_and_what_fails_of_the_published_one():
+    published, provable = guarantees(clipping_norm=20.0)
+    failed = [c.text for c in published.conditions if not c.holds]
+    assert any("q = 1/20" in text for text in failed)
+    assert any("what holds is 40" in text for text in failed)
+    assert provable.epsilon > 1000 * published.epsilon
+    for one in (published, provable):
+        assert (one.unit, one.relation, one.view, one.delta) == (
+            PrivacyUnit.RECORD,
+            NeighboringRelation.REPLACE_ONE,
+            AdversaryView.EACH_UPLOAD,
+            0.01,
+        )
+    assert Guarantee.from_dict(json.loads(json.dumps(published.to_dict()))) == published
+    assert "NOT met" in published.statement()
+    assert "SIMULATION" in guarantees(secure_noise=False)[1].statement()
+
+
+def test_one_client_with_one_record_meets_both_of_the_first_conditions():
+    published, _ = guarantees(stddev=400.0, num_clients=1, num_examples=1, rounds=1)
+    assert [c.holds for c in published.conditions] == [True, True, True]
+
+
+def test_even_with_its_own_sensitivity_the_closed_form_misses_a_term_at_a_large_epsilon():
+    def covered(epsilon):
+        facts = {"num_clients": 1, "num_examples": 1, "clipping_norm": 20.0}
+        stddev = dp_ditto_noise_stddev(epsilon=epsilon, delta=0.01, rounds=1, **facts)
+        return guarantees(stddev=stddev, rounds=1, **facts)[0].conditions[2]
+
+    assert covered(1.0).holds
+    assert not covered(100.0).holds
+    assert "exactly ε = 618.6" in covered(100.0).text
+
+
+def test_clipped_gradients_bring_the_provable_number_down_from_2C():
+    worst = guarantees()[1]
+    clipped = guarantees(steps=steps())[1]
+    several = guarantees(steps=steps(local_steps=3))[1]
+    assert clipped.epsilon < several.epsilon < worst.epsilon
+    assert "2C = 40" in worst.source
+    assert "2ηG/B" in clipped.source
+    assert "K steps without noise" in several.source
+    loose = guarantees(steps=steps(gradient_clipping_norm=1e9))[1]
+    assert loose.epsilon == worst.epsilon
+
+
+def test_one_noised_step_is_the_same_as_one_noised_upload():
+    s = steps()
+    in_steps = clipped_steps_guarantee(s, noise_stddev=0.01, rounds=80, delta=0.01)
+    assert in_steps.epsilon == pytest.approx(guarantees(steps=s)[1].epsilon, rel=1e-12)
+
+
+def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
+    target = {"epsilon": 3.0, "delta": 1e-3, "rounds": 10}
+    stddevs = []
+    for s in (steps(), steps(local_steps=9)):
+        stddevs.append(s.upload_stddev(clipped_steps_noise_stddev(s, **target)))
+    assert stddevs[1] == pytest.approx(9 * stddevs[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: dp_ditto_noise_stddev(**{**TARGET, "epsilon": 0.0}, **FEDERATION), "epsilon=0.0"),
+        (lambda: dp_ditto_noise_stddev(**{**TARGET, "delta": 1.0}, **FEDERATION), "delta=1.0"),
+        (lambda: dp_ditto_noise_stddev(**{**TARGET, "rounds": 0}, **FEDERATION), "rounds=0"),
+        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "rounds": 0}), "rounds=0"),
+        (lambda: clipped_steps_noise_stddev(steps(), **{**TARGET, "epsilon": -1}), "epsilon=-1"),
+        (
+            lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "clipping_norm": 0.0}),
+            "clipping_norm=0.0",
+        ),
+        (
+            lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "num_clients": 0}),
+            "num_clients=0",
+        ),
+        (lambda: guarantees(steps=steps(num_examples=7)), "num_examples=50: expected 7"),
+        (lambda: steps(batch_size=51), "batch_size=51: expected"),
+        (lambda: steps(local_steps=0), "local_steps=0: expected"),
+        (lambda: steps(learning_rate=math.nan), "learning_rate=nan: expected"),
+        (lambda: steps(gradient_clipping_norm=math.inf), "gradient_clipping_norm=inf: expected"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

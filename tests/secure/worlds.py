@@ -1,0 +1,104 @@
+"""Small runs of the protocol, and the plain sum they must equal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from flower_ext.secure import MaskedSum, WeightingPlan, WeightingServer, WeightingSilo
+from flower_ext.secure.paillier import PrivateKey, generate_key
+
+KEY_BITS = 512
+
+
+def key(bits: int = KEY_BITS, number: int = 0) -> PrivateKey:
+    """A small key; generated once a process."""
+    return _key(bits, number)
+
+
+@cache
+def _key(bits: int, number: int) -> PrivateKey:
+    return generate_key(bits, allow_insecure_key_size=True)
+
+
+def plan(**changes) -> WeightingPlan:
+    facts = {
+        "run": "test",
+        "users": 4,
+        "silos": 3,
+        "coordinates": 5,
+        "max_records_per_user": 60,
+        "update_bound": 1.0,
+        "noise_bound": 10.0,
+        "key_bits": KEY_BITS,
+        "allow_insecure_key_size": True,
+    }
+    return WeightingPlan(**facts | changes)
+
+
+def draw_counts(rng: np.random.Generator, plan: WeightingPlan) -> np.ndarray:
+    """Records of each user in each silo, N_max of them at most; some users have none."""
+    totals = rng.integers(0, plan.max_records_per_user + 1, plan.users)
+    if not totals.any():
+        totals[0] = 1
+    return np.array(
+        [rng.multinomial(total, rng.dirichlet(np.ones(plan.silos))) for total in totals]
+    ).T
+
+
+@dataclass
+class World:
+    """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
+
+    plan: WeightingPlan
+    counts: np.ndarray
+    save: Callable[[bytes], None] | None = None
+    sent: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.server = WeightingServer(self.plan, key=key(self.plan.key_bits))
+        self.silos = [WeightingSilo(self.plan, i, save=self.save) for i in range(self.plan.silos)]
+        relayed = self.server.relay_keys([silo.key for silo in self.silos])
+        for silo in self.silos:
+            silo.receive_keys(self.server.public_key, relayed)
+        seeds = self.server.relay_seed(self.silos[0].seal_seed())
+        for silo, seed in zip(self.silos[1:], seeds, strict=True):
+            silo.open_seed(seed)
+        blinded = [s.blind_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
+        self.server.receive_counts(blinded)
+        self.sent += [*relayed, *seeds, *blinded]
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Updates of shape (silos, users, coordinates) and noise of shape (silos, coordinates)."""
+        plan = self.plan
+        shape = (plan.silos, plan.users, plan.coordinates)
+        updates = rng.uniform(-plan.update_bound, plan.update_bound, shape)
+        noise = rng.uniform(-plan.noise_bound, plan.noise_bound, shape[::2])
+        return updates, noise
+
+    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+        """Updates of the users that have records in ``silo``."""
+        return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
+
+    def weigh(self, message, updates, noise) -> list[MaskedSum]:
+        return [
+            silo.weigh(message, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
+        ]
+
+    def run_round(self, number, updates, noise, sampled=None) -> np.ndarray:
+        message = self.server.open_round(number, sampled=sampled)
+        sums = self.weigh(message, updates, noise)
+        self.sent += [message, *sums]
+        return self.server.close_round(sums)
+
+    def plain(self, updates, noise, users=None) -> np.ndarray:
+        """The same sum in the open, one product at a time."""
+        total = np.zeros(self.plan.coordinates)
+        for silo in range(self.plan.silos):
+            for user in range(self.plan.users) if users is None else users:
+                if self.counts[silo, user]:
+                    weight = self.counts[silo, user] / self.counts[:, user].sum()
+                    total = total + weight * updates[silo, user]
+            total = total + noise[silo]
+        return total
