@@ -33,7 +33,7 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
-_BLOCK = 2**20
+_BLOCK = 2**17
 """Numbers that are summed at a time."""
 _MARGIN = 1.0 - 1e-12
 """Room for the rounding of the norm itself, whatever the order of its summation."""
@@ -157,10 +157,10 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
         Names or shapes differ from those of ``like``.
     """
     summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
-    for rows in _stacked(updates, like):
-        for name, array in rows.items():
-            namespace = api.array_namespace(array)
-            summed[name] = summed[name] + namespace.sum(array, axis=0, dtype=namespace.float64)
+    for update in updates:
+        check_like(update, like)
+        for name in summed:
+            summed[name] += update[name]
     return summed
 
 

@@ -141,7 +141,12 @@ def _add(summed: Params, job: SiloJob, trainings: Sequence[tuple[int, Params]]) 
         name: torch.stack([model[name] for _, model in trainings]) - start
         for name, start in job.params.items()
     }
-    weights = [job.weights[user] for user, _ in trainings]
+    # Who diverged adds nothing. To refuse instead would tell everybody of one user's records.
+    sound = torch.stack([torch.isfinite(row).flatten(1).all(dim=1) for row in rows.values()]).all(0)
+    rows = {name: row[sound] for name, row in rows.items()}
+    weights = [job.weights[user] for (user, _), ok in zip(trainings, sound, strict=True) if ok]
+    if not weights:
+        return
     for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
         summed[name] += part
 
