@@ -13,20 +13,23 @@ import numpy as np
 class Distribution:
     """Summary of one value a client.
 
-    ``worst_decile`` is the mean of the lowest tenth of the clients (at least one), and
+    ``worst_decile`` is the mean of the worst tenth of the clients (at least one), and
     ``jain_index`` (Σx)² / (n Σx²): 1 when all are equal, 1/n when one has everything.
     """
 
     mean: float
     std: float
+    variance: float
     minimum: float
     median: float
     worst_decile: float
     jain_index: float
 
 
-def summarize(values: Mapping[int, float] | Sequence[float]) -> Distribution:
-    """Summary over clients, each counting once.
+def summarize(
+    values: Mapping[int, float] | Sequence[float], *, lower_is_better: bool = False
+) -> Distribution:
+    """Summary over clients, each counting once. ``lower_is_better`` goes for losses.
 
     Raises
     ------
@@ -38,11 +41,13 @@ def summarize(values: Mapping[int, float] | Sequence[float]) -> Distribution:
     if array.size == 0 or not np.isfinite(array).all():
         raise ValueError(f"expected at least one value, all finite; got {array.size} values")
     squares = float(np.sum(array**2))
+    worst = array[::-1] if lower_is_better else array
     return Distribution(
         mean=float(array.mean()),
         std=float(array.std()),
+        variance=float(array.var()),
         minimum=float(array[0]),
         median=float(np.median(array)),
-        worst_decile=float(array[: math.ceil(array.size / 10)].mean()),
+        worst_decile=float(worst[: math.ceil(array.size / 10)].mean()),
         jain_index=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
     )

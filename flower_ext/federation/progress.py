@@ -44,7 +44,7 @@ class Progress:
             log.warning("refused reply: %s", refusal)
 
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        """Mean, worst tenth, spread and Jain's index over clients, which count alike.
+        """Mean, spread, variance, worst tenth and Jain's index over clients, which count alike.
 
         ``…_pooled`` is the mean over all test examples instead: large clients count more.
         """
@@ -53,15 +53,17 @@ class Progress:
         names = set.intersection(*(set(scores) for scores in by_client))
         for name in sorted(names - {"num-examples"}):
             values = [scores[name] for scores in by_client]
-            spread = summarize(values)
+            spread = summarize(values, lower_is_better=name.endswith("loss"))
             summary |= {
                 f"{name}_mean": spread.mean,
                 f"{name}_std": spread.std,
+                f"{name}_variance": spread.variance,
                 f"{name}_worst_decile": spread.worst_decile,
                 f"{name}_jain": spread.jain_index,
             }
             sizes = [scores.get("num-examples", 0.0) for scores in by_client]
-            if all(size > 0 for size in sizes):
+            # Sizes are those of test sets; losses on training examples are not pooled by them.
+            if name != "training_loss" and all(size > 0 for size in sizes):
                 summary[f"{name}_pooled"] = float(np.average(values, weights=sizes))
         self.row |= summary
         return summary

@@ -23,6 +23,16 @@ def test_the_worst_decile_is_the_mean_of_the_lowest_tenth_rounded_up():
     assert summarize(list(range(11))).worst_decile == 0.5
 
 
+def test_the_worst_decile_of_losses_is_the_mean_of_the_highest_tenth():
+    assert summarize([0.5, 0.1, 0.9], lower_is_better=True).worst_decile == 0.9
+    assert summarize(list(range(11)), lower_is_better=True).worst_decile == 9.5
+
+
+def test_the_variance_is_the_square_of_the_standard_deviation():
+    spread = summarize([1.0, 2.0, 6.0])
+    assert spread.variance == pytest.approx(spread.std**2) == pytest.approx(14 / 3)
+
+
 def test_the_order_of_clients_does_not_matter():
     assert summarize([0.2, 0.9, 0.4]) == summarize([0.9, 0.4, 0.2])
 

@@ -51,11 +51,23 @@ def test_every_client_counts_alike_in_the_scores_and_by_its_examples_where_they_
     assert summary == {
         "accuracy_mean": pytest.approx(values.mean()),
         "accuracy_std": pytest.approx(values.std()),
+        "accuracy_variance": pytest.approx(values.var()),
         "accuracy_worst_decile": pytest.approx(values[:2].mean()),
         "accuracy_jain": pytest.approx(values.sum() ** 2 / (20 * (values**2).sum())),
         "accuracy_pooled": pytest.approx((values * sizes).sum() / sizes.sum()),
     }
     assert progress.row.items() >= summary.items()
+
+
+def test_the_worst_tenth_of_losses_are_the_highest_and_training_losses_are_not_pooled():
+    progress = Progress()
+    clients = [{"loss": 1.0 * i, "training_loss": 2.0 * i, "num-examples": 1.0} for i in range(20)]
+    summary = progress.scores(clients)
+    assert summary["loss_worst_decile"] == 18.5
+    assert summary["training_loss_worst_decile"] == 37.0
+    assert summary["training_loss_variance"] == pytest.approx(summary["training_loss_std"] ** 2)
+    assert "loss_pooled" in summary
+    assert "training_loss_pooled" not in summary
 
 
 @pytest.mark.parametrize("size", [{}, {"num-examples": 0.0}])
