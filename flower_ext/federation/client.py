@@ -23,16 +23,25 @@ from flower_ext.data import ClientData
 from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory
-from flower_ext.federation.protection import noise_source, objective_terms, protected
+from flower_ext.federation.protection import (
+    check_size,
+    noise_source,
+    objective_terms,
+    protected,
+    step_noise,
+)
 from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, derived_seed, l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
+    ClippedJob,
     Job,
     LocalTraining,
     Params,
+    StepNoise,
     Task,
     Term,
     evaluate_many,
+    train_clipped_steps,
     train_many,
 )
 
@@ -67,8 +76,8 @@ class ClientWork:
 
     ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
     server's other array records by name, ``terms`` what the plan adds to every local objective
-    (objective perturbation), ``noise`` is for methods that noise while they train, ``config`` what
-    the user passed to ``start``.
+    (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
+    for methods that noise while they train, ``config`` what the user passed to ``start``.
     """
 
     task: Task
@@ -83,6 +92,7 @@ class ClientWork:
     state: Mapping[str, Params] = field(default_factory=dict)
     terms: Sequence[Term] = ()
     noise: NoiseSource = field(default_factory=SecureNoise)
+    step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
 
     def initial_params(self) -> Params:
@@ -98,14 +108,18 @@ class ClientWork:
         terms: Sequence[Term] = (),
     ) -> Training:
         """Part of a model, trained as the server's settings for ``phase`` say: to be yielded."""
-        job = Job(
-            params=params,
-            examples=self.data.train,
-            training=self.training[phase],
-            generator=self.generator,
-            terms=[*self.terms, *terms],
-        )
-        return Training(task=self.task, job=job, trained=trained)
+        asked: dict[str, Any] = {
+            "params": params,
+            "examples": self.data.train,
+            "training": self.training[phase],
+            "generator": self.generator,
+            "terms": [*self.terms, *terms],
+        }
+        noise = self.step_noise.get(phase)
+        if noise is None:
+            return Training(task=self.task, job=Job(**asked), trained=trained)
+        job = ClippedJob(noise=noise, **asked)
+        return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +155,9 @@ class ClientMethod:
     answer : Callable[[ClientData, Mapping[str, Any]], Params], optional
         What the client tells, un-noised, when the server asks a question before the first round
         (``query.<name>``).
+    upload_phase : str, optional
+        The phase of training that alone leads from the received model to the update, with terms
+        that depend on no record: where it is noised, the update is. None where there is none.
     """
 
     name: str
@@ -148,6 +165,7 @@ class ClientMethod:
     local_model: Callable[[ClientWork], Params | Steps[Params]]
     memoryless: bool = False
     answer: Callable[[ClientData, Mapping[str, Any]], Params] | None = None
+    upload_phase: str | None = None
 
 
 class CohortApp(ClientApp):
@@ -247,10 +265,15 @@ class _ClientSide:
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[Message]:
         """Evaluate the model that each client would use."""
-        _, works = self._unpack(messages, contexts)
+        asked, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
         tests = [work.data.test for work in works]
         every = evaluate_many(works[0].task, models, tests, memory_limit=memory_limit)
+        if asked[0].facts.get("training-loss"):
+            own = [work.data.train for work in works]
+            trained = evaluate_many(works[0].task, models, own, memory_limit=memory_limit)
+            for scores, on_training in zip(every, trained, strict=True):
+                scores["training_loss"] = on_training["loss"]
         replies = []
         for message, work, scores in zip(messages, works, every, strict=True):
             if len(work.data.test) == 0:
@@ -317,6 +340,11 @@ class _ClientSide:
                 allow_seeded_noise=self.allow_seeded_noise,
                 purpose="training-noise",
             )
+        check_size(len(data.train), asked.facts)
+        in_steps = step_noise(asked.facts, context, allow_seeded_noise=self.allow_seeded_noise)
+        phase = self.method.upload_phase
+        if in_steps is not None and phase is None:
+            raise ValueError(f"{self.method.name}: no phase of training is all of its update")
         return ClientWork(
             task=task,
             data=data,
@@ -336,6 +364,7 @@ class _ClientSide:
                 allow_seeded_noise=self.allow_seeded_noise,
             ),
             noise=noise,
+            step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
         )
 

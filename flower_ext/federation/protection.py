@@ -1,8 +1,8 @@
 """What protects an update before it leaves the client: asked for by the server, done here.
 
 Two kinds, which may not be mixed: a `ReleasePlan` bounds and noises the *update* (client-level
-privacy); an output or objective perturbation protects the records behind a client's whole *model*
-(record-level privacy).
+privacy); an output or objective perturbation, or noise in each local step, protects the records
+behind a client's whole *model* (record-level privacy).
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     PreconditionFailed,
+    RecordLevelPlan,
     ReleasePlan,
     SecureNoise,
     SeededNoise,
     clip,
 )
-from flower_ext.training import Linear, Params
+from flower_ext.training import Linear, Params, StepNoise
 
 
 def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> dict[str, float]:
@@ -63,6 +64,51 @@ def per_unit(facts: Mapping[str, float]) -> dict[str, float]:
     return {renamed.get(name, name): value for name, value in facts.items()}
 
 
+def record_level_facts(plan: RecordLevelPlan, *, seeded_noise: bool) -> dict[str, float]:
+    """What a client needs to clip and noise its local model, or each local step."""
+    facts = {
+        "model-clipping-norm": plan.clipping_norm,
+        "agreed-examples": plan.num_examples,
+        "seeded-noise": seeded_noise,
+    }
+    if plan.steps is None:
+        return {**facts, "model-noise-stddev": plan.noise_stddev}
+    return {
+        **facts,
+        "gradient-clipping-norm": plan.steps.gradient_clipping_norm,
+        "step-noise-stddev": plan.noise_stddev,
+    }
+
+
+def check_size(num_examples: int, facts: Mapping[str, Any]) -> None:
+    """Refuse to train on another number of examples than the guarantee speaks of.
+
+    Raises
+    ------
+    PreconditionFailed
+        The server's plan names another number.
+    """
+    agreed = facts.get("agreed-examples", num_examples)
+    if num_examples != agreed:
+        raise PreconditionFailed(
+            f"this client trains on {num_examples} examples; the plan's num_examples is {agreed}, "
+            "the same for all clients: give every client as many, or change the plan"
+        )
+
+
+def step_noise(
+    facts: Mapping[str, Any], context: Context, *, allow_seeded_noise: bool
+) -> StepNoise | None:
+    """What each step of the training behind an upload clips and adds, where the server asks."""
+    if "gradient-clipping-norm" not in facts:
+        return None
+    return StepNoise(
+        clipping_norm=_number(facts, "gradient-clipping-norm"),
+        stddev=_number(facts, "step-noise-stddev"),
+        source=noise_source(facts, context, allow_seeded_noise=allow_seeded_noise),
+    )
+
+
 def protected(
     update: Params | BoundedSum,
     received: Params,
@@ -86,13 +132,16 @@ def protected(
         bounded = clip(update, _number(facts, "clipping-norm")).value
         return noise.add_gaussian(bounded, _number(facts, "noise-stddev"))
     if "model-clipping-norm" in facts:
-        noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
-        perturbation = OutputPerturbation(
-            clipping_norm=_number(facts, "model-clipping-norm"),
-            noise_stddev=_number(facts, "model-noise-stddev"),
-        )
         model = {name: received[name] + step for name, step in update.items()}
-        released = perturbation.apply(model, noise)
+        clipping_norm = _number(facts, "model-clipping-norm")
+        if "step-noise-stddev" in facts:  # every step that led here is noised already
+            released = clip(model, clipping_norm).value
+        else:
+            perturbation = OutputPerturbation(
+                clipping_norm=clipping_norm, noise_stddev=_number(facts, "model-noise-stddev")
+            )
+            noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
+            released = perturbation.apply(model, noise)
         return {name: value - received[name] for name, value in released.items()}
     return update
 

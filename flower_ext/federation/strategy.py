@@ -25,7 +25,11 @@ from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers, shortened
 from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.progress import Progress
-from flower_ext.federation.protection import perturbation_facts, plan_facts
+from flower_ext.federation.protection import (
+    perturbation_facts,
+    plan_facts,
+    record_level_facts,
+)
 from flower_ext.privacy import (
     BudgetExhausted,
     Guarantee,
@@ -34,6 +38,7 @@ from flower_ext.privacy import (
     Participations,
     PerturbationPlan,
     Plan,
+    RecordLevelPlan,
     ReleasePlan,
     Reservation,
     RoundDiscarded,
@@ -72,6 +77,9 @@ class FederatedStrategy(Strategy):
     evaluate_every : int
         Rounds between evaluations on all clients, besides the last; 0 never asks a client to
         evaluate. What clients report there is not covered by any guarantee.
+    training_loss : bool
+        Clients also report the loss of the model that they would use on their training examples,
+        whose variance over clients is a measure of fairness. Not covered either.
     diagnostics : bool
         Clients report the norm of their update before clipping, un-noised. Not covered either.
     timeout : float
@@ -96,6 +104,7 @@ class FederatedStrategy(Strategy):
         seed: int | None = None,
         seeded_noise: bool = False,
         evaluate_every: int = 1,
+        training_loss: bool = False,
         diagnostics: bool = False,
         timeout: float = 600.0,
         ledger: Ledger | None = None,
@@ -107,6 +116,11 @@ class FederatedStrategy(Strategy):
             raise ValueError(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
         if seeded_noise and seed is None:
             raise ValueError("seeded_noise=True needs a seed")
+        if isinstance(plan, RecordLevelPlan) and plan.steps and self.client.upload_phase is None:
+            raise ValueError(
+                f"plan.steps: {type(self).__name__} uploads more of a record than its gradients in "
+                "local steps, so that noise in them is not enough: take a plan without steps"
+            )
         self.plan = plan
         self.personal = tuple(personal)
         self.server_learning_rate = server_learning_rate
@@ -114,6 +128,7 @@ class FederatedStrategy(Strategy):
         self.seed = seed
         self.seeded_noise = seeded_noise
         self.evaluate_every = evaluate_every
+        self.training_loss = training_loss
         self.diagnostics = diagnostics
         self.timeout = timeout
         self.ledger = ledger
@@ -179,13 +194,17 @@ class FederatedStrategy(Strategy):
         """Records that travel to the clients next to the model; none by default."""
         return {}
 
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Records that travel to one client alone; none by default."""
-        return {}
-
     def count_participations(self, answered: int) -> None:
         """Count whose data went into the round; ``answered`` uploads can be used."""
         self.participations.record(self._cohort, answered)
+
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """Records for one client alone, besides or in place of what all get; none by default.
+
+        A record named ``records.MODEL`` is the model that this client receives: its update is the
+        difference to that.
+        """
+        return {}
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
@@ -227,6 +246,7 @@ class FederatedStrategy(Strategy):
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
             slow = self.stragglers.draw(self._cohort, self._generator("stragglers", number))
+        self.check_steps()
         trainings = _in_round(self.training, number)
         shared: Content = {
             records.MODEL: records.to_record(self._base),
@@ -240,9 +260,9 @@ class FederatedStrategy(Strategy):
         for partition, how_far in slow.items():
             less = {phase: shortened(training, how_far) for phase, training in trainings.items()}
             contents[partition] = {**shared, **records.training_records(less)}
-        for partition in self._cohort:
+        for partition, content in contents.items():
             if own := self.client_state(partition):
-                contents[partition] = {**contents[partition], **own}
+                contents[partition] = {**content, **own}
         self.progress.row["cohort"] = len(self._cohort)
         return self._exchange.ask("train", contents, server_round)
 
@@ -288,7 +308,7 @@ class FederatedStrategy(Strategy):
         """Whether a ClientApp has to bound or noise what it sends."""
         if isinstance(self.plan, ReleasePlan):
             return self.plan.noise_placement == "client"
-        return isinstance(self.plan, PerturbationPlan)
+        return isinstance(self.plan, PerturbationPlan | RecordLevelPlan)
 
     def _aggregate(self, updates: list[records.Arrays], server_round: int) -> records.Arrays | None:
         try:
@@ -322,7 +342,7 @@ class FederatedStrategy(Strategy):
         last = max(1, self.participations.rounds)
         content: Content = {
             records.MODEL: records.to_record(records.shared_arrays(self._shared(arrays))),
-            records.ROUND: self._facts(last, {}),
+            records.ROUND: self._facts(last, {"training-loss": self.training_loss}),
             records.CONFIG: config,
             **records.training_records(_in_round(self.evaluation_training, last)),
         }
@@ -412,6 +432,12 @@ class FederatedStrategy(Strategy):
                 secure_noise=not self.seeded_noise,
                 not_covered=self._not_covered(),
             )
+        if isinstance(self.plan, RecordLevelPlan):
+            return self.plan.guarantees(
+                rounds=self.participations.rounds,
+                secure_noise=not self.seeded_noise,
+                not_covered=self._not_covered(),
+            )
         if not isinstance(self.plan, ReleasePlan):
             return []
         claim = self.published_claim()
@@ -433,6 +459,9 @@ class FederatedStrategy(Strategy):
             return self._trained_plan(self.plan).spent(
                 num_examples=self.num_examples, participations=self.participations.uploads
             )
+        if isinstance(self.plan, RecordLevelPlan):
+            rounds = self.participations.rounds
+            return self.plan.spent(rounds) if rounds else {}
         if not isinstance(self.plan, ReleasePlan):
             return {}
         releases = {self.plan.release: self.participations.rounds}
@@ -462,6 +491,11 @@ class FederatedStrategy(Strategy):
                 "scores and test-set sizes that clients report un-noised at evaluation "
                 "(evaluate_every=0 turns this off)"
             )
+        if self.evaluate_every and self.training_loss:
+            exposed.append(
+                "losses on training records that clients report un-noised at evaluation "
+                "(training_loss=False turns this off)"
+            )
         if self.diagnostics:
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
         return exposed
@@ -473,7 +507,39 @@ class FederatedStrategy(Strategy):
         if isinstance(self.plan, PerturbationPlan):
             plan = self._trained_plan(self.plan)
             facts |= perturbation_facts(plan, seeded_noise=self.seeded_noise)
+        if isinstance(self.plan, RecordLevelPlan):
+            facts |= record_level_facts(self.plan, seeded_noise=self.seeded_noise)
         return facts
+
+    def check_steps(self) -> None:
+        """Refuse local steps that are not those whose noise the plan accounts for.
+
+        Done before each training round; a method may do it once its training is known.
+
+        Raises
+        ------
+        ValueError
+            Names the setting and what the plan expects.
+        """
+        if not isinstance(self.plan, RecordLevelPlan) or self.plan.steps is None:
+            return
+        assert self.client.upload_phase is not None
+        steps, size = self.plan.steps, self.plan.num_examples
+        training = self.training[self.client.upload_phase]
+        found = {
+            "learning_rate": (training.learning_rate, steps.learning_rate),
+            "batch_size": (min(training.batch_size, size), steps.batch_size or size),
+            "steps": (training.num_steps(size), steps.local_steps),
+            "momentum": (training.momentum, 0.0),
+            "sam_radius": (training.sam_radius, 0.0),
+            "tolerance": (training.tolerance, 0.0),
+        }
+        for name, (own, planned) in found.items():
+            if own != planned:
+                raise ValueError(
+                    f"{self.client.upload_phase}.{name}={own!r}: expected {planned!r}, as in the "
+                    "plan's clipped steps"
+                )
 
     @property
     def next_training(self) -> int:

@@ -76,6 +76,7 @@ from flower_ext.privacy.record_level import (
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
+from flower_ext.privacy.record_level_plan import RecordLevelPlan
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -129,6 +130,7 @@ __all__ = [
     "PreconditionFailed",
     "PrivacyLoss",
     "PrivacyUnit",
+    "RecordLevelPlan",
     "Release",
     "ReleasePlan",
     "Reservation",

@@ -15,6 +15,7 @@ from flower_ext.privacy.perturbation import (
     perturbation_guarantees,
 )
 from flower_ext.privacy.plan import NonPrivatePlan, PlainAverage, ReleasePlan
+from flower_ext.privacy.record_level_plan import RecordLevelPlan
 from flower_ext.privacy.user_level import GroupPlan
 
 
@@ -97,5 +98,5 @@ class PerturbationPlan(PlainAverage):
         return {name: float(value) for name, value in spent.items() if np.isfinite(value)}
 
 
-Plan = ReleasePlan | PerturbationPlan | GroupPlan | NonPrivatePlan
+Plan = ReleasePlan | PerturbationPlan | RecordLevelPlan | GroupPlan | NonPrivatePlan
 """Who takes part in a round, and what protects them."""

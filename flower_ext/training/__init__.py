@@ -1,6 +1,13 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-from flower_ext.training.dp_sgd import ClippedGradient, DpSgdTraining, train_dp_sgd
+from flower_ext.training.dp_sgd import (
+    ClippedGradient,
+    ClippedJob,
+    DpSgdTraining,
+    StepNoise,
+    train_clipped_steps,
+    train_dp_sgd,
+)
 from flower_ext.training.local import (
     LocalProblem,
     LocalTraining,
@@ -14,7 +21,7 @@ from flower_ext.training.local import (
 from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_groups, train_many
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
-from flower_ext.training.params import Params, clone, difference, matches, split
+from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
@@ -22,6 +29,7 @@ from flower_ext.training.validation import UnshareableModel, check_shareable, re
 __all__ = [
     "MEMORY_LIMIT",
     "ClippedGradient",
+    "ClippedJob",
     "DpSgdTraining",
     "Job",
     "Linear",
@@ -30,6 +38,7 @@ __all__ = [
     "NotConverged",
     "Params",
     "Proximal",
+    "StepNoise",
     "Task",
     "Term",
     "UnshareableModel",
@@ -46,9 +55,12 @@ __all__ = [
     "matches",
     "minimise",
     "newton",
+    "part",
     "replace_batch_norm",
     "split",
+    "tagged",
     "train",
+    "train_clipped_steps",
     "train_dp_sgd",
     "train_groups",
     "train_many",

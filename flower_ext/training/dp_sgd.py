@@ -5,13 +5,14 @@ Both are kept from one forward and one backward pass: they give the norm of ever
 gradient, and, once each slope is scaled by its example's clipping factor, the sum of the clipped
 gradients (book-keeping, Bu et al. 2023). Examples pass in small groups that stay in the caches.
 
-Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor.
+Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
+(`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,9 @@ from torch.nn.grad import conv2d_weight
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.local import local_problem
+from flower_ext.training.local import batches, gradient, local_problem
+from flower_ext.training.many import MEMORY_LIMIT, Job
+from flower_ext.training.objective import Proximal
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -113,6 +116,89 @@ def train_dp_sgd(
         for name, noised in noise.add_gaussian(slope, stddev).items():
             weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
     return problem.whole(weights, like=params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNoise:
+    """What protects the records in each step of a local training.
+
+    Parameters
+    ----------
+    clipping_norm : float
+        L2 bound G on one record's gradient over all trained parameters.
+    stddev : float
+        Of the noise that every step adds to each weight: in the unit of the weights.
+    source : NoiseSource
+    """
+
+    clipping_norm: float
+    stddev: float
+    source: NoiseSource
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clipping_norm < math.inf:
+            raise ValueError(f"clipping_norm={self.clipping_norm!r}: expected a finite number > 0")
+        if not 0 <= self.stddev < math.inf:
+            raise ValueError(f"stddev={self.stddev!r}: expected a finite number >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedJob(Job):
+    """A local training by clipped and noised steps; its terms must depend on no record."""
+
+    noise: StepNoise
+
+
+def train_clipped_steps(
+    task: Task,
+    jobs: Sequence[ClippedJob],
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[Params]:
+    """Each job's model after its steps w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
+
+    Guarantees
+    ----------
+    Mini-batches come in passes, in an order that depends on no record; all steps divide by the same
+    B. So a record moves a step that uses it by at most 2ηG/B, and each step adds N(0, stddev² I).
+
+    Raises
+    ------
+    ValueError
+        As `train_dp_sgd`; or the training asks for more than plain steps.
+    """
+    return [_clipped_steps(task, job, trained) for job in jobs]
+
+
+def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) -> Params:
+    training, noise = job.training, job.noise
+    for name in ("momentum", "sam_radius", "tolerance"):
+        if getattr(training, name):
+            raise ValueError(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
+    if len(job.examples) == 0:
+        raise ValueError("cannot train on a client without examples")
+    terms = [*job.terms]
+    if training.proximal_weight:
+        terms.append(Proximal(weight=training.proximal_weight, anchor=job.params))
+    problem = local_problem(task, job.params, trained=trained)
+    weights = {name: w.clone() for name, w in problem.start.items()}
+    clipped_gradient = ClippedGradient(task, list(weights), clipping_norm=noise.clipping_norm)
+    size = min(training.batch_size, len(job.examples))
+
+    def added(point: Params) -> Tensor:
+        return torch.stack([term(point) for term in terms]).sum()
+
+    data = job.examples.to(problem.device)
+    for x, y in batches(data, training, job.generator):
+        step = clipped_gradient({**problem.rest, **weights}, x, y)
+        pull = gradient(added, weights) if terms else {}
+        for name, w in weights.items():
+            w.sub_(step[name], alpha=training.learning_rate / size)
+            if terms:
+                w.sub_(pull[name], alpha=training.learning_rate)
+        weights = noise.source.add_gaussian(weights, noise.stddev)
+    return problem.whole(weights, like=job.params)
 
 
 class ClippedGradient:

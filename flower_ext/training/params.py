@@ -26,6 +26,17 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
     return {name: after[name] - before[name] for name in after}
 
 
+def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
+    """The same parameters under names that begin with ``tag``: several models in one dictionary."""
+    return {f"{tag}/{name}": tensor for name, tensor in params.items()}
+
+
+def part(params: Mapping[str, Tensor], tag: str) -> Params:
+    """What `tagged` put under ``tag``, by its own names again; empty if there is nothing."""
+    start = f"{tag}/"
+    return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}
+
+
 def matches(name: str, prefixes: Sequence[str]) -> bool:
     """Whether a parameter belongs to one of the modules (or parameters) named by ``prefixes``."""
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -1,0 +1,163 @@
+"""Everyone uploads a whole local model in every round: the plan of DP-Ditto and of its rivals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flower_ext.privacy.claims import Basis, Guarantee
+from flower_ext.privacy.perturbation import OutputPerturbation
+from flower_ext.privacy.plan import PlainAverage
+from flower_ext.privacy.record_level import (
+    ClippedSteps,
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+    composed_noise_stddev,
+    dp_ditto_guarantees,
+    dp_ditto_noise_stddev,
+)
+from flower_ext.privacy.sampling import FullParticipation, Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordLevelPlan(PlainAverage):
+    """How each client clips and noises the local model that it uploads in every round.
+
+    Privacy unit: one record of one client, replaced by another. The server sees every upload.
+
+    Guarantees
+    ----------
+    Without ``steps`` an upload is the local model, clipped to C, with N(0, σ² I): one record moves
+    it by at most 2C, whatever the published theorem says. With ``steps`` each local step clips the
+    gradient of every record to G and adds N(0, σ² I) to the weights; the upload is what these steps
+    end in, clipped to C, which costs nothing more.
+
+    Parameters
+    ----------
+    sampling : FullParticipation
+        Nothing here is amplified, and the published theorem is about everyone.
+    clipping_norm : float
+        C, of the whole local model.
+    noise_stddev : float
+        σ of each weight of an upload; with ``steps``, of each weight in each local step.
+    num_examples : int
+        |D_n| of every client alike, public. A client with another number refuses to train.
+    rounds : int
+        Planned T.
+    delta : float
+    steps : ClippedSteps, optional
+        What bounds one record in each local step.
+    """
+
+    clipping_norm: float
+    noise_stddev: float
+    num_examples: int
+    rounds: int
+    delta: float
+    steps: ClippedSteps | None = None
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        everyone = isinstance(self.sampling, FullParticipation)
+        require("sampling", everyone, "FullParticipation: every client uploads in every round")
+        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
+        require("noise_stddev", 0 < self.noise_stddev < math.inf, "a finite number > 0")
+        require("num_examples", self.num_examples >= 1, "an integer >= 1")
+        require("rounds", self.rounds >= 1, "an integer >= 1")
+        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
+        if self.steps is not None:
+            same = f"{self.steps.num_examples}, as in the clipped steps"
+            require("num_examples", self.num_examples == self.steps.num_examples, same)
+
+    @classmethod
+    def for_target(
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        sampling: Sampling,
+        num_examples: int,
+        rounds: int,
+        clipping_norm: float,
+        basis: Basis = "provable",
+        steps: ClippedSteps | None = None,
+    ) -> RecordLevelPlan:
+        """The plan whose ε after ``rounds`` rounds is ``epsilon``, as published or provable.
+
+        Raises
+        ------
+        ValueError
+            A parameter is out of range.
+        """
+        if basis == "published":
+            stddev = dp_ditto_noise_stddev(
+                epsilon=epsilon,
+                delta=delta,
+                rounds=rounds,
+                num_clients=sampling.population,
+                num_examples=num_examples,
+                clipping_norm=clipping_norm,
+            )
+            if steps is not None:
+                stddev /= steps.upload_stddev(1.0)
+        elif steps is None:
+            stddev = composed_noise_stddev(
+                sensitivity=2 * clipping_norm, epsilon=epsilon, delta=delta, releases=rounds
+            )
+        else:
+            stddev = clipped_steps_noise_stddev(steps, epsilon=epsilon, delta=delta, rounds=rounds)
+        return cls(
+            sampling=sampling,
+            clipping_norm=clipping_norm,
+            noise_stddev=stddev,
+            num_examples=num_examples,
+            rounds=rounds,
+            delta=delta,
+            steps=steps,
+        )
+
+    @property
+    def upload_stddev(self) -> float:
+        """σ_u of each weight of an upload; with ``steps`` as if nothing shrank what they add."""
+        return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
+
+    def describe(self) -> str:
+        """For the log."""
+        noise = f"noise stddev {self.noise_stddev:.4g}"
+        if self.steps is not None:
+            bound = self.steps.gradient_clipping_norm
+            noise += f" in each local step, records' gradients clipped to {bound:g}"
+        return (
+            f"{self.sampling.describe()} · local models clipped to {self.clipping_norm:g}, {noise}"
+        )
+
+    def guarantees(
+        self, *, rounds: int, secure_noise: bool, not_covered: Sequence[str] = ()
+    ) -> list[Guarantee]:
+        """As published, and provable, after ``rounds`` rounds."""
+        facts: dict[str, Any] = {
+            "rounds": rounds,
+            "delta": self.delta,
+            "secure_noise": secure_noise,
+            "not_covered": not_covered,
+        }
+        published, provable = dp_ditto_guarantees(
+            OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=self.upload_stddev),
+            num_clients=self.sampling.population,
+            num_examples=self.num_examples,
+            steps=self.steps,
+            **facts,
+        )
+        if self.steps is not None:
+            provable = clipped_steps_guarantee(self.steps, noise_stddev=self.noise_stddev, **facts)
+        return [published, provable]
+
+    def spent(self, rounds: int) -> dict[str, float]:
+        """ε so far, published and provable."""
+        found = self.guarantees(rounds=rounds, secure_noise=True)
+        return {f"epsilon_{one.basis}": one.epsilon for one in found}
