@@ -1,7 +1,11 @@
 """One module a method: Strategy and client side next to each other."""
 
+from flower_ext.algorithms.apple import Apple
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
+from flower_ext.algorithms.dp_ditto import DPDitto
 from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT, Hosted
+from flower_ext.algorithms.fedala import FedALA
+from flower_ext.algorithms.fedamp import FedAMP
 from flower_ext.algorithms.feddyn import FedDyn
 from flower_ext.algorithms.pfedme import PFedMe
 from flower_ext.algorithms.scaffold import Scaffold
@@ -9,12 +13,16 @@ from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.algorithms.upcycled import Upcycled
 
 __all__ = [
+    "Apple",
     "Centaur",
     "DP2FedSAM",
+    "DPDitto",
     "DPFedAvg",
     "DPFedAvgFT",
     "DPFedSAM",
     "DPFedSAMFT",
+    "FedALA",
+    "FedAMP",
     "FedDyn",
     "Hosted",
     "PFedMe",

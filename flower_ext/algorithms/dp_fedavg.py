@@ -77,7 +77,11 @@ class DPFedAvg(FederatedStrategy):
     """
 
     client = ClientMethod(
-        name="dp_fedavg", local_update=local_update, local_model=local_model, memoryless=True
+        name="dp_fedavg",
+        local_update=local_update,
+        local_model=local_model,
+        memoryless=True,
+        upload_phase="local",
     )
     any_client_app = True
 

@@ -1,0 +1,233 @@
+"""APPLE: every client learns how much of each other client's core model it takes.
+
+Source: Luo, Wu, "Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning"
+(IJCAI 2022), Algorithm 1, with all core models downloaded in every round.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+w_i^(c), w_i^(p)      core model, personal model Σ_j p_ij w_j^(c): the client's memory
+p_i                   directed relationship vector: the client's memory
+p_0                   1/N for each client
+η_1                   ``local.learning_rate``, for the own core model
+η_2                   ``relation_learning_rate``
+μ                     ``penalty``
+λ(r)                  (cos(πr/L) + 1)/2 up to round L = ``penalty_rounds``, then 0
+====================  =====================================================
+
+A round sends a client the core models of all others, and its own as the server has it, in whose
+place the client goes on with the one that it kept. Under a `RecordLevelPlan` what it uploads is its
+core model clipped and noised; p_i and the personal model never leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    Steps,
+    Training,
+    records,
+)
+from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Params,
+    Task,
+    batches,
+    clone,
+    difference,
+    gradient,
+    local_problem,
+    part,
+    tagged,
+)
+
+CORE, PERSONAL, RELATION = "core", "personal", "relation"
+RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds", "population"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Job):
+    """A job whose model Σ_j p_j w_j is trained through one of the w_j, ``own``, and through p.
+
+    ``params`` is w_own; ``others`` are all the others by client.
+    """
+
+    others: Mapping[int, Params]
+    own: int
+    relation: Tensor
+    relation_rate: float
+    penalty: float
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """The own core model and p_i, by the gradient of the personal model that they make."""
+    population = int(work.settings[POPULATION])
+    others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
+    (own,) = set(range(population)) - set(others)
+    kept = work.memory or {}
+    last, rounds = work.round - 1, work.settings[ROUNDS]
+    fading = (math.cos(math.pi * last / rounds) + 1) / 2 if last < rounds else 0.0
+    job = Mixture(
+        params=part(kept, CORE) or work.received,
+        examples=work.data.train,
+        training=work.training["local"],
+        generator=work.generator,
+        terms=work.terms,
+        others=others,
+        own=own,
+        relation=kept.get(RELATION, torch.full((population,), 1 / population)),
+        relation_rate=work.settings[RATE],
+        penalty=fading * work.settings[PENALTY],
+    )
+    core, relation, personal = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=train_mixtures
+    )
+    memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
+    return LocalResult(update=difference(core, work.received), memory=memory)
+
+
+def train_mixtures(
+    task: Task, jobs: Sequence[Mixture], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[tuple[Params, Tensor, Params]]:
+    """(w_own, p, Σ_j p_j w_j) of each job, one by one: each holds all core models."""
+    return [_train_mixture(task, job, trained) for job in jobs]
+
+
+def _train_mixture(
+    task: Task, job: Mixture, trained: Callable[[str], bool]
+) -> tuple[Params, Tensor, Params]:
+    problem = local_problem(task, job.params, trained=trained, terms=job.terms)
+    models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
+    cores = {
+        name: torch.stack([model[name].to(problem.device) for model in models])
+        for name in problem.start
+    }
+    p = job.relation.to(problem.device).clone()
+    centre = 1 / len(p)
+
+    def personal() -> Params:
+        return {name: torch.tensordot(p, core, dims=1) for name, core in cores.items()}
+
+    for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
+
+        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return problem.loss_at(point, x, y)
+
+        slope = gradient(loss, personal())
+        along = sum(cores[name].flatten(1) @ slope[name].flatten() for name in cores)
+        for name, core in cores.items():
+            core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))
+        p = p - job.relation_rate * (along + job.penalty * (p - centre))
+    own = problem.whole({name: core[job.own] for name, core in cores.items()}, like=job.params)
+    return clone(own), p.cpu(), problem.whole(personal(), like=job.params)
+
+
+def local_model(work: ClientWork) -> Params:
+    """The personal model as it was last trained; the shared one before that."""
+    return part(work.memory or {}, PERSONAL) or work.received
+
+
+class Apple(FederatedStrategy):
+    """Core models that all clients share, mixed by each for itself; everyone in every round.
+
+    Parameters
+    ----------
+    plan : Plan
+        Not a `ReleasePlan`: the server needs each client's core model.
+    relation_learning_rate : float
+        η_2.
+    penalty : float
+        μ >= 0: how strongly p_i is held at equal shares, fading over ``penalty_rounds``.
+    penalty_rounds : int
+        L.
+    local : LocalTraining
+        Of the core model: plain SGD.
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        relation_learning_rate: float = 0.01,
+        penalty: float = 0.1,
+        penalty_rounds: int = 20,
+        local: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(plan, ReleasePlan):
+            raise ValueError(
+                "APPLE's server needs each client's core model, which a ReleasePlan hides: take "
+                "NonPrivatePlan, or RecordLevelPlan for record-level privacy"
+            )
+        if not 0 < relation_learning_rate < math.inf:
+            raise ValueError(
+                f"relation_learning_rate={relation_learning_rate!r}: expected a finite number > 0"
+            )
+        if not 0 <= penalty < math.inf:
+            raise ValueError(f"penalty={penalty!r}: expected a finite number >= 0")
+        if penalty_rounds < 1:
+            raise ValueError(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
+        super().__init__(plan=plan, **options)
+        self.relation_learning_rate = relation_learning_rate
+        self.penalty, self.penalty_rounds = penalty, penalty_rounds
+        self.local = local or LocalTraining()
+        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
+            if getattr(self.local, name):
+                raise ValueError(f"local.{name} above 0: APPLE's core models are trained by SGD")
+        self._cores: dict[int, ArrayRecord] = {}
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The core model, in one phase."""
+        return {"local": self.local}
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """η_2, μ, L and N."""
+        return {
+            RATE: self.relation_learning_rate,
+            PENALTY: self.penalty,
+            ROUNDS: self.penalty_rounds,
+            POPULATION: self.plan.sampling.population,
+        }
+
+    def content_for(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """All core models: the client's own as its model, the others by client."""
+        if not self._cores:  # they all begin as the initial model
+            initial = records.to_record(self._base)
+            self._cores = dict.fromkeys(range(self.plan.sampling.population), initial)
+        others = {f"{CORE}.{j}": core for j, core in self._cores.items() if j != partition}
+        return {records.MODEL: self._cores[partition], **others}
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """Take the core models in; their mean is what is reported as the shared model."""
+        for partition, update in updates.items():
+            sent = records.to_arrays(self._cores[partition])
+            moved = {
+                name: (sent[name] + update.arrays[name]).astype(array.dtype)
+                for name, array in base.items()
+            }
+            self._cores[partition] = records.to_record(moved)
+        cores = [records.to_arrays(core) for core in self._cores.values()]
+        return {name: np.mean([core[name] for core in cores], axis=0) for name in base}

@@ -1,0 +1,161 @@
+"""FedAMP: the server mixes for each client a cloud model of its own, from models like its own.
+
+Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on
+Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/σ}.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+w_i, u_i              the client's memory, the model that it receives
+ξ_ij                  ``attention``: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
+σ                     ``attention_width``
+α_k                   ``attention_step``, by default σ/N: no ξ_ii is then below 0
+λ/α_k                 ``attraction``
+====================  =====================================================
+
+Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` what
+it uploads is w_i clipped and noised, and the server knows, compares and mixes nothing else; w_i
+itself stays on the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from flower_ext.federation import (
+    ClientMethod,
+    ClientWork,
+    FederatedStrategy,
+    LocalResult,
+    Steps,
+    records,
+)
+from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.training import LocalTraining, Params, Proximal, difference
+
+ATTRACTION = "attraction"
+
+
+def local_update(work: ClientWork) -> Steps[LocalResult]:
+    """Train the own model, drawn to the cloud model that was received."""
+    start = work.memory or work.received
+    pull = Proximal(weight=work.settings[ATTRACTION], anchor=work.received)
+    trained = yield work.train("local", start, terms=[pull])
+    return LocalResult(update=difference(trained, work.received), memory=trained)
+
+
+def local_model(work: ClientWork) -> Params:
+    """The own model; the shared one for a client that never took part."""
+    return work.memory or work.received
+
+
+def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDArray[np.float64]:
+    """ξ of all pairs of ``models`` (clients × weights); every row adds up to 1."""
+    squares = np.square(models).sum(axis=1)
+    distances = np.maximum(squares[:, None] + squares[None, :] - 2 * models @ models.T, 0.0)
+    weights = step / width * np.exp(-distances / width)
+    np.fill_diagonal(weights, 0.0)
+    np.fill_diagonal(weights, 1.0 - weights.sum(axis=1))
+    return np.asarray(weights)
+
+
+class FedAMP(FederatedStrategy):
+    """Attentive message passing; the reported shared model is the mean of the clients' uploads.
+
+    Parameters
+    ----------
+    plan : Plan
+        Not a `ReleasePlan`: the server needs each client's model.
+    attention_width : float
+        σ: how far apart models may be to take from one another.
+    attention_step : float, optional
+        α.
+    attraction : float
+        λ/α: how strongly a client's model is drawn to its cloud model.
+    local : LocalTraining
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    client = ClientMethod(name="fedamp", local_update=local_update, local_model=local_model)
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        attention_width: float = 1.0,
+        attention_step: float | None = None,
+        attraction: float = 1.0,
+        local: LocalTraining | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(plan, ReleasePlan):
+            raise ValueError(
+                "FedAMP's server needs each client's model, which a ReleasePlan hides: take "
+                "NonPrivatePlan, or RecordLevelPlan for record-level privacy"
+            )
+        for name, value in (("attention_width", attention_width), ("attraction", attraction)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r}: expected a finite number > 0")
+        population = plan.sampling.population
+        step = attention_width / population if attention_step is None else attention_step
+        most = attention_width / max(1, population - 1)
+        if not 0 < step <= most:
+            raise ValueError(
+                f"attention_step={step!r}: expected a number in (0, attention_width / "
+                f"(clients - 1)] = (0, {most:.4g}], or weights of own models may be negative"
+            )
+        super().__init__(plan=plan, **options)
+        self.attention_width, self.attention_step = attention_width, step
+        self.attraction = attraction
+        self.local = local or LocalTraining()
+        self.models: dict[int, records.Arrays] = {}
+        self.clouds: dict[int, records.Arrays] = {}
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model, in one phase."""
+        return {"local": self.local}
+
+    @property
+    def settings(self) -> Mapping[str, float]:
+        """λ/α."""
+        return {ATTRACTION: self.attraction}
+
+    def content_for(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """u_i; the shared model for a client whose model is not known yet."""
+        if partition not in self.clouds:
+            return {}
+        return {records.MODEL: records.to_record(self.clouds[partition])}
+
+    def next_model(
+        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
+    ) -> records.Arrays:
+        """Take the models in, and mix the cloud models of the next round."""
+        for partition, update in updates.items():
+            sent = self.clouds.get(partition, base)
+            self.models[partition] = {name: sent[name] + update.arrays[name] for name in base}
+        clients = sorted(self.models)
+        flat = np.stack([_flat(self.models[client]) for client in clients])
+        weights = attention(flat, step=self.attention_step, width=self.attention_width)
+        mixed = dict(zip(clients, weights @ flat, strict=True))
+        self.clouds = {client: _shaped(vector, base) for client, vector in mixed.items()}
+        return _shaped(flat.mean(axis=0), base)
+
+
+def _flat(arrays: records.Arrays) -> NDArray[np.float64]:
+    return np.concatenate([arrays[name].ravel() for name in arrays]).astype(np.float64)
+
+
+def _shaped(vector: NDArray[np.float64], like: records.Arrays) -> records.Arrays:
+    cuts = np.cumsum([array.size for array in like.values()])[:-1]
+    pieces = np.split(vector, cuts)
+    return {
+        name: piece.reshape(array.shape).astype(array.dtype)
+        for (name, array), piece in zip(like.items(), pieces, strict=True)
+    }

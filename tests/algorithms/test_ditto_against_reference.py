@@ -1,0 +1,236 @@
+"""DP-Ditto and its rivals next to the plainest loops that compute the same."""
+
+from functools import cache
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
+from flower_ext.federation import InProcessGrid, client_app, records
+from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
+from flower_ext.training import LocalTraining, evaluate, part
+from tests.algorithms.ditto_reference import METHODS, federated
+from tests.worlds import Net, client_data, task
+
+SEED, ROUNDS, CLIENTS = 4, 4, 5
+SAMPLING = FullParticipation(CLIENTS)
+CLIP, STDDEV = 2.0, 0.02
+STEPS = ClippedSteps(
+    learning_rate=0.1, gradient_clipping_norm=0.6, num_examples=30, local_steps=6, batch_size=10
+)
+PLANS = {
+    "plain": NonPrivatePlan(sampling=SAMPLING),
+    "noised": RecordLevelPlan(
+        sampling=SAMPLING,
+        clipping_norm=CLIP,
+        noise_stddev=STDDEV,
+        num_examples=30,
+        rounds=ROUNDS,
+        delta=0.01,
+    ),
+    "steps": RecordLevelPlan(
+        sampling=SAMPLING,
+        clipping_norm=CLIP,
+        noise_stddev=STDDEV,
+        num_examples=30,
+        rounds=ROUNDS,
+        delta=0.01,
+        steps=STEPS,
+    ),
+}
+PROTECTION = {
+    "plain": {},
+    "noised": {"clip": CLIP, "stddev": STDDEV},
+    "steps": {"clip": CLIP, "stddev": 0.0},
+}
+SGD = LocalTraining(epochs=2, batch_size=10, learning_rate=0.1)
+LOCAL = {"epochs": 2, "batch": 10, "rate": 0.1}
+PERSONAL = LocalTraining(epochs=1, batch_size=8, learning_rate=0.2)
+
+OURS = {
+    "ditto": lambda **o: DPDitto(global_weight=0.6, local=SGD, personal_training=PERSONAL, **o),
+    "pfedme": lambda **o: PFedMe(
+        attraction=3.0,
+        local=SGD,
+        personal_training=LocalTraining(steps=3, learning_rate=0.1),
+        **o,
+    ),
+    "fedamp": lambda **o: FedAMP(
+        attention_width=4.0, attention_step=0.9, attraction=0.7, local=SGD, **o
+    ),
+    "apple": lambda **o: Apple(
+        relation_learning_rate=0.05, penalty=0.4, penalty_rounds=3, local=SGD, **o
+    ),
+    "fedala": lambda **o: FedALA(
+        weight_learning_rate=2.0, sample_share=0.5, first_passes=3, local=SGD, **o
+    ),
+}
+NUMBERS = {
+    "ditto": {
+        "local": LOCAL,
+        "personal": {"epochs": 1, "batch": 8, "rate": 0.2},
+        "weight": 0.6,
+    },
+    "pfedme": {"local": LOCAL, "attraction": 3.0, "inner_steps": 3, "inner_rate": 0.1},
+    "fedamp": {"local": LOCAL, "attraction": 0.7, "width": 4.0, "step": 0.9},
+    "apple": {"local": LOCAL, "rate": 0.05, "penalty": 0.4, "fade": 3},
+    "fedala": {"local": LOCAL, "rate": 2.0, "share": 0.5, "first": 3},
+}
+KEPT = {"ditto": "", "pfedme": "", "fedamp": "", "apple": "personal", "fedala": "model"}
+PAIRS = [(m, p) for m in METHODS for p in ("plain", "noised")] + [("ditto", "steps")]
+
+
+class OneByOne(InProcessGrid):
+    """Clients answer each for itself, as on nodes of their own."""
+
+    def _answers(self, messages):
+        return [self._answer(message) for message in messages]
+
+
+def run(strategy, grid=InProcessGrid):
+    methods = (DPDitto, PFedMe, FedAMP, Apple, FedALA)
+    app = client_app(*(m.client for m in methods), task=task(), allow_seeded_noise=True)
+    nodes = grid(app, num_clients=CLIENTS)
+    result = strategy.start(nodes, ArrayRecord(task().initial_params(SEED)), num_rounds=ROUNDS)
+    assert strategy.refusals == []
+    memory = {
+        int(context.node_config["partition-id"]): records.to_params(record)
+        for context in nodes.contexts.values()
+        for record in context.state.array_records.values()
+    }
+    return records.to_params(result.arrays), memory
+
+
+@cache
+def ours(method, plan, grid=InProcessGrid):
+    common = {"plan": PLANS[plan], "seed": SEED, "seeded_noise": True, "evaluate_every": ROUNDS}
+    strategy = OURS[method](training_loss=True, **common)
+    return *run(strategy, grid), strategy
+
+
+@cache
+def theirs(method, plan):
+    numbers = dict(NUMBERS[method])
+    if plan == "steps":
+        numbers["steps"] = {"clip": STEPS.gradient_clipping_norm, "stddev": STDDEV}
+    return federated(
+        method, seed=SEED, clients=CLIENTS, rounds=ROUNDS, **PROTECTION[plan], **numbers
+    )
+
+
+def flat(params):
+    names = [name for name, _ in Net().named_parameters()]
+    assert set(params) == set(names)
+    return torch.cat([params[name].flatten() for name in names])
+
+
+def personal(method, memory):
+    return part(memory, KEPT[method]) if KEPT[method] else memory
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+every = pytest.mark.parametrize(("method", "plan"), PAIRS)
+
+
+@every
+def test_every_method_equals_its_plain_loop(method, plan):
+    close(flat(ours(method, plan)[0]), theirs(method, plan)[0])
+
+
+@every
+def test_personal_models_equal_those_of_the_plain_loop(method, plan):
+    memory, expected = ours(method, plan)[1], theirs(method, plan)[1]
+    assert set(memory) == set(range(CLIENTS))
+    for client, kept in memory.items():
+        close(flat(personal(method, kept)), expected[client]["v"])
+
+
+@pytest.mark.parametrize("plan", ["plain", "noised"])
+def test_apples_relations_and_fedalas_weights_equal_those_of_the_plain_loop(plan):
+    for client in range(CLIENTS):
+        kept = ours("apple", plan)[1][client]
+        close(kept["relation"], theirs("apple", plan)[1][client]["p"])
+        assert kept["relation"].std() > 1e-3
+        weights = part(ours("fedala", plan)[1][client], "weights")
+        assert set(weights) == {"head.weight", "head.bias"}
+        learned = torch.cat([weights[name].flatten() for name in ("head.weight", "head.bias")])
+        close(learned, theirs("fedala", plan)[1][client]["weights"])
+        assert 0 <= learned.min() < learned.max() <= 1
+
+
+@every
+def test_a_cohort_at_once_equals_clients_one_by_one(method, plan):
+    together, alone = ours(method, plan), ours(method, plan, OneByOne)
+    close(flat(together[0]), flat(alone[0]))
+    for client, kept in together[1].items():
+        for name, value in kept.items():
+            close(value, alone[1][client][name])
+
+
+@every
+def test_the_personal_model_is_what_is_evaluated_and_its_training_loss_reported(method, plan):
+    _, memory, strategy = ours(method, plan)
+    for client, kept in memory.items():
+        own, data = personal(method, kept), client_data(client)
+        scores = strategy.client_metrics[client]
+        assert scores["loss"] == pytest.approx(evaluate(task(), own, data.test)["loss"], abs=1e-5)
+        on_training = evaluate(task(), own, data.train)["loss"]
+        assert scores["training_loss"] == pytest.approx(on_training, abs=1e-5)
+
+
+def test_the_methods_differ_from_one_another_and_each_from_itself_with_noise():
+    finals = {pair: flat(ours(*pair)[0]) for pair in PAIRS}
+    pairs = list(finals)
+    for i, one in enumerate(pairs):
+        for other in pairs[i + 1 :]:
+            if {one, other} != {("ditto", "plain"), ("fedala", "plain")}:
+                assert not torch.allclose(finals[one], finals[other], atol=1e-3), (one, other)
+
+
+# Ditto's two ends ---------------------------------------------------------------------------------
+
+
+def ditto(weight, rate=0.2):
+    training = LocalTraining(epochs=1, batch_size=8, learning_rate=rate)
+    strategy = DPDitto(
+        plan=PLANS["plain"],
+        seed=SEED,
+        evaluate_every=0,
+        global_weight=weight,
+        local=SGD,
+        personal_training=training,
+    )
+    return run(strategy)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.999999, 2.0])
+def test_both_ends_of_the_global_weight_equal_the_plain_loop(weight):
+    numbers = {**NUMBERS["ditto"], "weight": weight}
+    shared, memory = federated("ditto", seed=SEED, clients=CLIENTS, rounds=ROUNDS, **numbers)
+    model, kept = ditto(weight)
+    close(flat(model), shared)
+    for client in range(CLIENTS):
+        close(flat(kept[client]), memory[client]["v"])
+
+
+def test_at_weight_2_all_personal_models_are_one_and_at_0_no_noise_reaches_them():
+    _, kept = ditto(2.0)
+    for client in range(1, CLIENTS):
+        close(flat(kept[client]), flat(kept[0]))
+    _, alone = ditto(0.0)
+    noised = DPDitto(
+        plan=PLANS["noised"],
+        seed=SEED,
+        seeded_noise=True,
+        evaluate_every=0,
+        global_weight=0.0,
+        local=SGD,
+        personal_training=PERSONAL,
+    )
+    _, kept = run(noised)
+    for client in range(CLIENTS):
+        close(flat(kept[client]), flat(alone[client]))
