@@ -1,0 +1,300 @@
+"""What leaves the clients of DP-Ditto and its rivals, and what the frame refuses."""
+
+import math
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from scipy import stats
+
+from flower_ext.algorithms import Apple, DPDitto, DPFedAvg, FedALA, FedAMP, PFedMe, Scaffold
+from flower_ext.algorithms.fedamp import attention
+from flower_ext.data import ClientData
+from flower_ext.federation import client_app, records
+from flower_ext.privacy import (
+    ClippedSteps,
+    FullParticipation,
+    NonPrivatePlan,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.training import LocalTraining, Task
+from tests.federation.test_strategy import Recorder
+from tests.worlds import Net, client_data, task
+
+CLIENTS = 4
+SAMPLING = FullParticipation(CLIENTS)
+FAST = LocalTraining(epochs=1, batch_size=10, learning_rate=0.1)
+METHODS = (DPDitto, PFedMe, FedAMP, Apple, FedALA)
+STEPS = ClippedSteps(
+    learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30, local_steps=3, batch_size=10
+)
+every = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+
+
+def plan(**changes):
+    facts = {
+        "sampling": SAMPLING,
+        "clipping_norm": 1.5,
+        "noise_stddev": 0.05,
+        "num_examples": 30,
+        "rounds": 3,
+        "delta": 0.01,
+    }
+    return RecordLevelPlan(**{**facts, **changes})
+
+
+def run(strategy, *, rounds=3, the_task=None):
+    app = client_app(
+        *(m.client for m in (*METHODS, DPFedAvg)), task=the_task or task(), allow_seeded_noise=True
+    )
+    grid = Recorder(app, num_clients=CLIENTS)
+    strategy.start(grid, ArrayRecord((the_task or task()).initial_params(0)), num_rounds=rounds)
+    return grid
+
+
+def numbers(message):
+    """Every array in a message, of any record."""
+    if not message.has_content():
+        return {}
+    return {
+        (key, name): array.numpy()
+        for key, record in message.content.array_records.items()
+        for name, array in record.items()
+    }
+
+
+def kept(grid, names=lambda name: True):
+    """Every array that a client keeps at the end, of names that ``names`` selects."""
+    return [
+        array
+        for context in grid.contexts.values()
+        for record in context.state.array_records.values()
+        for name, array in records.to_arrays(record).items()
+        if names(name)
+    ]
+
+
+def on_the_wire(grid):
+    """Every array in any message, and every model that an update to a received one gives away."""
+    for question, reply in zip(grid.sent, grid.received, strict=True):
+        sent, came = numbers(question), numbers(reply)
+        yield from (*sent.values(), *came.values())
+        yield from (sent[records.MODEL, name] + update for (_, name), update in came.items())
+
+
+def is_among(array, others):
+    return any(array.shape == one.shape and np.allclose(array, one, atol=1e-6) for one in others)
+
+
+@every
+def test_under_a_plan_nothing_that_clients_keep_is_in_any_message(method):
+    strategy = method(plan=plan(), local=FAST, seed=1, seeded_noise=True)
+    grid = run(strategy)
+    assert strategy.refusals == []
+    secrets = kept(grid)
+    assert len(secrets) >= CLIENTS * len(dict(Net().named_parameters()))
+    assert not any(is_among(array, secrets) for array in on_the_wire(grid))
+
+
+@pytest.mark.parametrize(
+    ("method", "secret"),
+    [
+        (DPDitto, ""),
+        (PFedMe, ""),
+        (Apple, "personal"),  # a core model is what APPLE shares
+        (Apple, "relation"),
+        (FedALA, "weights"),  # as the local model is what FedALA shares
+    ],
+)
+def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, secret):
+    strategy = method(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, seed=1)
+    grid = run(strategy)
+    secrets = kept(grid, lambda name: name.startswith(secret))
+    assert secrets
+    assert not any(is_among(array, secrets) for array in on_the_wire(grid))
+
+
+@every
+def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
+    """Seen with much noise on few weights: the noise has the planned deviation, and no more."""
+    strategy = method(plan=plan(noise_stddev=3.0), local=FAST, evaluate_every=0)
+    grid = run(strategy, rounds=6)
+    models = []
+    for question, reply in zip(grid.sent, grid.received, strict=True):
+        if question.metadata.message_type.startswith("train"):
+            sent, came = numbers(question), numbers(reply)
+            models += [sent[records.MODEL, n] + came[records.UPDATE, n] for _, n in came]
+    values = np.concatenate([model.ravel() for model in models])
+    # A model within the ball of radius 1.5 adds little to the noise's own square.
+    assert values.std() == pytest.approx(3.0, rel=0.1)
+    assert stats.kstest(values / 3.0, "norm").pvalue > 1e-4
+
+
+def test_without_noise_to_speak_of_the_upload_lies_in_the_ball():
+    grid = run(DPDitto(plan=plan(noise_stddev=1e-7), local=FAST), rounds=2)
+    norms = []
+    for question, reply in zip(grid.sent, grid.received, strict=True):
+        came = numbers(reply)
+        if (records.UPDATE, "head.weight") in came:
+            sent = numbers(question)
+            parts = [sent[records.MODEL, name] + update for (_, name), update in came.items()]
+            norms.append(math.sqrt(sum(float((part**2).sum()) for part in parts)))
+    assert len(norms) == 2 * CLIENTS
+    assert max(norms) <= 1.5 + 1e-5
+    assert min(norms) > 1.4
+
+
+def test_clipped_steps_move_a_model_by_no_more_than_each_record_may():
+    """One full-batch step without noise to speak of, on neighbouring data: within 2ηG/|D|."""
+    steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30)
+    full = LocalTraining(epochs=1, batch_size=30, learning_rate=0.1)
+    base = client_data(0).train
+
+    def uploaded(data):
+        world = Task(model=Net, data=lambda _: ClientData(train=data, test=data), device="cpu")
+        the_plan = plan(noise_stddev=1e-8, clipping_norm=100.0, steps=steps)
+        strategy = DPDitto(plan=the_plan, local=full, evaluate_every=0, seed=1)
+        grid = run(strategy, rounds=1, the_task=world)
+        reply = next(m for m in grid.received if (records.UPDATE, "head.bias") in numbers(m))
+        return np.concatenate([update.ravel() for update in numbers(reply).values()])
+
+    other = base.subset(np.arange(30))
+    other.features[0] *= 50
+    other.targets[0] = 3
+    moved = float(np.linalg.norm(uploaded(base) - uploaded(other)))
+    assert 0.2 * steps.sensitivity < moved <= steps.sensitivity * (1 + 1e-4)
+    assert float(np.linalg.norm(uploaded(base))) <= 0.1 * 0.5 + 1e-5
+
+
+def test_both_guarantees_are_printed_side_by_side():
+    for the_plan in (plan(), plan(steps=STEPS)):
+        strategy = DPDitto(plan=the_plan, local=FAST, seed=1, seeded_noise=True, training_loss=True)
+        grid = run(strategy)
+        published, provable = strategy.guarantees()
+        assert (published.basis, provable.basis) == ("published", "provable")
+        assert not published.conditions_hold
+        assert "SIMULATION" in provable.statement()
+        assert any("losses on training records" in text for text in provable.not_covered)
+        row = strategy.progress.row
+        assert row["epsilon_published"] == published.epsilon
+        assert row["epsilon_provable"] == provable.epsilon
+        assert grid.contexts
+
+
+@pytest.mark.parametrize("method", [PFedMe, FedAMP, Apple, FedALA])
+def test_noise_in_local_steps_is_refused_where_it_would_not_be_enough(method):
+    with pytest.raises(ValueError, match=r"plan\.steps: .* uploads more of a record"):
+        method(plan=plan(steps=STEPS))
+
+
+@pytest.mark.parametrize("method", [DPDitto, DPFedAvg])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"learning_rate": 0.2}, r"local\.learning_rate=0\.2: expected 0\.1"),
+        ({"batch_size": 15}, r"local\.batch_size=15: expected 10"),
+        ({"epochs": 2}, r"local\.steps=6: expected 3"),
+        ({"momentum": 0.5}, r"local\.momentum=0\.5: expected 0\.0"),
+        ({"sam_radius": 0.1}, r"local\.sam_radius=0\.1: expected 0\.0"),
+    ],
+)
+def test_other_steps_than_the_plans_are_refused(method, change, said):
+    training = LocalTraining(**{**vars(FAST), **change})
+    with pytest.raises(ValueError, match=said):
+        run(method(plan=plan(steps=STEPS), local=training))
+
+
+def test_clients_of_another_size_than_the_plans_refuse_to_train():
+    strategy = DPDitto(plan=plan(num_examples=29), local=FAST, seed=1)
+    grid = run(strategy, rounds=1)
+    assert len(strategy.refusals) == CLIENTS
+    assert "trains on 30 examples; the plan's num_examples is 29" in strategy.refusals[0]
+    assert all(not context.state.array_records for context in grid.contexts.values())
+
+
+def test_seeded_noise_in_steps_needs_a_client_that_allows_it():
+    app = DPDitto.client_app(task())
+    grid = Recorder(app, num_clients=CLIENTS)
+    strategy = DPDitto(plan=plan(steps=STEPS), local=FAST, seed=1, seeded_noise=True)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    assert len(strategy.refusals) == CLIENTS
+    assert "does not allow" in strategy.refusals[0]
+
+
+@pytest.mark.parametrize("method", [FedAMP, Apple, Scaffold])
+def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
+    release = ReleasePlan(
+        sampling=SAMPLING, clipping_norm=1.0, noise_multiplier=1.0, rounds=3, delta=0.1
+    )
+    with pytest.raises(ValueError, match="which a ReleasePlan hides"):
+        method(plan=release)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: DPDitto(plan=p, global_weight=2.1), r"global_weight=2\.1: expected .* \[0, 2\]"),
+        (lambda p: DPDitto(plan=p, global_weight=-0.1), r"global_weight=-0\.1"),
+        (lambda p: DPDitto(plan=p, global_weight=math.nan), "global_weight=nan"),
+        (
+            lambda p: DPDitto(plan=p, personal_training=LocalTraining(momentum=0.5)),
+            r"personal_training\.momentum above 0",
+        ),
+        (lambda p: FedAMP(plan=p, attention_width=0.0), r"attention_width=0\.0"),
+        (lambda p: FedAMP(plan=p, attention_step=1.0), r"attention_step=1\.0: .* negative"),
+        (lambda p: FedAMP(plan=p, attraction=-1.0), r"attraction=-1\.0"),
+        (lambda p: Apple(plan=p, relation_learning_rate=0.0), r"relation_learning_rate=0\.0"),
+        (lambda p: Apple(plan=p, penalty=-1.0), r"penalty=-1\.0"),
+        (lambda p: Apple(plan=p, penalty_rounds=0), "penalty_rounds=0"),
+        (lambda p: Apple(plan=p, local=LocalTraining(momentum=0.5)), r"local\.momentum above 0"),
+        (lambda p: FedALA(plan=p, adaptive=()), r"adaptive=\(\)"),
+        (lambda p: FedALA(plan=p, weight_learning_rate=0.0), r"weight_learning_rate=0\.0"),
+        (lambda p: FedALA(plan=p, sample_share=1.1), r"sample_share=1\.1"),
+        (lambda p: FedALA(plan=p, first_passes=0), "first_passes=0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(make, said):
+    with pytest.raises(ValueError, match=said):
+        make(plan())
+
+
+# Messages to one client ---------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_what_each_method_sends():
+    """FedAMP one model a client, APPLE as many as there are clients; all upload one."""
+    down, up = {}, {}
+    for method in (DPDitto, FedAMP, Apple):
+        strategy = method(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0)
+        run(strategy, rounds=2)
+        down[method], up[method] = (strategy.progress.row[f"bytes_{way}"] for way in ("down", "up"))
+    assert down[FedAMP] == down[DPDitto]
+    assert down[Apple] == CLIENTS * down[DPDitto]
+    assert up[FedAMP] == up[Apple] == up[DPDitto] == down[DPDitto]
+
+
+def test_each_client_gets_its_own_cloud_model_and_all_others_core_models():
+    grid = run(FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0))
+    last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
+    clouds = [numbers(m)[records.MODEL, "head.weight"] for m in last]
+    assert len({cloud.tobytes() for cloud in clouds}) == CLIENTS
+    grid = run(Apple(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0))
+    last = [m for m in grid.sent if m.metadata.message_type.startswith("train")][-CLIENTS:]
+    for own, message in enumerate(last):
+        expected = {records.MODEL} | {f"core.{j}" for j in range(CLIENTS) if j != own}
+        assert set(message.content.array_records) == expected
+        other = numbers(last[(own + 1) % CLIENTS])
+        assert np.array_equal(
+            numbers(message)[records.MODEL, "head.bias"], other[f"core.{own}", "head.bias"]
+        )
+
+
+def test_fedamps_attention_grows_with_likeness_and_every_row_adds_up_to_one():
+    models = np.array([[0.0, 0.0], [0.1, 0.0], [3.0, 0.0]])
+    weights = attention(models, step=0.4, width=1.0)
+    np.testing.assert_allclose(weights.sum(axis=1), 1.0)
+    np.testing.assert_allclose(weights, weights.T)
+    assert weights[0, 1] > weights[0, 2] > 0
+    assert weights[0, 1] == pytest.approx(0.4 * math.exp(-0.01))
+    assert (np.diag(weights) >= 0).all()
