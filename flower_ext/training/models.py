@@ -47,6 +47,16 @@ def mnist_mlp(num_classes: int = 10) -> HeadedModel:
     return _perceptron(784, (64, 32), num_classes)
 
 
+def mnist_logistic(num_classes: int = 10) -> HeadedModel:
+    """Softmax regression 784–classes for 28×28 grey images: 7,850 parameters with ten classes."""
+    return HeadedModel(nn.Flatten(), nn.Linear(784, num_classes))
+
+
+def mnist_dnn(num_classes: int = 10) -> HeadedModel:
+    """784–100–classes for 28×28 grey images: 79,510 parameters with ten classes."""
+    return _perceptron(784, (100,), num_classes)
+
+
 def mnist_cnn(num_classes: int = 10) -> HeadedModel:
     """Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 with ten classes."""
     extractor = nn.Sequential(
@@ -82,6 +92,35 @@ def cifar10_cnn(num_classes: int = 10) -> HeadedModel:
         nn.ReLU(),
     )
     return HeadedModel(extractor, nn.Linear(128, num_classes))
+
+
+def mnist_cnn_32_64(num_classes: int = 10) -> HeadedModel:
+    """The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters with ten classes.
+
+    The paper leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
+    """
+    return _cnn_32_64(1, 28, num_classes)
+
+
+def cifar10_cnn_32_64(num_classes: int = 10) -> HeadedModel:
+    """`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters with ten classes."""
+    return _cnn_32_64(3, 32, num_classes)
+
+
+def _cnn_32_64(channels: int, size: int, num_classes: int) -> HeadedModel:
+    """Convolutions of 32 and 64 filters with one pooling between, and two dense layers."""
+    left = (size - 4) // 2 - 4
+    extractor = nn.Sequential(
+        nn.Conv2d(channels, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * left * left, 100),
+        nn.ReLU(),
+    )
+    return HeadedModel(extractor, nn.Linear(100, num_classes))
 
 
 class _Residual(nn.Module):
@@ -233,8 +272,12 @@ def sent140_bilstm(
 _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "digits-mlp": digits_mlp,
     "mnist-mlp": mnist_mlp,
+    "mnist-logistic": mnist_logistic,
+    "mnist-dnn": mnist_dnn,
     "mnist-cnn": mnist_cnn,
+    "mnist-cnn-32-64": mnist_cnn_32_64,
     "cifar10-cnn": cifar10_cnn,
+    "cifar10-cnn-32-64": cifar10_cnn_32_64,
     "resnet18": resnet18,
     "synthetic-logistic": synthetic_logistic,
     "binary-logistic": binary_logistic,

@@ -79,4 +79,14 @@ ULDP_FL = App(
         "noise-multiplier": 0.5,
     },
 )
+DP_DITTO = App(
+    folder=APPS / "dp_ditto",
+    small={
+        "clients": 3,
+        "classes-per-client": 4,
+        "rounds": 2,
+        "evaluate-every": 1,
+        "seeded-noise": True,
+    },
+)
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

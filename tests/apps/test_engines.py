@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from flower_ext.federation import run_in_process
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.launch import num_nodes
-from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL, UPCYCLED_FL, App
+from tests.apps.app import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -164,7 +164,9 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    "app", [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL], ids=["dp2-fedsam", "upcycled", "uldp"]
+    "app",
+    [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO],
+    ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto"],
 )
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     flower.run(app, run_directory=tmp_path / "run")
@@ -200,7 +202,7 @@ def test_a_failed_run_looks_failed(flower, tmp_path):
 def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
     """Four projects on one deployment, the last of them somebody else's."""
     flower.deploy(nodes=3)
-    for app in (DP2_FEDSAM, UPCYCLED_FL, ULDP_FL):
+    for app in (DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO):
         name = app.folder.name
         flower.run(app, "loopback", run_directory=tmp_path / name)
         same_run(RunDirectory.open(tmp_path / name), in_process(app, tmp_path / f"{name}-0"))

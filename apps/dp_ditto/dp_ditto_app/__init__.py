@@ -1,0 +1,1 @@
+"""DP-Ditto and its rivals as one Flower app."""

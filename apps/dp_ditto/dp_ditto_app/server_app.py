@@ -1,0 +1,175 @@
+"""Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid, ServerApp
+
+from dp_ditto_app.task import model_name, task_of
+from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
+from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
+from flower_ext.planning import DittoProblem, best_rounds
+from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
+from flower_ext.reporting import RunDirectory
+from flower_ext.training import LocalTraining, check_shareable
+from flower_ext.training.models import build, parameter_count
+
+WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
+METHODS = (*(f"dp-{method}" for method in WITHOUT_PRIVACY), *WITHOUT_PRIVACY)
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the method that ``context.run_config`` names and leave a run directory with a report."""
+    config = context.run_config
+    method = choice(config, "method", METHODS)
+    task = task_of(context)
+    for client in range(int(config["clients"])):
+        task.data(client)  # missing data, or a client with too few, end the run here
+    rounds = rounds_of(config)
+    plan = plan_of(config, rounds)
+
+    with recorded_run({**config, "planned-rounds": rounds}, f"{method}-{config['dataset']}") as run:
+        strategy = strategy_of(config, plan, run)
+        check_shareable(task.model(), strategy.personal)
+        initial = ArrayRecord(task.initial_params(int(config["seed"])))
+        result = strategy.start(grid, initial, num_rounds=rounds)
+        save_outcome(run, strategy, result)
+
+
+def rounds_of(config: UserConfig) -> int:
+    """T: as configured, or the T* of Theorem 1 below it for the configured λ and budget.
+
+    Raises
+    ------
+    ValueError
+        Fewer than one, or no number of rounds improves the bound.
+    """
+    most, basis = int(config["rounds"]), choice(config, "calibration", ("published", "provable"))
+    if most < 1:
+        raise ValueError(f"run-config rounds={most}: expected an integer >= 1")
+    if choice(config, "planner", ("none", "bound")) == "none":
+        return most
+    plan = plan_of(config, 1)
+    if isinstance(plan, NonPrivatePlan):
+        raise ValueError("run-config planner='bound': expected a method with privacy")
+    problem = DittoProblem(
+        strong_convexity=float(config["strong-convexity"]),
+        smoothness=float(config["smoothness"]),
+        initial_gap=float(config["initial-gap"]),
+        initial_distance=float(config["initial-distance"]),
+        gradient_bound=float(config["gradient-bound"]) or float("inf"),
+        model_spread=float(config["model-spread"]) or float("inf"),
+        dimension=parameter_count(build(model_name(config), num_classes=10)),
+        num_clients=int(config["clients"]),
+        learning_rate=float(config["learning-rate"]),
+        personal_learning_rate=float(config["personal-learning-rate"]),
+    )
+    planned = best_rounds(
+        problem,
+        global_weight=float(config["global-weight"]),
+        variance_per_round=plan.upload_stddev**2,
+        max_rounds=most,
+        basis=basis,
+    )
+    if planned.rounds == 0:
+        raise ValueError(
+            "run-config planner='bound': no number of rounds improves the bound on the start: "
+            "expected a larger epsilon or other constants"
+        )
+    return planned.rounds
+
+
+def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
+    """Who takes part, and what is clipped and noised: uploads, or the local steps behind them."""
+    sampling = FullParticipation(int(config["clients"]))
+    if config["method"] in WITHOUT_PRIVACY:
+        return NonPrivatePlan(sampling=sampling)
+    size, local = int(config["examples-per-client"]), local_training(config)
+    steps = None
+    if choice(config, "noise", ("upload", "steps")) == "steps":
+        steps = ClippedSteps(
+            learning_rate=local.learning_rate,
+            gradient_clipping_norm=float(config["gradient-clipping-norm"]),
+            num_examples=size,
+            local_steps=local.num_steps(size),
+            batch_size=min(local.batch_size, size),
+        )
+    basis = choice(config, "calibration", ("published", "provable"))
+    return RecordLevelPlan.for_target(
+        epsilon=float(config["epsilon"]),
+        delta=float(config["delta"]),
+        sampling=sampling,
+        num_examples=size,
+        rounds=rounds,
+        clipping_norm=float(config["clipping-norm"]),
+        basis="published" if basis == "published" else "provable",
+        steps=steps,
+    )
+
+
+def local_training(config: UserConfig) -> LocalTraining:
+    """Of the model that is uploaded, whatever the method."""
+    return LocalTraining(
+        epochs=int(config["local-epochs"]),
+        batch_size=int(config["batch-size"]) or int(config["examples-per-client"]),
+        learning_rate=float(config["learning-rate"]),
+    )
+
+
+def strategy_of(
+    config: UserConfig, plan: RecordLevelPlan | NonPrivatePlan, run: RunDirectory
+) -> FederatedStrategy:
+    """The strategy of a method; every method gets the same settings where it has them."""
+    local = local_training(config)
+    options: Mapping[str, Any] = {
+        "plan": plan,
+        "local": local,
+        "seed": int(config["seed"]) or None,
+        "seeded_noise": bool(config["seeded-noise"]),
+        "evaluate_every": int(config["evaluate-every"]),
+        "training_loss": bool(config["training-loss"]),
+        "timeout": float(config["connect-timeout"]),
+        "run": run,
+    }
+    rate = float(config["personal-learning-rate"])
+    match str(config["method"]).removeprefix("dp-"):
+        case "ditto":
+            personal = LocalTraining(
+                epochs=int(config["personal-epochs"]),
+                batch_size=local.batch_size,
+                learning_rate=rate,
+            )
+            return DPDitto(
+                global_weight=float(config["global-weight"]), personal_training=personal, **options
+            )
+        case "pfedme":
+            return PFedMe(
+                attraction=float(config["attraction"]),
+                personal_training=LocalTraining(
+                    steps=int(config["personal-steps"]), learning_rate=rate
+                ),
+                **options,
+            )
+        case "fedamp":
+            return FedAMP(
+                attention_width=float(config["attention-width"]),
+                attraction=float(config["cloud-attraction"]),
+                **options,
+            )
+        case "apple":
+            return Apple(
+                relation_learning_rate=float(config["relation-learning-rate"]),
+                penalty=float(config["penalty"]),
+                penalty_rounds=int(config["rounds"]),
+                **options,
+            )
+        case _:
+            return FedALA(
+                weight_learning_rate=float(config["weight-learning-rate"]),
+                sample_share=float(config["sample-share"]),
+                **options,
+            )

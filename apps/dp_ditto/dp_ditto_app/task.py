@@ -1,0 +1,101 @@
+"""The learning problem that the run configuration asks for: clients of one size."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Context, UserConfig
+
+from flower_ext.data import ClientData, Examples, describe, load, partition, split
+from flower_ext.privacy import seeded_generator
+from flower_ext.training import Task
+from flower_ext.training.models import build
+
+DEFAULT_MODELS = {
+    "digits": "digits-mlp",
+    "mnist": "mnist-dnn",
+    "fashion-mnist": "mnist-cnn-32-64",
+    "cifar10": "cifar10-cnn-32-64",
+    "femnist": "mnist-dnn",
+}
+
+
+def task_of(context: Context) -> Task:
+    """The task of a run, for its clients and its server alike."""
+    config = context.run_config
+    dataset, model = str(config["dataset"]), model_name(config)
+    classes = describe(dataset).num_classes
+    key = (
+        str(config["partition"]),
+        int(config["clients"]),
+        int(config["classes-per-client"]),
+        float(config["dirichlet-alpha"]),
+        int(config["seed"]),
+    )
+    size = int(config["examples-per-client"])
+    return Task(
+        model=lambda: build(model, num_classes=classes),
+        data=lambda client: client_data(dataset, str(config["data-folder"]), key, size, client),
+    )
+
+
+def model_name(config: UserConfig) -> str:
+    """The configured model, or the data set's."""
+    return str(config["model"]) or DEFAULT_MODELS[describe_known(str(config["dataset"]))]
+
+
+def describe_known(dataset: str) -> str:
+    """The name of a data set of this app.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    if dataset not in DEFAULT_MODELS:
+        raise ValueError(f"dataset={dataset!r}: expected one of {', '.join(DEFAULT_MODELS)}")
+    return dataset
+
+
+@cache
+def pool(dataset: str, folder: str) -> Examples:
+    """All examples of a data set, read once a process."""
+    return load(dataset, Path(folder) if folder else None)
+
+
+@cache
+def shares(dataset: str, folder: str, key: tuple[str, int, int, float, int]) -> list[np.ndarray]:
+    """Which examples each client holds; the same in every process."""
+    kind, clients, classes, alpha, seed = key
+    return partition(
+        kind,
+        pool(dataset, folder).targets.numpy(),
+        num_partitions=clients,
+        classes_per_partition=classes,
+        alpha=alpha,
+        rng=seeded_generator(seed, "partition"),
+    )
+
+
+@cache
+def client_data(
+    dataset: str, folder: str, key: tuple[str, int, int, float, int], size: int, client: int
+) -> ClientData:
+    """One client's examples: 10 % for testing, and ``size`` of the others for training.
+
+    Raises
+    ------
+    ValueError
+        It has fewer.
+    """
+    examples = pool(dataset, folder)
+    own = shares(dataset, folder, key)[client]
+    rng = seeded_generator(key[-1], "split", client)
+    train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    if not 1 <= size <= len(train):
+        raise ValueError(
+            f"examples-per-client={size}: expected 1 … {len(train)}, what client {client} has for "
+            "training"
+        )
+    chosen = np.sort(rng.choice(train, size, replace=False))
+    return ClientData(train=examples.subset(chosen), test=examples.subset(test))

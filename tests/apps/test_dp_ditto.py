@@ -1,0 +1,150 @@
+"""The whole app in this process: every method, both places of noise, the planner, bad input."""
+
+import math
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flower_ext.data import DataNotFound
+from flower_ext.federation import run_in_process
+from flower_ext.reporting import RunDirectory
+from tests.apps.app import DP_DITTO
+
+METHODS = ("ditto", "pfedme", "fedamp", "apple", "fedala")
+SCORES = ("mean", "std", "variance", "worst_decile", "jain")
+
+
+def run(path, **overrides):
+    server, client = DP_DITTO.parts()
+    facts = {"clients": 5, "rounds": 3, "classes_per_client": 3, "evaluate_every": 2, **overrides}
+    settings = DP_DITTO.config(run_directory=str(path), **facts)
+    run_in_process(server, client, num_clients=settings["clients"], run_config=settings)
+    return RunDirectory.open(path)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *(f"dp-{method}" for method in METHODS)])
+def test_every_method_leaves_a_complete_run_directory_with_fairness_in_every_evaluation(
+    method, tmp_path
+):
+    run_ = run(tmp_path / "run", method=method)
+    assert run_.facts["status"] == "completed"
+    assert run_.facts.get("refused", 0) == 0
+    rows = run_.metrics()
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    for row in rows[1:]:
+        for score in ("accuracy", "loss", "training_loss"):
+            assert all(math.isfinite(row[f"{score}_{which}"]) for which in SCORES)
+    assert rows[2]["training_loss_variance"] == pytest.approx(rows[2]["training_loss_std"] ** 2)
+    private = method.startswith("dp-")
+    assert [g.basis for g in run_.guarantees()] == ["published", "provable"] * private
+    assert len(run_.client_metrics()) == 5
+    assert (run_.path / "report.html").exists()
+
+
+def test_the_published_target_is_met_and_the_provable_epsilon_is_beside_it(tmp_path):
+    published, provable = run(tmp_path / "run", epsilon=7.0).guarantees()
+    assert published.epsilon == pytest.approx(7.0)
+    assert not published.conditions_hold
+    assert provable.epsilon > 1000
+
+
+def test_noise_in_clipped_steps_meets_a_provable_target(tmp_path):
+    run_ = run(tmp_path / "run", noise="steps", calibration="provable", epsilon=5.0)
+    published, provable = run_.guarantees()
+    assert provable.epsilon == pytest.approx(5.0, rel=1e-4)
+    assert provable.epsilon > 4.9
+    assert published.epsilon > 0
+    assert "noised steps" in provable.source
+
+
+def test_personalisation_learns_and_is_fairer_than_the_shared_model_alone(tmp_path):
+    """Two classes a client: λ small does better than λ = 2, and all clients do about as well."""
+    facts = {"clients": 10, "rounds": 12, "evaluate_every": 12, "classes_per_client": 2}
+    own, shared = (
+        run(tmp_path / str(weight), method="ditto", global_weight=weight, **facts).metrics()[-1]
+        for weight in (0.1, 2.0)
+    )
+    assert own["accuracy_mean"] > max(0.85, shared["accuracy_mean"])
+    assert own["training_loss_std"] < shared["training_loss_std"]
+
+
+def test_noise_reaches_personal_models_by_their_global_weight_only(tmp_path):
+    """At λ = 0 a run with much noise ends in the same personal models as one with little."""
+    noisy, quiet, far = (
+        run(tmp_path / name, epsilon=epsilon, global_weight=weight).client_metrics()
+        for name, epsilon, weight in (("a", 0.1, 0.0), ("b", 1000.0, 0.0), ("c", 0.1, 1.0))
+    )
+    assert [row["loss"] for row in noisy] == [row["loss"] for row in quiet]
+    assert [row["loss"] for row in noisy] != [row["loss"] for row in far]
+
+
+def test_the_planner_chooses_fewer_rounds_where_the_budget_is_small(tmp_path):
+    facts = {
+        "planner": "bound",
+        "calibration": "provable",
+        "noise": "steps",
+        "local_epochs": 1,
+        "batch_size": 0,
+        "rounds": 12,
+        "global_weight": 0.5,
+    }
+    chosen = {
+        epsilon: run(tmp_path / str(epsilon), epsilon=epsilon, **facts) for epsilon in (0.5, 10.0)
+    }
+    rounds = {epsilon: len(run_.metrics()) for epsilon, run_ in chosen.items()}
+    assert 1 <= rounds[0.5] < rounds[10.0] <= 12
+    for epsilon, run_ in chosen.items():
+        assert run_.config["planned-rounds"] == rounds[epsilon]
+        assert run_.guarantees()[1].epsilon == pytest.approx(epsilon, rel=1e-3)
+
+
+def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):
+    facts = {"planner": "bound", "calibration": "provable", "initial_distance": 0.0}
+    with pytest.raises(ValueError, match="no number of rounds improves the bound"):
+        run(tmp_path / "run", **facts)
+
+
+def test_the_shared_model_differs_by_method(tmp_path):
+    finals = [
+        load_file(run(tmp_path / m, method=m).path / "model.safetensors")["head.weight"]
+        for m in METHODS[1:]
+    ]
+    for i, one in enumerate(finals):
+        assert all(not np.allclose(one, other, atol=1e-4) for other in finals[i + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"method": "dp-mine"}, "method='dp-mine': expected one of dp-ditto"),
+        ({"dataset": "imagenet"}, "dataset='imagenet': expected one of digits"),
+        ({"model": "gpt"}, "model='gpt'"),
+        ({"rounds": 0}, "rounds=0: expected an integer >= 1"),
+        ({"epsilon": 0.0}, r"epsilon=0\.0: expected a finite number > 0"),
+        ({"epsilon": -1.0, "calibration": "provable"}, r"epsilon=-1\.0"),
+        ({"delta": 1.0}, r"delta=1\.0"),
+        ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
+        ({"global_weight": 2.5}, r"global_weight=2\.5: expected .* \[0, 2\]"),
+        ({"global_weight": -0.5}, r"global_weight=-0\.5"),
+        ({"examples_per_client": 100_000}, "examples-per-client=100000: expected 1 …"),
+        ({"noise": "moon"}, "noise='moon'"),
+        ({"calibration": "guess"}, "calibration='guess'"),
+        ({"planner": "oracle"}, "planner='oracle'"),
+        ({"method": "ditto", "planner": "bound"}, "expected a method with privacy"),
+        ({"method": "dp-apple", "noise": "steps"}, r"plan\.steps: Apple uploads more"),
+        ({"noise": "steps", "gradient_clipping_norm": 0.0}, r"gradient_clipping_norm=0\.0"),
+        ({"method": "fedala", "sample_share": 0.0}, r"sample_share=0\.0"),
+    ],
+)
+def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path / "run", **overrides)
+
+
+def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA"):
+        run(tmp_path / "run", dataset="mnist", data_folder=str(tmp_path))
+    assert not (tmp_path / "run").exists()
