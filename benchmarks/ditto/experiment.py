@@ -1,0 +1,124 @@
+"""What the figures of DP-Ditto share: worlds, scales, and runs by what is varied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.runs import Config, run_all, settings
+from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.figures import Line
+
+APP = Path(__file__).parents[2] / "apps" / "dp_ditto"
+METHODS = {
+    "dp-ditto": "DP-Ditto",
+    "dp-pfedme": "DP-pFedMe",
+    "dp-fedamp": "DP-FedAMP",
+    "dp-apple": "DP-APPLE",
+    "dp-fedala": "DP-FedALA",
+}
+WORLDS: dict[str, Config] = {
+    "mnist-mlr": {"dataset": "mnist", "model": "mnist-logistic"},
+    "mnist-dnn": {"dataset": "mnist", "model": "mnist-dnn"},
+    "fashion-mnist-cnn": {"dataset": "fashion-mnist", "model": "mnist-cnn-32-64"},
+    "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
+}
+BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
+"""λ* that the paper found for each ε of Figures 3 and 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much of the paper's experiments is run.
+
+    Parameters
+    ----------
+    worlds, training_worlds : tuple[str, ...]
+        Of Figures 3, 4 and 6, and of Figure 5.
+    examples : int
+        Training records of a client. Fewer mean more noise at the same ε, by their ratio.
+    rounds : tuple[int, ...]
+        Every T of Figures 3, 4 and 5: each is a run with noise for that many rounds.
+    planned_rounds : tuple[int, ...]
+        Every T of Figure 7.
+    """
+
+    worlds: tuple[str, ...]
+    training_worlds: tuple[str, ...]
+    examples: int
+    rounds: tuple[int, ...]
+    planned_rounds: tuple[int, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+
+DEFAULT = Scale(
+    worlds=("mnist-dnn",),
+    training_worlds=("mnist-dnn", "mnist-mlr"),
+    examples=1000,
+    rounds=(10, 30),
+    planned_rounds=(10, 30, 60),
+)
+FULL = Scale(
+    worlds=("mnist-dnn", "fashion-mnist-cnn", "cifar10-cnn"),
+    training_worlds=tuple(WORLDS),
+    examples=2500,
+    rounds=(5, 10, 20, 30, 50, 80),
+    planned_rounds=(10, 20, 40, 60, 80, 100),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Runs of the app in one folder, each under the name of what it varies."""
+
+    folder: Path
+    data_folder: str
+    scale: Scale
+    workers: int
+    overrides: Config = field(default_factory=dict)
+
+    def run(self, changes: Sequence[Config], title: str) -> list[RunDirectory]:
+        """Each change for each seed, in this order; what is there already is kept."""
+        configs = [self._config({**change, "seed": seed}) for change, seed in self._each(changes)]
+        return run_all(APP, configs, workers=self.workers, title=title)
+
+    def grouped(self, changes: Mapping[str, Config], title: str) -> dict[str, list[RunDirectory]]:
+        """`run` by name: the runs of a change over its seeds."""
+        runs = iter(self.run(list(changes.values()), title))
+        return {name: [next(runs) for _ in self.scale.seeds] for name in changes}
+
+    def _each(self, changes: Iterable[Config]) -> Iterable[tuple[Config, int]]:
+        return ((change, seed) for change in changes for seed in self.scale.seeds)
+
+    def _config(self, change: Config) -> Config:
+        base: Config = {
+            "clients": 20,
+            "partition": "pathological",
+            "classes-per-client": 2,
+            "examples-per-client": self.scale.examples,
+            "delta": 0.01,
+            "clipping-norm": 20.0,
+            "calibration": "published",
+            "batch-size": 32,
+            "learning-rate": 0.005,
+            "personal-learning-rate": 0.005,
+            "data-folder": self.data_folder,
+            **self.overrides,
+        }
+        merged = {**settings(APP), **base, **change}
+        assert set(merged) == set(settings(APP)), set(merged) - set(settings(APP))
+        words = [f"{name}={value}" for name, value in sorted(change.items())]
+        name = "-".join(word.replace("/", "_") for word in words)
+        return {**merged, "run-directory": str(self.folder / "runs" / name)}
+
+
+def at_the_end(runs: Mapping[int, Sequence[RunDirectory]], metric: str) -> list[Line]:
+    """The last value of ``metric`` against T, a line for each seed; ``runs`` by T."""
+    last = {T: [run.metrics()[-1][metric] for run in found] for T, found in runs.items()}
+    return [(list(last), list(values)) for values in zip(*last.values(), strict=True)]
+
+
+def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
+    """The last value of ``metric`` of each run."""
+    return [run.metrics()[-1][metric] for run in runs]

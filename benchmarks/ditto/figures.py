@@ -1,0 +1,235 @@
+"""Figures 2 to 7 of DP-Ditto, each a function that draws and returns a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.ditto.experiment import (
+    BEST_WEIGHT,
+    METHODS,
+    WORLDS,
+    Experiment,
+    at_the_end,
+    over_seeds,
+)
+from benchmarks.runs import Config
+from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
+from flower_ext.privacy import dp_ditto_noise_stddev
+from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.comparison import mean_and_std
+from flower_ext.reporting.figures import Line, draw_comparison, draw_lines
+from flower_ext.reporting.report import table
+
+ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
+WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"
+Runs = list[RunDirectory]
+
+
+def figure_2(experiment: Experiment) -> str:
+    """h(T, λ) and the line below it, softmax regression, ε = 10; nothing is trained."""
+    problem = DittoProblem(
+        strong_convexity=1.0,
+        smoothness=2.0,
+        initial_gap=1.0,
+        initial_distance=4.0,
+        dimension=7_850,
+        num_clients=20,
+        learning_rate=0.005,
+        personal_learning_rate=0.005,
+        gradient_bound=1.0,
+        model_spread=0.5,
+    )
+    stddev = dp_ditto_noise_stddev(
+        epsilon=10.0, delta=0.01, rounds=1, num_clients=20, num_examples=3000, clipping_norm=20.0
+    )
+    candidates = np.arange(1, 1001)
+    lines: dict[str, Line] = {}
+    rows = []
+    for weight in (0.1, 0.5, 1.0):
+        bound = convergence_bound(
+            problem, global_weight=weight, variance_per_round=stddev**2, basis="provable"
+        )
+        intercept, slope = bound.lower_bound
+        best = bound.best_rounds(1000)
+        lines[f"h, λ = {weight:g}"] = candidates.tolist(), bound.after(candidates).tolist()
+        below = (intercept + slope * candidates).tolist()
+        lines[f"line below, λ = {weight:g}"] = candidates.tolist(), below
+        rows.append((f"{weight:g}", best, f"{float(bound.after(best)):.4f}", f"{slope:.3g}"))
+    draw_lines(_folder(experiment), "figure2", "h(T, λ)", "h", lines, xlabel="T")
+    return "# Figure 2\n\n" + table(("λ", "T*", "h(T*, λ)", "slope of the line"), rows)
+
+
+def figure_3(experiment: Experiment) -> str:
+    """All methods at ε = 10."""
+    return _methods(experiment, "figure3", 10.0)
+
+
+def figure_4(experiment: Experiment) -> str:
+    """All methods at ε = 100."""
+    return _methods(experiment, "figure4", 100.0)
+
+
+def figure_5(experiment: Experiment) -> str:
+    """Training loss of personal models against T for each ε, λ = 0.1."""
+    parts = ["# Figure 5"]
+    for world in experiment.scale.training_worlds:
+        budgets: dict[str, Config] = {
+            f"ε = {e:g}": {"epsilon": e} for e in (1.0, 10.0, 20.0, 100.0)
+        }
+        budgets["Ditto"] = {"method": "ditto"}
+        changes = {
+            (label, T): {**WORLDS[world], **budget, "global-weight": 0.1, **_length(T)}
+            for label, budget in budgets.items()
+            for T in experiment.scale.rounds
+        }
+        runs = _runs(experiment, changes, f"Figure 5, {world}")
+        parts.append(_against_rounds(experiment, f"figure5-{world}", runs, (LOSS, SPREAD)))
+    return "\n\n".join(parts)
+
+
+def figure_6(experiment: Experiment) -> str:
+    """Accuracy and fairness after each round for each λ, T = 30, ε = 10."""
+    parts = ["# Figure 6"]
+    for world in experiment.scale.worlds:
+        changes: dict[str, Config] = {
+            f"λ = {weight:g}": {
+                **WORLDS[world],
+                "epsilon": 10.0,
+                "global-weight": weight,
+                "rounds": 30,
+                "evaluate-every": 3,
+            }
+            for weight in (0.0, 0.1, 0.5, 1.0, 2.0)
+        }
+        groups = experiment.grouped(changes, f"Figure 6, {world}")
+        for metric in (ACCURACY, SPREAD):
+            lines = {
+                label: [run.series(metric) for run in found] for label, found in groups.items()
+            }
+            draw_comparison(
+                _folder(experiment),
+                f"figure6-{world}-{metric}",
+                f"{metric}, {world}",
+                metric,
+                lines,
+            )
+        rows = [_row(label, found) for label, found in groups.items()]
+        parts += [f"{world}, T = 30, ε = 10", table(_HEADER, rows)]
+    return "\n\n".join(parts)
+
+
+def figure_7(experiment: Experiment) -> str:
+    """Fairness against λ and training loss against T, ε = 100, C = 10, and the search over both."""
+    weights, every = (0.0, 0.1, 0.5, 1.0, 2.0), experiment.scale.planned_rounds
+    changes = {
+        (f"λ = {weight:g}", T): {
+            **WORLDS["mnist-dnn"],
+            "epsilon": 100.0,
+            "clipping-norm": 10.0,
+            "global-weight": weight,
+            **_length(T),
+        }
+        for weight in weights
+        for T in every
+    }
+    runs = _runs(experiment, changes, "Figure 7")
+    text = _against_rounds(experiment, "figure7", runs, (LOSS, SPREAD))
+    by_weight: dict[str, list[Line]] = {}
+    for T in every:
+        found = [over_seeds(runs[f"λ = {weight:g}"][T], SPREAD) for weight in weights]
+        by_weight[f"T = {T}"] = [(weights, values) for values in zip(*found, strict=True)]
+    title = "Standard deviation of training losses"
+    draw_comparison(
+        _folder(experiment), "figure7-weights", title, "fairness", by_weight, xlabel="λ"
+    )
+
+    def outcome(T: int, weight: float) -> Outcome:
+        found = runs[f"λ = {weight:g}"][T]
+        loss, spread = (float(np.mean(over_seeds(found, name))) for name in (LOSS, SPREAD))
+        return Outcome(loss=loss, unfairness=spread)
+
+    plan = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
+    best = f"(T*, λ*) = ({plan.rounds}, {plan.global_weight:g}) by turns"
+    return f"# Figure 7\n\n{text}\n\n{best}, settled: {plan.settled}; the paper has (80, 0.1)."
+
+
+def _methods(experiment: Experiment, name: str, epsilon: float) -> str:
+    parts = [f"# {name.capitalize()}: ε = {epsilon:g}, λ = {BEST_WEIGHT[epsilon]:g}"]
+    for world in experiment.scale.worlds:
+        changes = {
+            (label, T): {
+                **WORLDS[world],
+                "method": method,
+                "epsilon": epsilon,
+                "global-weight": BEST_WEIGHT[epsilon],
+                **_length(T),
+            }
+            for method, label in METHODS.items()
+            for T in experiment.scale.rounds
+        }
+        runs = _runs(experiment, changes, f"{name}, {world}")
+        parts.append(_against_rounds(experiment, f"{name}-{world}", runs, (ACCURACY, SPREAD)))
+    return "\n\n".join(parts)
+
+
+def _runs(
+    experiment: Experiment, changes: Mapping[tuple[str, int], Config], title: str
+) -> dict[str, dict[int, Runs]]:
+    """Runs over seeds by label and T."""
+    names = {f"{label}, T = {T}": (label, T) for label, T in changes}
+    groups = experiment.grouped(dict(zip(names, changes.values(), strict=True)), title)
+    found: dict[str, dict[int, Runs]] = {}
+    for name, members in groups.items():
+        label, T = names[name]
+        found.setdefault(label, {})[T] = members
+    return found
+
+
+def _against_rounds(
+    experiment: Experiment,
+    name: str,
+    runs: Mapping[str, Mapping[int, Runs]],
+    metrics: Sequence[str],
+) -> str:
+    """A figure of each metric against T, and one table."""
+    for metric in metrics:
+        lines = {label: at_the_end(by_rounds, metric) for label, by_rounds in runs.items()}
+        draw_comparison(
+            _folder(experiment), f"{name}-{metric}", f"{metric}, {name}", metric, lines, xlabel="T"
+        )
+    rows = [
+        _row(f"{label}, T = {T}", found)
+        for label, by_rounds in runs.items()
+        for T, found in by_rounds.items()
+    ]
+    return f"{name}\n\n{table(_HEADER, rows)}"
+
+
+_HEADER = ("", "accuracy", "worst tenth", "Jain", "training loss", "std of training loss")
+
+
+def _row(label: str, runs: Sequence[RunDirectory]) -> tuple[str, ...]:
+    numbers = (mean_and_std(over_seeds(runs, m)) for m in (ACCURACY, WORST, JAIN))
+    losses = (mean_and_std(over_seeds(runs, m), digits=4) for m in (LOSS, SPREAD))
+    return (label, *numbers, *losses)
+
+
+def _length(rounds: int) -> Config:
+    return {"rounds": rounds, "evaluate-every": rounds}
+
+
+def _folder(experiment: Experiment) -> Path:
+    return experiment.folder / "figures"
+
+
+FIGURES: dict[int, Callable[[Experiment], str]] = {
+    2: figure_2,
+    3: figure_3,
+    4: figure_4,
+    5: figure_5,
+    6: figure_6,
+    7: figure_7,
+}
