@@ -210,7 +210,7 @@ class Apple(FederatedStrategy):
             POPULATION: self.plan.sampling.population,
         }
 
-    def content_for(self, partition: int) -> Mapping[str, ArrayRecord]:
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """All core models: the client's own as its model, the others by client."""
         if not self._cores:  # they all begin as the initial model
             initial = records.to_record(self._base)

@@ -127,7 +127,7 @@ class FedAMP(FederatedStrategy):
         """λ/α."""
         return {ATTRACTION: self.attraction}
 
-    def content_for(self, partition: int) -> Mapping[str, ArrayRecord]:
+    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """u_i; the shared model for a client whose model is not known yet."""
         if partition not in self.clouds:
             return {}
