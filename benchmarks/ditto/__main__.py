@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--data-folder", default="", help="where the data sets are")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs="+", help="every T, where a figure has several")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
@@ -41,12 +42,14 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     folder, output = arguments.data_folder, arguments.output.absolute()
+    scale = FULL if arguments.full else DEFAULT
+    if arguments.rounds:
+        T = tuple(arguments.rounds)
+        scale = replace(scale, rounds=T, planned_rounds=T)
     experiment = Experiment(
         folder=output,
         data_folder=str(Path(folder).absolute()) if folder else "",
-        scale=replace(
-            FULL if arguments.full else DEFAULT, seeds=tuple(range(1, arguments.seeds + 1))
-        ),
+        scale=replace(scale, seeds=tuple(range(1, arguments.seeds + 1))),
         workers=arguments.workers,
         overrides={n: changed[n] for n in (o.partition("=")[0] for o in arguments.overrides)},
     )

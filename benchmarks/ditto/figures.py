@@ -48,7 +48,7 @@ def figure_2(experiment: Experiment) -> str:
     candidates = np.arange(1, 1001)
     lines: dict[str, Line] = {}
     rows = []
-    for weight in (0.1, 0.5, 1.0):
+    for weight in (0.1, 1.0):
         bound = convergence_bound(
             problem, global_weight=weight, variance_per_round=stddev**2, basis="provable"
         )
