@@ -53,6 +53,9 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
         "with evaluation": cumulative(run.series("seconds")),
     }
     add("time", "Time of the rounds", "seconds, cumulative", seconds)
+    spread = {"standard deviation over clients": run.series("training_loss_std")}
+    title = "How far the clients' training losses are apart"
+    add("training_loss_spread", title, "loss", spread)
     norm = {"mean over the cohort": run.series("update_norm_mean")}
     add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
     if scores := [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]:

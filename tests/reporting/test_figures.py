@@ -53,6 +53,15 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     assert list(draw_figures(run, tmp_path / "one").values()) == ["accuracy.svg"]
 
 
+def test_the_spread_of_training_losses_is_drawn_where_it_was_measured(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    for number in (1, 2, 3):
+        run.log(number, training_loss_std=0.1 * number)
+    assert list(draw_figures(run, tmp_path).values()) == ["training_loss_spread.svg"]
+    rows = rows_of(tmp_path / "training_loss_spread.csv")
+    assert [float(row["loss"]) for row in rows] == pytest.approx([0.1, 0.2, 0.3])
+
+
 @pytest.mark.parametrize(("published", "log"), [(1.0, False), (100.0, True)])
 def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
     run = RunDirectory.create(tmp_path / "run", {})
