@@ -246,7 +246,6 @@ def test_steps_out_of_order_are_refused(rng):
         lambda: silos[1].open_seed(SealedSeed(receiver=1, sealed=b"")),
         lambda: silos[0].blind_counts([1] * 4),
         lambda: silos[0].weigh(EncryptedWeights(round_number=1, weights=b""), {}, []),
-        lambda: silos[0].export_state(),
         lambda: silos[0].prepare(),
     )
     for step in early:
@@ -340,6 +339,74 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     assert world.run_round(7, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
     )
+
+
+def restarted(silo):
+    """From its state, and nothing else; its state is what it was."""
+    state = silo.export_state()
+    again = WeightingSilo.from_state(silo.plan, state)
+    assert again.export_state() == state
+    return again
+
+
+def test_a_silo_may_restart_after_every_step(rng):
+    facts = plan()
+    counts = draw_counts(rng, facts)
+    world = World(facts, counts)
+    world.server = server = WeightingServer(facts, key=key())
+    silos = [restarted(WeightingSilo(facts, i)) for i in range(3)]
+    relayed = server.relay_keys([silo.key for silo in silos])
+    for silo in silos:
+        silo.receive_keys(server.public_key, relayed)
+    silos = [restarted(silo) for silo in silos]
+    seeds = server.relay_seed(silos[0].seal_seed())
+    for silo, seed in zip(silos[1:], seeds, strict=True):
+        silo.open_seed(seed)
+    silos = [restarted(silo) for silo in silos]
+    for silo in silos:
+        with pytest.raises(ProtocolError, match="is seeded: expected it to be new"):
+            silo.receive_keys(server.public_key, relayed)
+    server.receive_counts([s.blind_counts(c) for s, c in zip(silos, counts, strict=True)])
+    world.silos = silos
+    for number in (1, 2):
+        world.silos = [restarted(silo) for silo in world.silos]
+        updates, noise = world.draw(rng)
+        assert world.run_round(number, updates, noise) == pytest.approx(
+            world.plain(updates, noise), abs=1e-10
+        )
+
+
+def test_a_restarted_silo_may_take_over_its_own_tables_and_no_others(world, rng):
+    updates, noise = world.draw(rng)
+    world.silos[0].prepare()
+    world.run_round(1, updates, noise)
+    again = [restarted(silo) for silo in world.silos]
+    for silo, earlier in zip(again, world.silos, strict=True):
+        silo.adopt(earlier)
+        assert silo._powers is earlier._powers
+    assert [silo.prepared for silo in again] == [True, False, False]
+    with pytest.raises(ValueError, match="expected this silo"):
+        again[0].adopt(world.silos[1])
+    with pytest.raises(ValueError, match="expected this silo"):
+        again[0].adopt(World(plan(), world.counts).silos[0])
+    world.silos = again
+    assert world.run_round(2, updates, noise) == pytest.approx(
+        world.plain(updates, noise), abs=1e-10
+    )
+
+
+def test_a_sum_can_be_checked_before_the_others_are_there(world, rng):
+    updates, noise = world.draw(rng)
+    sums = world.weigh(world.server.open_round(1), updates, noise)
+    for message in sums:
+        world.server.check_sum(message)
+    with pytest.raises(ProtocolError, match="sum of round 2: expected round 1"):
+        world.server.check_sum(dataclasses.replace(sums[0], round_number=2))
+    with pytest.raises(ValueError, match="ciphertext"):
+        world.server.check_sum(dataclasses.replace(sums[0], ciphertexts=sums[0].ciphertexts[:-1]))
+    world.server.close_round(sums)
+    with pytest.raises(ProtocolError, match="no round is open"):
+        world.server.check_sum(sums[0])
 
 
 def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
