@@ -16,6 +16,7 @@ from flower_ext.privacy.bounds import (
     NonFiniteUpdate,
     Update,
     clip,
+    clip_each_row,
     l2_norm,
     sum_bounded,
     sum_clipped_rows,
@@ -88,6 +89,7 @@ from flower_ext.privacy.sampling import (
 )
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.user_level import (
+    SECURE_SUM,
     GroupPlan,
     Weighting,
     check_user_plan,
@@ -98,6 +100,7 @@ from flower_ext.privacy.user_level import (
 )
 
 __all__ = [
+    "SECURE_SUM",
     "Accountant",
     "AdversaryView",
     "Aggregate",
@@ -147,6 +150,7 @@ __all__ = [
     "check_user_plan",
     "client_level_guarantees",
     "clip",
+    "clip_each_row",
     "clipped_steps_epsilon",
     "clipped_steps_guarantee",
     "clipped_steps_noise_stddev",

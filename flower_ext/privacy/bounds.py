@@ -240,12 +240,64 @@ def clip_rows(
         In float64. None where the norm of a row that is not all zeros is not between 1e-100 and
         1e100 times ``clipping_norm``, or not finite, and simple arithmetic could not be trusted.
     """
-    flat = {
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    if factors is None:
+        return None
+    namespace = api.array_namespace(*flat.values())
+    factors = factors * namespace.asarray(
+        weights, dtype=namespace.float64, device=api.device(factors)
+    )
+    return {
+        name: namespace.reshape(factors @ flat[name], array.shape[1:])
+        for name, array in rows.items()
+    }
+
+
+def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
+    """What `clip` makes of every row, in float64; rows stay apart, each array of shape (units, …).
+
+    Guarantees
+    ----------
+    Row k of all arrays together has L2 norm at most ``clipping_norm``.
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `clip`.
+    """
+    if not 0 < clipping_norm < math.inf:
+        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    check_arrays(rows)
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    namespace = api.array_namespace(*flat.values())
+    if factors is not None:
+        return {
+            name: namespace.reshape(factors[:, None] * flat[name], array.shape)
+            for name, array in rows.items()
+        }
+    count = len(next(iter(rows.values())))
+    wide = {name: _as_float64(array) for name, array in rows.items()}
+    each = [
+        clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
+        for number in range(count)
+    ]
+    return {name: namespace.stack([row[name] for row in each]) for name in rows}
+
+
+def _flat_rows(rows: Update) -> dict[str, Any]:
+    """In float64, each of shape (units, numbers)."""
+    return {
         name: api.array_namespace(array).reshape(
             _as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
         )
         for name, array in rows.items()
     }
+
+
+def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
+    """What to multiply each row by, or None where simple arithmetic could not be trusted."""
     namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
         squares = sum(namespace.vecdot(array, array) for array in flat.values())
@@ -255,14 +307,7 @@ def clip_rows(
         filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
         if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
             return None
-    factors = _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
-    factors = factors * namespace.asarray(
-        weights, dtype=namespace.float64, device=api.device(factors)
-    )
-    return {
-        name: namespace.reshape(factors @ flat[name], array.shape[1:])
-        for name, array in rows.items()
-    }
+    return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
 
 
 def sum_bounded(updates: Sequence[BoundedUpdate], *, like: Update) -> BoundedSum:

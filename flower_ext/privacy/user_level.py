@@ -49,7 +49,8 @@ _SECURE = "noise from a cryptographic generator keyed by the operating system"
 _SEEDED = "SIMULATION: noise is reproducible from the seed, which must stay secret"
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which must stay secret"
-_SECURE_SUM = "secure aggregation: the server sees no silo's upload"
+SECURE_SUM = "secure aggregation: the server sees no silo's upload"
+"""Assumption of what is said about sums, where silos send their uploads as they are."""
 
 
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
@@ -105,7 +106,7 @@ def uldp_naive_guarantees(
             basis="published",
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=(_SECURE_SUM,),
+            assumptions=(SECURE_SUM,),
             conditions=(
                 Condition(
                     "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -265,6 +266,7 @@ def uldp_avg_guarantees(
     participations: float | None = None,
     secure_noise: bool = True,
     secure_sampling: bool = True,
+    secure_sum: str = SECURE_SUM,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
@@ -288,6 +290,8 @@ def uldp_avg_guarantees(
         silos supplied another noise σ_t; by default all rounds.
     secure_noise, secure_sampling : bool
         Whether they come from a cryptographic generator, or from a seed.
+    secure_sum : str
+        What hides single uploads from the server.
 
     Raises
     ------
@@ -301,6 +305,7 @@ def uldp_avg_guarantees(
     # The server knows who was sampled, so a neighbour is a user whose records vanish.
     at_server = NeighboringRelation.REPLACE_SPECIAL
     spread = 1.0 if weighting == "equal" else math.sqrt(num_silos)
+    moved = plan.noise_multiplier / plan.sensitivity
     sums, uploads = (
         participations_loss(
             noise_multiplier=multiplier,
@@ -308,7 +313,7 @@ def uldp_avg_guarantees(
             relation=at_server,
             delta=plan.delta,
         )
-        for multiplier in (plan.noise_multiplier, plan.noise_multiplier / spread)
+        for multiplier in (moved, moved / spread)
     )
     everyone = isinstance(plan.sampling, FullParticipation)
     drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
@@ -348,7 +353,7 @@ def uldp_avg_guarantees(
             "the server follows the protocol and keeps sums and uploads to itself",
             *hidden,
         ),
-        provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, _SECURE_SUM),
+        provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, secure_sum),
         provable(
             AdversaryView.EACH_UPLOAD,
             uploads.epsilon,
@@ -361,7 +366,7 @@ def uldp_avg_guarantees(
 def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
     if isinstance(plan.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", (_SECURE_SUM,)
+        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", (SECURE_SUM,)
         epsilon = uldp_closed_form(
             noise_multiplier=plan.noise_multiplier, rounds=rounds, delta=plan.delta
         )
@@ -370,7 +375,7 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
         epsilon = privacy_loss_of(
-            {plan.release: rounds}, delta=plan.delta, accountant="rdp"
+            {replace(plan, sensitivity=1.0).release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
     return Guarantee(
         unit=PrivacyUnit.USER,

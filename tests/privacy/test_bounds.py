@@ -9,6 +9,7 @@ from flower_ext.privacy import (
     NeighboringRelation,
     NonFiniteUpdate,
     clip,
+    clip_each_row,
     l2_norm,
     sum_bounded,
     sum_clipped_rows,
@@ -240,12 +241,33 @@ def test_rows_are_clipped_and_weighted_as_one_by_one(kind, scale):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e300])
+def test_rows_that_stay_apart_are_clipped_as_one_by_one(kind, scale):
+    rng = np.random.default_rng(0)
+    values = scale * rng.standard_normal((5, 4)) * 10.0 ** np.arange(-2, 3)[:, None]
+    values[1] = 0.0
+    rows = {"a": values[:, :3].reshape(5, 3, 1), "b": values[:, 3:]}
+    if kind == "torch":
+        rows = {name: torch.from_numpy(array) for name, array in rows.items()}
+    ours = clip_each_row(rows, 0.7)
+    for number in range(5):
+        own = {name: np.asarray(array)[number] for name, array in ours.items()}
+        theirs = clip({name: np.asarray(array)[number] for name, array in rows.items()}, 0.7)
+        assert l2_norm(own) <= 0.7
+        for name, array in theirs.value.items():
+            assert own[name].shape == array.shape
+            np.testing.assert_allclose(own[name], array, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_is_refused_with_any_weight(kind, value):
     values = np.ones((3, 4))
     values[1, 2] = value
     with pytest.raises(NonFiniteUpdate, match="NaN or infinite"):
         sum_clipped_rows(rows_of(values, kind), 1.0, [1.0, 0.0, 1.0])
+    with pytest.raises(NonFiniteUpdate, match="NaN or infinite"):
+        clip_each_row(rows_of(values, kind), 1.0)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.1], [-0.1, 1.0], [1.0, math.nan]])
