@@ -4,6 +4,7 @@ from flower_ext.federation.client import (
     ClientMethod,
     ClientWork,
     LocalResult,
+    Question,
     Steps,
     Training,
     client_app,
@@ -11,8 +12,10 @@ from flower_ext.federation.client import (
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
-from flower_ext.federation.memory import ClientMemory
+from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
+from flower_ext.federation.progress import Remaining
+from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.recording import choice, recorded_run, save_outcome
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.strategy import FederatedStrategy
@@ -20,12 +23,16 @@ from flower_ext.federation.strategy import FederatedStrategy
 __all__ = [
     "ClientMemory",
     "ClientMethod",
+    "ClientVault",
     "ClientWork",
     "FederatedStrategy",
     "FederationNotReady",
+    "HiddenSum",
     "InProcessGrid",
     "LocalResult",
+    "Question",
     "RefusedReply",
+    "Remaining",
     "Steps",
     "Stragglers",
     "Training",

@@ -22,9 +22,11 @@ from flwr.clientapp import ClientApp
 from flower_ext.data import ClientData
 from flower_ext.federation import records
 from flower_ext.federation.cohort import partition_of, tell_partition
-from flower_ext.federation.memory import ClientMemory
+from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
+    HiddenSum,
     check_size,
+    may_simulate,
     noise_source,
     objective_terms,
     protected,
@@ -77,13 +79,15 @@ class ClientWork:
     ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
     server's other array records by name, ``terms`` what the plan adds to every local objective
     (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
-    for methods that noise while they train, ``config`` what the user passed to ``start``.
+    for methods that noise while they train, ``vault`` for those that have secret keys, ``config``
+    what the user passed to ``start``.
     """
 
     task: Task
     data: ClientData
     received: Params
     memory: Params | None
+    vault: ClientVault
     training: Mapping[str, LocalTraining]
     round: int
     seed: int
@@ -127,13 +131,30 @@ class LocalResult:
     """``update`` leaves the client, bounded and noised; ``memory`` never leaves it.
 
     Where the plan's units are not the clients, ``update`` is a sum over them that says how far one
-    can move it. ``metrics`` leave the client as they are, and only under a plan that is not a
-    `ReleasePlan`: they must say nothing of the data beyond its size.
+    can move it; a `HiddenSum` is encrypted together with its noise. ``metrics`` leave the client as
+    they are, and only under a plan that is not a `ReleasePlan`: they must say nothing of the data
+    beyond its size.
     """
 
-    update: Params | BoundedSum
+    update: Params | BoundedSum | HiddenSum
     memory: Params | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the server asks before the first round, and what a client has to answer it with.
+
+    ``asked`` are plain values, ``arrays`` the server's array records by name, ``may_simulate``
+    whether this client takes part in what protects nobody.
+    """
+
+    data: ClientData
+    partition: int
+    asked: Mapping[str, Any]
+    arrays: Mapping[str, records.Arrays]
+    vault: ClientVault
+    may_simulate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +173,7 @@ class ClientMethod:
         The model that this client would use: evaluated on its test examples, then forgotten.
     memoryless : bool
         Whether updates depend on no client memory; record-level guarantees ask.
-    answer : Callable[[ClientData, Mapping[str, Any]], Params], optional
+    answer : Callable[[Question], Mapping[str, array]], optional
         What the client tells, un-noised, when the server asks a question before the first round
         (``query.<name>``).
     upload_phase : str, optional
@@ -164,7 +185,7 @@ class ClientMethod:
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
     local_model: Callable[[ClientWork], Params | Steps[Params]]
     memoryless: bool = False
-    answer: Callable[[ClientData, Mapping[str, Any]], Params] | None = None
+    answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
 
 
@@ -286,9 +307,16 @@ class _ClientSide:
     def tell(self, message: Message, context: Context) -> Message:
         """Answer a question of the method."""
         assert self.method.answer is not None
-        data = self._task(context).data(partition_of(context.node_config))
-        question = dict(message.content.config_records[records.QUESTION])
-        told = records.to_record(self.method.answer(data, question))
+        partition, content = partition_of(context.node_config), message.content
+        question = Question(
+            data=self._task(context).data(partition),
+            partition=partition,
+            asked=dict(content.config_records[records.QUESTION]),
+            arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
+            vault=ClientVault(context, self.method.name),
+            may_simulate=may_simulate(context, allow_seeded_noise=self.allow_seeded_noise),
+        )
+        told = records.to_record(self.method.answer(question))
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
 
     def _task(self, context: Context) -> Task:
@@ -323,6 +351,8 @@ class _ClientSide:
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
         if asked.facts.get("diagnostics"):
             own = result.update
+            if isinstance(own, HiddenSum):
+                raise ValueError("diagnostics: the norm of a hidden sum stays hidden")
             metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
@@ -350,6 +380,7 @@ class _ClientSide:
             data=data,
             received=asked.model,
             memory=ClientMemory(context, self.method.name).load(),
+            vault=ClientVault(context, self.method.name),
             training=asked.training,
             round=asked.round,
             seed=asked.seed,

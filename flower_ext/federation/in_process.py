@@ -127,10 +127,13 @@ class InProcessGrid(Grid):
             and len(set(nodes)) == len(nodes)
         ):
             contexts = [self.contexts[node] for node in nodes]
+            before = [RecordDict(dict(context.state)) for context in contexts]
             try:
                 return self._app.answer(messages, contexts, memory_limit=self._memory_limit)
             except Exception:  # one of them: who it is shows when each answers alone
                 log.debug("clients answer one by one", exc_info=True)
+                for context, state in zip(contexts, before, strict=True):
+                    context.state = state
         return [self._answer(message) for message in messages]
 
     def _answer(self, message: Message) -> Message:

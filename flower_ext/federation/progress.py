@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 
@@ -89,6 +90,34 @@ class Progress:
 
     def _count(self, name: str, number: float) -> None:
         self.row[name] = self.row.get(name, 0) + number
+
+
+class Remaining:
+    """Says in the log how far a long piece of work is, and when it will be done.
+
+    Call it with how many are done, and of how many; short work says nothing.
+
+    Parameters
+    ----------
+    what : str
+        Names the work.
+    every : float
+        Seconds between two lines.
+    """
+
+    def __init__(self, what: str, *, every: float = 10.0) -> None:
+        self.what = what
+        self.every = every
+        self._started = self._last = time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        """Note progress; a line if the last is long ago."""
+        now = time.monotonic()
+        if now - self._last < self.every or not 0 < done < of:
+            return
+        self._last = now
+        left = (now - self._started) * (of - done) / done
+        log.info("%s: %d of %d, %.0f s left", self.what, done, of, left)
 
 
 def _prefix(kind: str) -> str:

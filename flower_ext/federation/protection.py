@@ -7,9 +7,11 @@ behind a client's whole *model* (record-level privacy).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context
 
@@ -29,6 +31,22 @@ from flower_ext.privacy import (
     clip,
 )
 from flower_ext.training import Linear, Params, StepNoise
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSum:
+    """A sum over units that leaves the client under encryption only.
+
+    Parameters
+    ----------
+    bound : float
+        How far one unit can move the sum, as in `BoundedSum`.
+    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
+        Takes this client's share of the noise, in float64, and returns what leaves.
+    """
+
+    bound: float
+    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
 
 
 def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> dict[str, float]:
@@ -110,13 +128,13 @@ def step_noise(
 
 
 def protected(
-    update: Params | BoundedSum,
+    update: Params | BoundedSum | HiddenSum,
     received: Params,
     facts: Mapping[str, Any],
     context: Context,
     *,
     allow_seeded_noise: bool,
-) -> Mapping[str, torch.Tensor]:
+) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """The update as it leaves the client.
 
     Raises
@@ -125,7 +143,7 @@ def protected(
         The plan bounds each unit's part of the update, and the method did not; or the method did
         and the plan asks for something else.
     """
-    if "unit-clipping-norm" in facts or isinstance(update, BoundedSum):
+    if "unit-clipping-norm" in facts or isinstance(update, BoundedSum | HiddenSum):
         return _noised_sum(update, received, facts, context, allow_seeded_noise=allow_seeded_noise)
     if "clipping-norm" in facts:
         noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
@@ -147,20 +165,25 @@ def protected(
 
 
 def _noised_sum(
-    update: Params | BoundedSum,
+    update: Params | BoundedSum | HiddenSum,
     received: Params,
     facts: Mapping[str, Any],
     context: Context,
     *,
     allow_seeded_noise: bool,
-) -> Params:
+) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """A sum over units, each of them bounded already, with this client's share of the noise."""
     norm = _number(facts, "unit-clipping-norm") if "unit-clipping-norm" in facts else 0.0
-    if not isinstance(update, BoundedSum) or not update.bound <= norm:
-        bound = f"a bound of {update.bound:g}" if isinstance(update, BoundedSum) else "none"
+    if not isinstance(update, BoundedSum | HiddenSum) or not update.bound <= norm:
+        own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
+        bound = "none" if own is None else f"a bound of {own:g}"
         raise ValueError(f"each unit's part of the update has {bound}; the plan asks for {norm:g}")
     noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
-    noised = noise.add_gaussian(update.value, _number(facts, "noise-stddev"))
+    stddev = _number(facts, "noise-stddev")
+    if isinstance(update, HiddenSum):
+        nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
+        return update.encrypt(noise.add_gaussian(nothing, stddev))
+    noised = noise.add_gaussian(update.value, stddev)
     return {name: value.to(received[name].dtype) for name, value in noised.items()}
 
 
@@ -210,7 +233,7 @@ def noise_source(
     """
     if not facts["seeded-noise"]:
         return SecureNoise()
-    if not allow_seeded_noise or context.node_config.get("require-secure-noise"):
+    if not may_simulate(context, allow_seeded_noise=allow_seeded_noise):
         raise PermissionError(
             "the server asks for seeded noise, which this client does not allow: in "
             "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
@@ -220,6 +243,11 @@ def noise_source(
     return SeededNoise(
         int(_number(facts, "seed")), purpose, partition, int(_number(facts, "number"))
     )
+
+
+def may_simulate(context: Context, *, allow_seeded_noise: bool) -> bool:
+    """Whether this client takes part in what protects nobody: seeded noise, small keys."""
+    return allow_seeded_noise and not context.node_config.get("require-secure-noise")
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float:

@@ -142,6 +142,26 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
     }
 
 
+def to_bytes_array(data: bytes) -> np.ndarray:
+    """Bytes as an array, so that they travel and are counted like any other."""
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> bytes:
+    """Undo `to_bytes_array`.
+
+    Raises
+    ------
+    RefusedReply
+        ``name`` is missing, no list of bytes, or not ``length`` of them.
+    """
+    array = arrays.get(name)
+    if array is None or array.dtype != np.uint8 or array.shape != (length,):
+        found = "nothing" if array is None else f"{array.dtype}{array.shape}"
+        raise RefusedReply(f"{name!r}: expected {length} bytes, got {found}")
+    return array.tobytes()
+
+
 def payload_bytes(messages: Iterable[Message]) -> int:
     """Bytes of all arrays in messages as they are serialised; the rest of them is small."""
     contents = [message.content for message in messages if message.has_content()]
@@ -265,17 +285,17 @@ def read_metrics(reply: Message) -> dict[str, float]:
     return merged
 
 
-def read_answer(reply: Message) -> Arrays:
-    """The arrays in a client's answer to a question.
+def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
+    """The arrays in a client's answer to a question, or in another record of a reply.
 
     Raises
     ------
     RefusedReply
         Error reply, missing record, or unreadable data.
     """
-    told = _content(reply).get(ANSWER)
+    told = _content(reply).get(record)
     if not isinstance(told, ArrayRecord):
-        raise RefusedReply(f"no array record {ANSWER!r}")
+        raise RefusedReply(f"no array record {record!r}")
     try:
         return to_arrays(told)
     except Exception as error:  # whatever a hostile payload provokes, it is one refusal

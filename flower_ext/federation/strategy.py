@@ -31,6 +31,7 @@ from flower_ext.federation.protection import (
     record_level_facts,
 )
 from flower_ext.privacy import (
+    Aggregate,
     BudgetExhausted,
     Guarantee,
     Ledger,
@@ -206,6 +207,21 @@ class FederatedStrategy(Strategy):
         """
         return {}
 
+    def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
+        """The noised average of a round's updates, by partition.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few of them arrived.
+        """
+        return self.plan.aggregate(
+            [update.arrays for update in updates.values()],
+            cohort_size=len(self._cohort),
+            noise=self._noise("server-noise", self.participations.rounds),
+            like=self._base,
+        )
+
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
@@ -235,10 +251,10 @@ class FederatedStrategy(Strategy):
         BudgetExhausted
             This round would exceed the ledger's budget; nothing was sent.
         """
+        self._base = records.shared_arrays(self._shared(arrays))
         self._connect(grid)
         number = self.next_training
         self._cohort = self.draw_cohort(number)
-        self._base = records.shared_arrays(self._shared(arrays))
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
             entry = self.ledger.reserve(self.plan.release, round=server_round)
             self._reservation = self._release.enter_context(entry)
@@ -288,7 +304,7 @@ class FederatedStrategy(Strategy):
                 int(size), self.num_examples.get(partition, int(size))
             )
         with self._release:
-            mean = self._aggregate([u.arrays for u in updates.values()], server_round)
+            mean = self._aggregate(updates, server_round)
         if mean is None:
             return None, records.metrics_record(row)
         moved = self.next_model(self._base, mean, updates)
@@ -310,14 +326,11 @@ class FederatedStrategy(Strategy):
             return self.plan.noise_placement == "client"
         return isinstance(self.plan, PerturbationPlan | RecordLevelPlan)
 
-    def _aggregate(self, updates: list[records.Arrays], server_round: int) -> records.Arrays | None:
+    def _aggregate(
+        self, updates: Mapping[int, records.Update], server_round: int
+    ) -> records.Arrays | None:
         try:
-            aggregate = self.plan.aggregate(
-                updates,
-                cohort_size=len(self._cohort),
-                noise=self._noise("server-noise", self.participations.rounds),
-                like=self._base,
-            )
+            aggregate = self.combine(updates)
         except RoundDiscarded as reason:
             log.warning("round %d discarded: %s", server_round, reason)
             self.progress.row["discarded"] = 1
@@ -576,9 +589,18 @@ class FederatedStrategy(Strategy):
         log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
 
     def ask_everyone(
-        self, grid: Grid, question: ConfigRecord, read: Callable[[Message], T]
+        self,
+        grid: Grid,
+        question: ConfigRecord,
+        read: Callable[[Message], T],
+        own: Mapping[int, Content] | None = None,
     ) -> dict[int, T]:
         """What the client side answers to a question of this method, by partition (see `prepare`).
+
+        Parameters
+        ----------
+        own : Mapping[int, Mapping[str, ArrayRecord]], optional
+            Records for one partition alone, next to the question.
 
         Raises
         ------
@@ -587,7 +609,10 @@ class FederatedStrategy(Strategy):
         """
         nodes = self._exchange.nodes
         content: Content = {records.QUESTION: question}
-        asked = self._exchange.ask("query", dict.fromkeys(nodes, content), 0)
+        contents = dict.fromkeys(nodes, content)
+        for partition, alone in (own or {}).items():
+            contents[partition] = {**content, **alone}
+        asked = self._exchange.ask("query", contents, 0)
         replies = grid.send_and_receive(asked, timeout=self.timeout)
         answers = self._exchange.accepted("query", 0, replies, list(nodes), read)
         if missing := sorted(set(nodes) - set(answers)):

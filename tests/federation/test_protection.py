@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
 from scipy import stats
 from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import HiddenSum, InProcessGrid, records
 from flower_ext.federation.protection import (
     per_unit,
     perturbation_facts,
@@ -411,12 +411,37 @@ def test_the_facts_of_a_plan_are_its_own_numbers():
             {"unit-clipping-norm": 1.9},
             "a bound of nan",
         ),
+        (HiddenSum(bound=2.0, encrypt=dict), {"unit-clipping-norm": 1.9}, "a bound of 2"),
+        (HiddenSum(bound=2.0, encrypt=dict), {"clipping-norm": 2.0}, "the plan asks for 0"),
+        (HiddenSum(bound=2.0, encrypt=dict), {}, "the plan asks for 0"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, facts, said):
     facts = {"noise-stddev": 1.0, "seeded-noise": False, **facts}
     with pytest.raises(ValueError, match=said):
         protected(update, {"weight": torch.zeros(2)}, facts, None, allow_seeded_noise=False)
+
+
+def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
+    received = {"weight": torch.zeros(50)}
+    facts = {**per_unit(plan_facts(release_plan(), 4, seeded_noise=True)), "seed": 3, "number": 2}
+    value = {"weight": torch.linspace(0, 1, 50, dtype=torch.float64)}
+
+    def encrypt(noise):
+        assert noise["weight"].dtype == torch.float64
+        return {"sum": (value["weight"] + noise["weight"]).numpy()}
+
+    context = Context(
+        run_id=1, node_id=1, node_config={"partition-id": 0}, state=RecordDict(), run_config={}
+    )
+    hidden, opened = (
+        protected(update, received, facts, context, allow_seeded_noise=True)
+        for update in (
+            HiddenSum(bound=0.5, encrypt=encrypt),
+            BoundedSum(value=value, bound=0.5, count=9),
+        )
+    )
+    np.testing.assert_allclose(hidden["sum"], opened["weight"].numpy(), atol=1e-6)
 
 
 def test_a_sum_of_bounded_units_leaves_noised_and_not_clipped():

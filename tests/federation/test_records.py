@@ -141,3 +141,16 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     assert records.payload_bytes([message]) == len(sent.data)
     unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
     assert np.array_equal(unsent.numpy(), values)
+
+
+def test_bytes_travel_as_an_array_and_are_refused_in_any_other_length_or_type():
+    sent = records.to_arrays(records.to_record({"key": records.to_bytes_array(b"\0\x01\xff")}))
+    assert records.read_bytes(sent, "key", 3) == b"\0\x01\xff"
+    for wrong in (
+        {},
+        {"key": np.zeros(2, np.uint8)},
+        {"key": np.zeros((3, 1), np.uint8)},
+        {"key": np.zeros(3, np.int8)},
+    ):
+        with pytest.raises(records.RefusedReply, match="'key': expected 3 bytes"):
+            records.read_bytes(wrong, "key", 3)

@@ -15,8 +15,8 @@ checked, in every round, whatever source it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_ext.data import ClientData, SiloData
-from flower_ext.federation import ClientWork, FederatedStrategy, RefusedReply, records
+from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
 from flower_ext.privacy import Weighting
 from flower_ext.training import Params
 
@@ -206,11 +206,11 @@ def owned(data: ClientData, num_users: int) -> SiloData:
     return data
 
 
-def answer(data: ClientData, question: Mapping[str, Any]) -> Params:
+def answer(question: Question) -> Params:
     """How many records each user has here, where the server asks; else only that all is well."""
-    num_users = int(question[USERS])
-    owners = owned(data, num_users).owners
-    if not question[HISTOGRAM]:
+    num_users = int(question.asked[USERS])
+    owners = owned(question.data, num_users).owners
+    if not question.asked[HISTOGRAM]:
         return {}
     return {HISTOGRAM: torch.bincount(owners.cpu().long(), minlength=num_users)}
 
