@@ -4,13 +4,25 @@ Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with A
 User-Level Differential Privacy" (PVLDB 2024).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.group import UldpGroup
 from flower_ext.algorithms.uldp.naive import UldpNaive
 from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 
+if TYPE_CHECKING:
+    from flower_ext.algorithms.uldp.private import (
+        PrivateUldpAvg,
+        PrivateUldpSgd,
+        PrivateWeighting,
+    )
+
 __all__ = [
     "EqualWeights",
+    "PrivateUldpAvg",
+    "PrivateUldpSgd",
+    "PrivateWeighting",
     "UldpAvg",
     "UldpGroup",
     "UldpNaive",
@@ -19,3 +31,12 @@ __all__ = [
     "WeightsByRecords",
     "theory_learning_rate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Private weighting when it is asked for: it needs the extra ``weighting``."""
+    if name not in ("PrivateUldpAvg", "PrivateUldpSgd", "PrivateWeighting"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flower_ext.algorithms.uldp import private
+
+    return getattr(private, name)

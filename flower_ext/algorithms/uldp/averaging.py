@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.protection import per_unit
 from flower_ext.privacy import (
+    SECURE_SUM,
     BoundedSum,
     Guarantee,
     ReleasePlan,
@@ -63,6 +64,7 @@ from flower_ext.privacy import (
     uldp_avg_guarantees,
 )
 from flower_ext.training import Job, LocalTraining, Params, Task, train_groups
+from flower_ext.training.many import along
 
 CLIPPING_NORM = "clipping-norm"
 _PREPARED = 2048
@@ -93,22 +95,31 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 9–19 of Algorithm 3, but for the noise: Σ_u w_{s,u} clip(Δ_{s,u})."""
     num_users = int(work.settings[USERS])
     data, weights = owned(work.data, num_users), read_weights(work)
-    job = SiloJob(
-        params=work.received,
-        examples=data.train,
-        training=work.training["local"],
-        generator=work.generator,
-        terms=work.terms,
-        users={user: own for user, own in data.by_user().items() if weights[user] > 0},
-        weights=dict(enumerate(weights.tolist())),
-        # Drawn for all users, so that nobody's depends on who else is here.
-        seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
-        clipping_norm=work.settings[CLIPPING_NORM],
-    )
+    users = {user: own for user, own in data.by_user().items() if weights[user] > 0}
+    job = silo_job(work, users, dict(enumerate(weights.tolist())))
     summed: BoundedSum = yield Training(
         task=work.task, job=job, trained=lambda name: True, solve=sums_over_users
     )
     return LocalResult(update=summed)
+
+
+def silo_job(
+    work: ClientWork, users: Mapping[int, Examples], weights: Mapping[int, float]
+) -> SiloJob:
+    """Trainings of ``users`` as the server asks for them."""
+    num_users = int(work.settings[USERS])
+    return SiloJob(
+        params=work.received,
+        examples=work.data.train,
+        training=work.training["local"],
+        generator=work.generator,
+        terms=work.terms,
+        users=users,
+        weights=weights,
+        # Drawn for all users, so that nobody's depends on who else is here.
+        seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
+        clipping_norm=work.settings[CLIPPING_NORM],
+    )
 
 
 def sums_over_users(
@@ -119,6 +130,21 @@ def sums_over_users(
         {name: torch.zeros_like(p, dtype=torch.float64) for name, p in job.params.items()}
         for job in jobs
     ]
+    for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
+        job = jobs[silo]
+        weights = [job.weights[user] for user in users]
+        for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
+            sums[silo][name] += part
+    return [
+        BoundedSum(value=value, bound=job.clipping_norm, count=len(job.users))
+        for value, job in zip(sums, jobs, strict=True)
+    ]
+
+
+def users_updates(
+    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
+) -> Iterator[tuple[int, list[int], Params]]:
+    """Train all users; silo, some of its users, and their updates before clipping, in rows."""
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
     everyone.sort(key=lambda who: len(jobs[who[0]].users[who[1]]), reverse=True)
     for start in range(0, len(everyone), _PREPARED):
@@ -129,26 +155,22 @@ def sums_over_users(
             for index, model in zip(group, models, strict=True):
                 by_silo[chosen[index][0]].append((chosen[index][1], model))
             for silo, trainings in by_silo.items():
-                _add(sums[silo], jobs[silo], trainings)
-    return [
-        BoundedSum(value=value, bound=job.clipping_norm, count=len(job.users))
-        for value, job in zip(sums, jobs, strict=True)
-    ]
+                rows = {
+                    name: torch.stack([model[name] for _, model in trainings]) - received
+                    for name, received in jobs[silo].params.items()
+                }
+                yield silo, [user for user, _ in trainings], _finite(rows)
 
 
-def _add(summed: Params, job: SiloJob, trainings: Sequence[tuple[int, Params]]) -> None:
-    rows = {
-        name: torch.stack([model[name] for _, model in trainings]) - start
-        for name, start in job.params.items()
-    }
-    # Who diverged adds nothing. To refuse instead would tell everybody of one user's records.
+def _finite(rows: Params) -> Params:
+    """Zero for a user whose training diverged.
+
+    To refuse the round instead would tell everybody of one user's records.
+    """
     sound = torch.stack([torch.isfinite(row).flatten(1).all(dim=1) for row in rows.values()]).all(0)
-    rows = {name: row[sound] for name, row in rows.items()}
-    weights = [job.weights[user] for (user, _), ok in zip(trainings, sound, strict=True) if ok]
-    if not weights:
-        return
-    for name, part in sum_clipped_rows(rows, job.clipping_norm, weights).value.items():
-        summed[name] += part
+    if sound.all():
+        return rows
+    return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
 
 
 def local_model(work: ClientWork) -> Params:
@@ -204,7 +226,7 @@ class UldpAvg(FederatedStrategy):
         self.num_silos = num_silos
         self.local = local or LocalTraining()
         self._users: list[int] = []
-        self._users_records: list[ArrayRecord] = []
+        self._users_records: Sequence[ArrayRecord] = []
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -231,12 +253,15 @@ class UldpAvg(FederatedStrategy):
     def draw_cohort(self, number: int) -> list[int]:
         """Line 5 of Algorithm 4 draws users; all silos are asked for their part of them."""
         self._users = super().draw_cohort(number)
-        weights = self.weights.of_users(self._users)
-        check_weights(weights, self.num_silos, self._users)
-        num_users = self.plan.sampling.population
-        self._users_records = users_records(weights, self._users, num_users)
+        self._users_records = self.weigh(number, self._users)
         self.progress.row["users"] = len(self._users)
         return list(range(self.num_silos))
+
+    def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
+        """What tells each silo the weights of training round ``number``."""
+        weights = self.weights.of_users(users)
+        check_weights(weights, self.num_silos, users)
+        return users_records(weights, users, self.plan.sampling.population)
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """The round's users, and their weights in this silo."""
@@ -272,8 +297,14 @@ class UldpAvg(FederatedStrategy):
             participations=max(self.participations.in_sums, most),
             secure_noise=not self.seeded_noise,
             secure_sampling=self.seed is None,
+            secure_sum=self.secure_sum,
             not_covered=self._not_covered(),
         )
+
+    @property
+    def secure_sum(self) -> str:
+        """What hides single uploads from the server, for guarantees that need it."""
+        return SECURE_SUM
 
     def _protection(self) -> dict[str, float]:
         return per_unit(super()._protection())

@@ -1,0 +1,660 @@
+"""Private weights: the plain method within the precision; nobody reads or repeats anything."""
+
+import json
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, RecordDict
+from gmpy2 import mpz
+
+from flower_ext.algorithms.uldp import (
+    PrivateUldpAvg,
+    PrivateUldpSgd,
+    PrivateWeighting,
+    UldpAvg,
+    UldpSgd,
+    keeping,
+    private,
+)
+from flower_ext.data import Examples, SiloData, histogram
+from flower_ext.federation import (
+    ClientVault,
+    FederatedStrategy,
+    FederationNotReady,
+    InProcessGrid,
+    records,
+)
+from flower_ext.privacy import (
+    AdversaryView,
+    FullParticipation,
+    Ledger,
+    PoissonSampling,
+    gaussian_loss,
+)
+from flower_ext.secure import ProtocolError
+from flower_ext.secure.fixed_point import from_residue
+from tests.algorithms.test_uldp import (
+    COMMON,
+    LOCAL,
+    ROUNDS,
+    SEED,
+    SILOS,
+    USERS,
+    plan,
+    silos,
+    task,
+)
+
+SMALL = PrivateWeighting(
+    key_bits=512,
+    allow_insecure_key_size=True,
+    max_records_per_user=60,
+    precision=1e-6,  # well above what models in float32 round
+)
+METHOD = PrivateUldpAvg.client.name
+
+
+def make(method=PrivateUldpAvg, protocol=SMALL, **changes):
+    rest = {"sampling": FullParticipation(USERS), "ledger": None, "plan": {}, **changes}
+    facts = {"dropout_policy": "discard", **rest.pop("plan")}
+    local = {"local": LOCAL} if not issubclass(method, UldpSgd) else {}
+    weighting = {"protocol": protocol} if issubclass(method, PrivateUldpAvg) else {}
+    if not weighting:
+        weighting = {"weighting": "by-records"}
+    sampled = plan(rest.pop("sampling"), **facts)
+    return method(plan=sampled, **weighting, **local, **{**COMMON, **rest})
+
+
+def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
+    """The grid and the final model."""
+    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    grid = grid_of(app, num_clients=SILOS, **options)
+    initial = ArrayRecord(task().initial_params(SEED))
+    result = strategy.start(grid, initial, num_rounds=rounds)
+    return grid, records.to_arrays(result.arrays)
+
+
+def vault(grid, number):
+    return ClientVault(grid.contexts[1_000 + number], METHOD)
+
+
+def kept(grid, number=0):
+    return keeping.resume(vault(grid, number))
+
+
+def difference(one, other):
+    return max(float(np.abs(one[n] - other[n]).max()) for n in other)
+
+
+# The result --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
+@pytest.mark.parametrize(("ours", "theirs"), [(PrivateUldpAvg, UldpAvg), (PrivateUldpSgd, UldpSgd)])
+def test_the_model_is_that_of_plain_weights_over_several_rounds(
+    ours, theirs, sampling, monkeypatch
+):
+    grid, model = start(strategy := make(ours, sampling=sampling))
+    assert strategy.refusals == []
+    order, draw = kept(grid)._order, FederatedStrategy.draw_cohort
+
+    def told(self, number):  # the users at the places that the server drew
+        return sorted(order[place] for place in draw(self, number))
+
+    monkeypatch.setattr(FederatedStrategy, "draw_cohort", told)
+    _, expected = start(make(theirs, sampling=sampling))
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+    assert difference(model, records.to_arrays(ArrayRecord(task().initial_params(SEED)))) > 1e-3
+
+
+def test_every_coordinate_of_the_sum_errs_by_the_precision_at_most_and_by_a_dither():
+    coarse = replace(SMALL, precision=1e-3)
+    sums = {}
+    for name, strategy in (("ours", make(protocol=coarse)), ("theirs", make(UldpAvg))):
+        seen = strategy.next_model
+
+        def keep(base, mean, updates, seen=seen, name=name):
+            sums[name] = {n: np.asarray(a) * USERS for n, a in mean.items()}
+            return seen(base, mean, updates)
+
+        strategy.next_model = keep
+        start(strategy, rounds=1)
+    assert 1e-5 < difference(sums["ours"], sums["theirs"]) <= coarse.precision
+
+
+def test_a_silo_without_records_and_users_without_any_take_part():
+    data = silos()
+    data[2] = SiloData(train=data[2].train.subset([]), test=data[2].test, owners=data[2].owners[:0])
+    _, model = start(strategy := make(), data=data)
+    _, expected = start(make(UldpAvg), data=data)
+    assert strategy.refusals == []
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+
+
+def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
+    rng = np.random.default_rng(0)
+
+    def of(number):
+        one = silos()[number]
+        owners = np.repeat(np.arange(USERS), 2 if number else 6)
+        rows = rng.integers(0, len(one.train), len(owners))
+        return SiloData(
+            train=one.train.subset(rows), test=one.test, owners=torch.from_numpy(owners)
+        )
+
+    data = [of(number) for number in range(SILOS)]
+    allowed = replace(SMALL, allowed_totals=(10,))
+    _, model = start(strategy := make(protocol=allowed), data=data)
+    _, expected = start(make(UldpAvg), data=data)
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+    assert strategy._connected.plan.packing.slots > 1
+    with pytest.raises(OverflowError, match=r"one of \(7,\)"):
+        start(make(protocol=replace(SMALL, allowed_totals=(7,))), data=data)
+
+
+# What travels ------------------------------------------------------------------------------------
+
+
+class Recorder(InProcessGrid):
+    """Keeps every message and reply."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.sent, self.received = [], []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.sent += messages
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        self.received += replies
+        return replies
+
+
+def raw(message):
+    """All bytes and texts of a message."""
+    content = message.content
+    parts = [a.data for r in content.array_records.values() for a in r.values()]
+    for config in content.config_records.values():
+        parts += [v if isinstance(v, bytes) else json.dumps(v).encode() for v in config.values()]
+    return b"|".join(parts)
+
+
+def arrays(messages, record, name):
+    """Named arrays of messages, by message."""
+    found = []
+    for message in messages:
+        sent = message.content.array_records.get(record)
+        if sent is not None and name in sent:
+            found.append((message, records.to_arrays(sent)[name].tobytes()))
+    return found
+
+
+def numbers(data, size):
+    return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
+
+
+@pytest.fixture(scope="module")
+def transcript():
+    strategy = make(sampling=PoissonSampling(USERS, 0.5), evaluate_every=0)
+    grid, _ = start(strategy, Recorder)
+    return strategy, grid
+
+
+def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothing_else(transcript):
+    strategy, grid = transcript
+    facts = strategy._connected.plan
+    sizes = {
+        "key": 32,
+        "seeds": 60 * (SILOS - 1),
+        "counts": USERS * facts.residue_bytes,
+        "sum": facts.ciphertexts * facts.ciphertext_bytes,
+    }
+    seen = set()
+    for reply in grid.received:
+        if reply.metadata.message_type == "query.identity":
+            continue
+        assert set(reply.content.keys()) <= {"answer", "update"}
+        for record in reply.content.array_records.values():
+            for name, array in records.to_arrays(record).items():
+                if name == "round":
+                    assert int(array) in range(1, ROUNDS + 1)
+                    continue
+                assert array.dtype == np.uint8
+                assert array.shape == (sizes[name],)
+                seen.add(name)
+    assert seen == set(sizes)
+
+
+def test_no_secret_of_a_silo_is_in_any_message(transcript):
+    _, grid = transcript
+    everything = b"||".join(raw(m) for m in [*grid.sent, *grid.received])
+    for number in range(SILOS):
+        held = kept(grid, number)
+        secret = [held._seed, held._pairs.private, *held._pairs._keys.values()]
+        secret += [int(b).to_bytes(held.plan.residue_bytes, "big") for b in held._blinds]
+        for value in secret:
+            assert value not in everything
+            assert value.hex().encode() not in everything
+        assert vault(grid, number).load() not in everything
+
+
+def test_every_number_that_is_sent_is_fresh(transcript):
+    strategy, grid = transcript
+    facts = strategy._connected.plan
+    sent = []
+    for _, data in arrays(grid.received, "answer", "counts"):
+        sent += numbers(data, facts.residue_bytes)
+    uploads = arrays(grid.received, "update", "sum")
+    assert len(uploads) == SILOS * ROUNDS
+    for _, data in uploads:
+        sent += numbers(data, facts.ciphertext_bytes)
+    weights = arrays(grid.sent, "users", "weights")
+    assert len(weights) == SILOS * ROUNDS
+    for data in {data for _, data in weights}:  # one list a round, for all silos
+        sent += numbers(data, facts.ciphertext_bytes)
+    assert len(sent) == USERS * SILOS + SILOS * ROUNDS * facts.ciphertexts + USERS * ROUNDS
+    assert len(set(sent)) == len(sent)
+
+
+def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
+    strategy, grid = transcript
+    server, facts = strategy._connected, strategy._connected.plan
+    n, held = server._key.public.n, histogram(silos(), USERS)
+    blinds = kept(grid)._blinds
+    secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
+    for user, blind in enumerate(blinds):
+        secret |= {blind * int(own) % n for own in held[:, user]}
+        for own in held[:, user]:
+            if own:
+                weight = mpz(int(own) * facts.common_multiple // int(held[:, user].sum()))
+                secret |= {weight, -weight % n}
+    received = []
+    for _, data in arrays(grid.received, "answer", "counts"):
+        received += numbers(data, facts.residue_bytes)
+    for _, data in arrays(grid.received, "update", "sum"):
+        ciphertexts = numbers(data, facts.ciphertext_bytes)
+        received += ciphertexts + server._key.decrypt(ciphertexts)
+    assert not secret & set(received)
+
+
+def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
+    strategy, grid = transcript
+    server, facts = strategy._connected, strategy._connected.plan
+    public = server._key.public
+    for number in map(str, range(1, ROUNDS + 1)):
+        sums = [
+            numbers(data, facts.ciphertext_bytes)
+            for message, data in arrays(grid.received, "update", "sum")
+            if message.metadata.group_id == number
+        ]
+        for some in ([0], [1], [2], [0, 1], [0, 2], [1, 2]):
+            for at in range(facts.ciphertexts):
+                product = mpz(1)
+                for one in some:
+                    product = product * sums[one][at] % public.n_squared
+                (shown,) = server._key.decrypt([product])
+                assert abs(from_residue(shown, public.n)).bit_length() > 450
+        product = mpz(1)
+        for one in sums:
+            product = product * one[0] % public.n_squared
+        (shown,) = server._key.decrypt([product])
+        assert abs(from_residue(shown, public.n)) <= facts.packing.largest
+
+
+def test_bytes_of_the_protocol_are_counted(transcript):
+    strategy, _ = transcript
+    facts, row = strategy._connected.plan, strategy.progress.row
+    assert row["bytes_up"] >= SILOS * facts.ciphertexts * facts.ciphertext_bytes
+    assert row["bytes_down"] >= SILOS * USERS * facts.ciphertext_bytes
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+class Meddler(InProcessGrid):
+    """Changes the replies to one kind of message; ``meddle`` takes and returns a list of them."""
+
+    def __init__(self, *args, meddle, kind="train", groups=("2",), **options):
+        super().__init__(*args, **options)
+        self.meddle, self.kind, self.groups, self.asked = meddle, kind, groups, []
+        self.earlier = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.asked += messages
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        chosen = messages and messages[0].metadata.message_type.startswith(self.kind)
+        if chosen and messages[0].metadata.group_id in self.groups:
+            replies = self.meddle(replies, self)
+        if chosen:
+            self.earlier += replies
+        return replies
+
+
+def with_sum(change):
+    def meddle(replies, grid):
+        record = replies[1].content["update"]
+        told = records.to_arrays(record)
+        replies[1].content["update"] = records.to_record(change(dict(told)))
+        return replies
+
+    return meddle
+
+
+def with_first(number):
+    def change(told):
+        size = 128
+        return {
+            **told,
+            "sum": np.concatenate(
+                [np.frombuffer(int(number).to_bytes(size, "big"), np.uint8), told["sum"][size:]]
+            ),
+        }
+
+    return with_sum(change)
+
+
+def stale(replies, grid):
+    replies[1].content["update"] = grid.earlier[1].content["update"]
+    return replies
+
+
+@pytest.mark.parametrize(
+    ("meddle", "said"),
+    [
+        (lambda replies, grid: replies[:1] + replies[2:], None),
+        (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "'sum': expected"),
+        (with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}), "'sum': expected"),
+        (with_sum(lambda told: {"sum": told["sum"]}), "expected 'sum' and one 'round'"),
+        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected 'sum' and one 'round'"),
+        (with_sum(lambda told: {**told, "round": np.array(3)}), "sum of round 3: expected round 2"),
+        (with_sum(lambda told: {**told, "round": np.array([2])}), "expected 'sum' and one 'round'"),
+        (with_first(0), "unit modulo"),
+        (with_first(2**1024 - 1), "unit modulo"),
+        (stale, "sum of round 1: expected round 2"),
+    ],
+)
+def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = make(ledger=ledger)
+    decrypted = []
+    close = private.WeightingServer.close_round
+
+    def watched(self, *args, **options):
+        result = close(self, *args, **options)
+        decrypted.append(self._last_round)
+        return result
+
+    monkeypatch.setattr(private.WeightingServer, "close_round", watched)
+    start(strategy, Meddler, meddle=meddle)
+    assert decrypted == [1, 3]
+    entries = Ledger.read(tmp_path / "ledger.jsonl")
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
+    assert "silos [1] sent nothing" in entries[3]["reason"]
+    assert "nothing was decrypted" in entries[3]["reason"]
+    assert strategy.participations.in_sums == strategy.participations.rounds == ROUNDS
+    assert [said in refusal for refusal in strategy.refusals] == ([] if said is None else [True])
+
+
+def test_a_second_reply_of_a_silo_is_refused_and_the_first_counts():
+    def twice(replies, grid):
+        return [*replies, replies[1]]
+
+    _, model = start(strategy := make(), Meddler, meddle=twice)
+    _, expected = start(make(UldpAvg))
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+    assert "answered already" in strategy.refusals[0]
+
+
+@pytest.mark.parametrize(("step", "asked"), [("begin", 1), ("keys", 2), ("count", 3)])
+@pytest.mark.parametrize("lose", ["silent", "malformed"])
+def test_a_silo_that_is_lost_in_the_set_up_ends_the_run_by_its_number(step, asked, lose):
+    count = []
+
+    def drop(replies, grid):
+        count.append(1)
+        if len(count) != asked:
+            return replies
+        if lose == "silent":
+            return replies[1:]
+        replies[0].content["answer"] = records.to_record({"key": np.zeros(3, np.uint8)})
+        return replies
+
+    strategy = make()
+    with pytest.raises(FederationNotReady, match=r"partitions \[0\] cannot take part"):
+        start(strategy, Meddler, meddle=drop, kind=f"query.{METHOD}", groups=("0",))
+    assert len(count) == asked
+    assert strategy.participations.rounds == 0
+
+
+def test_counts_that_are_no_residues_end_the_run():
+    def forge(replies, grid):
+        told = records.to_arrays(replies[1].content["answer"])
+        if "counts" in told:
+            replies[1].content["answer"] = records.to_record(
+                {"counts": np.full_like(told["counts"], 255)}
+            )
+        return replies
+
+    with pytest.raises(ValueError, match="counts of silo 1: expected numbers below n"):
+        start(make(), Meddler, meddle=forge, kind=f"query.{METHOD}", groups=("0",))
+
+
+@pytest.mark.parametrize("step", ["begin", "keys", "count"])
+def test_a_silo_refuses_a_step_of_the_set_up_that_is_repeated(step):
+    grid, _ = start(make(evaluate_every=0), Recorder, rounds=1)
+    (again,) = (
+        m
+        for m in grid.sent
+        if m.metadata.dst_node_id == 1_001
+        and m.metadata.message_type == f"query.{METHOD}"
+        and m.content["question"]["step"] == step
+    )
+    before = vault(grid, 1).load()
+    (reply,) = InProcessGrid.send_and_receive(grid, [again])
+    assert reply.has_error()
+    assert vault(grid, 1).load() == before
+
+
+def test_a_silo_refuses_a_round_that_is_repeated():
+    grid, _ = start(make(evaluate_every=0), Recorder, rounds=2)
+    rounds = [m for m in grid.sent if m.metadata.message_type == f"train.{METHOD}"]
+    for message in rounds:
+        (reply,) = InProcessGrid.send_and_receive(grid, [message])
+        assert "expected a number above 2" in reply.error.reason
+
+
+def test_a_round_that_is_configured_twice_is_refused():
+    strategy = make()
+    grid, _ = start(strategy, rounds=1)
+    initial = ArrayRecord(task().initial_params(SEED))
+    strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+    with pytest.raises(ProtocolError, match="expected a number above 2"):
+        strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+
+
+def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
+    def weigh(self, *args, **options):
+        raise ValueError("updates reach a magnitude of 3.14159")
+
+    monkeypatch.setattr(private.WeightingSilo, "weigh", weigh)
+    start(strategy := make())
+    assert len(strategy.refusals) == SILOS * ROUNDS
+    for refusal in strategy.refusals:
+        assert "why is in its own log" in refusal
+        assert "3.14" not in refusal
+
+
+# State -------------------------------------------------------------------------------------------
+
+
+class FreshProcesses(InProcessGrid):
+    """Every message reaches a new process, which knows the stored context alone."""
+
+    def _answers(self, messages):
+        replies = []
+        for message in messages:
+            keeping._earlier.clear()
+            keeping._pools.clear()
+            context = self.contexts[message.metadata.dst_node_id]
+            stored = vault(self, context.node_id - 1_000).load()
+            context.state = RecordDict()
+            if stored is not None:
+                vault(self, context.node_id - 1_000).store(bytes(stored))
+            replies += [self._answer(message)]
+        return replies
+
+
+@pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
+def test_every_message_may_reach_a_fresh_process(sampling):
+    _, model = start(strategy := make(sampling=sampling), FreshProcesses)
+    assert strategy.refusals == []
+    if isinstance(sampling, FullParticipation):
+        _, expected = start(make(UldpAvg))
+        assert difference(model, expected) <= ROUNDS * SMALL.precision
+
+
+class Forgetful(InProcessGrid):
+    """Silo 1 loses its state before round 2."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        if messages and messages[0].metadata.group_id == "2":
+            self.contexts[1_001].state = RecordDict()
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+def test_a_silo_that_lost_its_keys_ends_the_run(tmp_path):
+    strategy = make(ledger=Ledger(tmp_path / "ledger.jsonl"))
+    with pytest.raises(ProtocolError, match=r"silos \[1\] have lost their keys"):
+        start(strategy, Forgetful)
+    last = Ledger.read(tmp_path / "ledger.jsonl")[-1]
+    assert last["kind"] == "discard"
+    assert "lost their keys" in last["reason"]
+
+
+class Owned(Forgetful):
+    """Every silo keeps its secrets in a folder of its own as well."""
+
+    def __init__(self, *args, folder, **options):
+        super().__init__(*args, **options)
+        for context in self.contexts.values():
+            context.node_config["secrets-folder"] = str(folder / str(context.node_id))
+
+
+def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
+    _, model = start(strategy := make(), Owned, folder=tmp_path)
+    _, expected = start(make(UldpAvg))
+    assert strategy.refusals == []
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+    for number in range(SILOS):
+        (file,) = (tmp_path / str(1_000 + number)).iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_round_is_on_record_before_its_sum_leaves():
+    grid, _ = start(make(), rounds=2)
+    for number in range(SILOS):
+        facts = json.loads(json.loads(vault(grid, number).load())["silo"])
+        assert facts["last_round"] == 2
+
+
+def test_a_client_that_fails_does_not_use_up_the_round_of_the_others():
+    data = silos()
+    data[1] = SiloData(
+        train=Examples(data[1].train.features * np.inf, data[1].train.targets),
+        test=data[1].test,
+        owners=data[1].owners,
+    )
+    start(strategy := make(), data=data)
+    assert len(strategy.refusals) == ROUNDS  # silo 1 in every round, nobody else
+    assert all("node 1001" in refusal for refusal in strategy.refusals)
+
+
+# Settings and claims -----------------------------------------------------------------------------
+
+
+def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
+    coarse = replace(SMALL, precision=0.05)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    start(strategy := make(protocol=coarse, ledger=ledger))
+    bound = strategy._connected.plan.contribution_bound(0.3) / 0.3
+    assert strategy.plan.sensitivity == bound > 1.05
+    views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
+    expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
+    assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
+    assert views[AdversaryView.RELEASED_MODELS] == pytest.approx(expected)
+    assert ledger.spent(1e-5).epsilon == pytest.approx(expected)
+
+
+def test_guarantees_say_what_the_protocol_shows_and_what_it_rests_on():
+    start(strategy := make(sampling=PoissonSampling(USERS, 0.5)))
+    sums = next(g for g in strategy.guarantees() if g.view is AdversaryView.SUM_ONLY)
+    assert any("Paillier" in text for text in sums.assumptions)
+    shown = " ".join(sums.not_covered)
+    assert "how many users have no record" in shown
+    assert "how many records each user has" not in shown
+
+
+def test_a_user_with_too_many_records_is_noticed_by_its_silo_or_in_the_first_sum():
+    with pytest.raises(FederationNotReady, match="expected 0 to 3 records of each user"):
+        start(make(protocol=replace(SMALL, max_records_per_user=3)))
+    held = histogram(silos(), USERS)
+    most = int(held.max())
+    assert most < held.sum(axis=0).max()
+    with pytest.raises(OverflowError, match=f"max_records_per_user={most}"):
+        start(strategy := make(protocol=replace(SMALL, max_records_per_user=most)))
+    assert strategy.participations.rounds == 1
+    limited = replace(SMALL, silo_record_limits=(3, 20, 20))
+    with pytest.raises(FederationNotReady, match=r"partitions \[0\] cannot take part"):
+        start(make(protocol=limited))
+
+
+def test_small_keys_are_refused_by_clients_that_do_not_simulate():
+    app = PrivateUldpAvg.client_app(task())
+    grid = InProcessGrid(app, num_clients=SILOS)
+    with pytest.raises(FederationNotReady, match="keys of 512 bits that may be insecure"):
+        make(seeded_noise=False).start(grid, ArrayRecord(task().initial_params(SEED)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda: PrivateWeighting(key_bits=1024), "key_bits=1024: expected at least 3072"),
+        (lambda: PrivateWeighting(precision=0.0), r"precision=0\.0"),
+        (lambda: PrivateWeighting(max_records_per_user=0), "max_records_per_user=0"),
+        (lambda: PrivateWeighting(allowed_totals=(10, 9999)), r"allowed_totals=\(10, 9999\)"),
+        (lambda: PrivateWeighting(silo_record_limits=(2000, 1)), "silo_record_limits"),
+        (lambda: PrivateWeighting(max_records_per_user=2200), "does not fit a plaintext"),
+        (lambda: make(protocol=replace(SMALL, precision=1e-20)), r"above 2\*\*61"),
+        (lambda: make(num_silos=1), "silos=1"),
+        (lambda: make(plan={"dropout_policy": "top-up"}), "expected 'discard'"),
+        (lambda: make(diagnostics=True), "diagnostics=True"),
+        (lambda: make(weighting="equal"), "weighting: private weights are by records"),
+        (
+            lambda: PrivateUldpSgd(plan=plan(dropout_policy="discard"), local=LOCAL, **COMMON),
+            "ULDP-SGD has no local training",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_encrypted(bad, said):
+    with pytest.raises(ValueError, match=said):
+        bad()
+
+
+def test_without_the_extra_the_error_says_what_to_install():
+    code = (
+        "import sys; sys.modules['phe'] = None\n"
+        "from flower_ext.algorithms import uldp\n"
+        "uldp.UldpAvg\n"
+        "uldp.PrivateUldpAvg\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'flower-ext[weighting]'" in done.stderr
