@@ -209,6 +209,24 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
     same_upcycling(foreign(flower, tmp_path, "upcycled", "loopback"), tmp_path)
 
 
+def test_private_weighting_on_superlink_equals_plain_weights_in_process(flower, tmp_path):
+    """Every message is a fresh process; secrets go through the nodes' contexts."""
+    flower.deploy(nodes=3)
+    settings = {"method": "uldp-avg-private", "key-bits": 512, "max-records-per-user": 200}
+    settings |= {"allow-insecure-keys": True, "user-sampling-rate": 1.0, "precision": 1e-7}
+    path = tmp_path / "run"
+    flower.run(ULDP_FL, "loopback", run_directory=path, **settings)
+    ours = RunDirectory.open(path)
+    plain = {"method": "uldp-avg-w", "user-sampling-rate": 1.0}
+    reference = in_process(ULDP_FL, tmp_path / "plain", **plain)
+    model, expected = (load_file(run.path / "model.safetensors") for run in (ours, reference))
+    for name in expected:
+        np.testing.assert_allclose(model[name], expected[name], atol=1e-5)
+    assert [row["answered"] for row in ours.metrics()] == [3, 3]
+    assert [row["refused"] for row in ours.metrics() if "refused" in row] in ([], [0, 0])
+    same_run(ours, in_process(ULDP_FL, tmp_path / "reference", **settings))
+
+
 def test_a_foreign_project_drops_the_strategy_in(flower, tmp_path):
     """Somebody else's ClientApp, unchanged, on Ray; only the strategy is ours."""
     facts = foreign(flower, tmp_path, "dp-fedavg", "--federation-config", "num-supernodes=6")

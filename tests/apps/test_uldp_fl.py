@@ -1,8 +1,10 @@
-"""The whole app in this process: seven methods, their run directories, and bad input."""
+"""The whole app in this process: nine methods, their run directories, and bad input."""
 
 import csv
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from flower_ext.data import DataNotFound, histogram, load_silos
 from flower_ext.federation import FederationNotReady, run_in_process
@@ -11,12 +13,14 @@ from flower_ext.reporting import RunDirectory
 from tests.apps.app import ULDP_FL
 
 AVERAGING = ("uldp-avg", "uldp-avg-w", "uldp-sgd", "uldp-sgd-w")
-METHODS = (*AVERAGING, "uldp-naive", "uldp-group", "default")
+PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+METHODS = (*AVERAGING, *PRIVATE, "uldp-naive", "uldp-group", "default")
+SMALL_KEYS = {"key_bits": 512, "allow_insecure_keys": True, "max_records_per_user": 100}
 
 
 def run(path, **overrides):
     server, client = ULDP_FL.parts()
-    facts = {"num_users": 30, "rounds": 3, "evaluate_every": 2, **overrides}
+    facts = {"num_users": 30, "rounds": 3, "evaluate_every": 2, **SMALL_KEYS, **overrides}
     settings = ULDP_FL.config(run_directory=str(path), **facts)
     run_in_process(server, client, num_clients=settings["num-silos"], run_config=settings)
     return RunDirectory.open(path)
@@ -26,7 +30,8 @@ def run(path, **overrides):
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)
     files = {p.name for p in run_.path.iterdir()}
-    expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv", "users.csv"}
+    expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv"}
+    assert ("users.csv" in files) == (method not in PRIVATE)
     assert expected | {"report.md", "report.html", "figures", "guarantee.json"} <= files
     assert run_.facts["status"] == "completed"
     rows = run_.metrics()
@@ -81,6 +86,20 @@ def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):
     assert models[1] < 0.6 * models[0]
 
 
+@pytest.mark.parametrize("method", ["uldp-avg", "uldp-sgd"])
+def test_private_weights_are_those_by_records(method, tmp_path):
+    plain, private = (
+        run(tmp_path / kind, method=method + kind, seeded_noise=True) for kind in ("-w", "-private")
+    )
+    one, other = (load_file(each.path / "model.safetensors") for each in (plain, private))
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], atol=1e-5)
+    for row, expected in zip(private.metrics(), plain.metrics(), strict=True):
+        assert row.get("accuracy_mean") == pytest.approx(expected.get("accuracy_mean"), abs=1e-5)
+    views = [[g.epsilon for g in each.guarantees()] for each in (plain, private)]
+    assert views[0] == pytest.approx(views[1], rel=1e-6)
+
+
 def test_weighting_by_records_learns_under_the_privacy_of_users(tmp_path):
     facts = {"num_users": 100, "rounds": 15, "evaluate_every": 15, "seeded_noise": True}
     accuracies = {
@@ -115,6 +134,10 @@ def test_groups_of_any_size(size, tmp_path):
         ({"method": "uldp-group", "record_sampling_rate": 0.0}, r"sampling_rate=0\.0"),
         ({"method": "uldp-group", "dataset": "tcga-brca"}, "its loss compares patients"),
         ({"dropout_policy": "ignore"}, "dropout-policy='ignore'"),
+        ({"method": "uldp-avg-private", "allow_insecure_keys": False}, "key_bits=512"),
+        ({"method": "uldp-avg-private", "allowed_totals": "ten"}, "allowed-totals='ten'"),
+        ({"method": "uldp-avg-private", "allowed_totals": "10,999"}, r"allowed_totals=\(10, 999\)"),
+        ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
         ({"labels_per_user": 11}, "labels_per_user=11"),

@@ -1,5 +1,7 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
+from typing import Any
+
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
@@ -25,6 +27,7 @@ AVERAGING = {
     "uldp-sgd": (UldpSgd, "equal"),
     "uldp-sgd-w": (UldpSgd, "by-records"),
 }
+PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
 BASELINES = ("uldp-naive", "uldp-group", "default")
 
 app = ServerApp()
@@ -34,7 +37,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = context.run_config
-    method = choice(config, "method", (*AVERAGING, *BASELINES))
+    method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
     if method == "uldp-group" and config["dataset"] == SURVIVAL:
         raise ValueError(
             f"run-config method={method!r} with dataset={SURVIVAL!r}: its loss compares patients, "
@@ -43,12 +46,17 @@ def main(grid: Grid, context: Context) -> None:
     task = task_of(context)  # a missing data set ends the run here, with its message
 
     with recorded_run(config, f"{method}-{config['dataset']}") as run:
-        if config["records-figure"]:
+        if config["records-figure"] and method not in PRIVATE:  # its server knows no such numbers
             run.save_user_records(histogram(silos_of(config), num_users_of(config)))
         strategy = strategy_of(config, run)
         check_shareable(task.model(), strategy.personal)
         initial = task.initial_params(int(config["seed"]))
-        result = strategy.start(grid, ArrayRecord(initial), num_rounds=int(config["rounds"]))
+        result = strategy.start(
+            grid,
+            ArrayRecord(initial),
+            num_rounds=int(config["rounds"]),
+            timeout=float(config["round-timeout"]),
+        )
         save_outcome(run, strategy, result)
 
 
@@ -85,10 +93,47 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     options |= {"plan": plan_of(config), "num_silos": silos, "ledger": Ledger(run.ledger_path)}
     if method == "uldp-naive":
         return UldpNaive(local=local, **options)
+    if method in PRIVATE:
+        return private_strategy_of(config, local, options)
     strategy, weighting = AVERAGING[method]
     if strategy is UldpAvg:
         options["local"] = local
     return strategy(weighting=weighting, **options)
+
+
+def private_strategy_of(
+    config: UserConfig, local: LocalTraining, options: dict[str, Any]
+) -> FederatedStrategy:
+    """A method with private weighting, which needs the extra `weighting`."""
+    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd, PrivateWeighting
+
+    options["protocol"] = PrivateWeighting(
+        key_bits=int(config["key-bits"]),
+        precision=float(config["precision"]),
+        max_records_per_user=int(config["max-records-per-user"]),
+        allowed_totals=allowed_totals_of(config),
+        allow_insecure_key_size=bool(config["allow-insecure-keys"]),
+    )
+    if config["method"] == "uldp-avg-private":
+        return PrivateUldpAvg(local=local, **options)
+    return PrivateUldpSgd(**options)
+
+
+def allowed_totals_of(config: UserConfig) -> tuple[int, ...] | None:
+    """Numbers of records that users may have, if not any.
+
+    Raises
+    ------
+    ValueError
+        Not integers with commas between them.
+    """
+    text = str(config["allowed-totals"])
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else None
+    except ValueError:
+        raise ValueError(
+            f"run-config allowed-totals={text!r}: expected integers with commas between them"
+        ) from None
 
 
 def plan_of(config: UserConfig) -> ReleasePlan:
@@ -99,10 +144,16 @@ def plan_of(config: UserConfig) -> ReleasePlan:
         sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
         clipping_norm=float(config["clipping-norm"]),
         noise_multiplier=float(config["noise-multiplier"]),
-        dropout_policy=choice(config, "dropout-policy", ("top-up", "discard")),
+        dropout_policy=dropout_policy_of(config),
         rounds=int(config["rounds"]),
         delta=float(config["delta"]),
     )
+
+
+def dropout_policy_of(config: UserConfig) -> str:
+    """As configured; under private weighting there is no sum that could be topped up."""
+    policy = choice(config, "dropout-policy", ("top-up", "discard"))
+    return "discard" if config["method"] in PRIVATE else policy
 
 
 def server_learning_rate(config: UserConfig) -> float:
@@ -110,9 +161,9 @@ def server_learning_rate(config: UserConfig) -> float:
     if (rate := float(config["server-learning-rate"])) != 0:
         return rate
     method = str(config["method"])
-    if method not in AVERAGING:
+    if method not in (*AVERAGING, *PRIVATE):
         return 1.0
-    epochs = 1 if AVERAGING[method][0] is UldpSgd else int(config["local-epochs"])
+    epochs = 1 if method.startswith("uldp-sgd") else int(config["local-epochs"])
     users, silos = num_users_of(config), int(config["num-silos"])
     return theory_learning_rate(num_silos=silos, num_users=users, epochs=epochs)
 
