@@ -89,6 +89,7 @@ def draw_comparison(
     *,
     xlabel: str = "round",
     against: Mapping[str, Sequence[Line]] | None = None,
+    log: bool = False,
 ) -> Path:
     """Mean line and band of one sample standard deviation, at rounds that all runs measured.
 
@@ -98,6 +99,8 @@ def draw_comparison(
         For each group its runs as (rounds, values).
     against : Mapping[str, Sequence[Line]], optional
         The same for the horizontal axis, where that is not the round; the mean over runs is drawn.
+    log : bool
+        Whether the vertical axis is logarithmic.
     """
     figure, axes = _canvas(title, xlabel, ylabel)
     faint = 0.15 if len(groups) <= 6 else 0.05
@@ -121,6 +124,8 @@ def draw_comparison(
             (label, float(r), float(m), float(d))
             for r, m, d in zip(x, mean, deviation, strict=True)
         ]
+    if log:
+        axes.set_yscale("log")
     if len(groups) > 6:  # they would hide what they explain
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
     elif table:
