@@ -1,0 +1,74 @@
+"""Uldp-FL against its baselines: Figures 2, 4 to 8 and 10 of its paper, each by one command.
+
+    python -m benchmarks.uldp --data-folder DATA --output RESULTS --figures 4
+
+The default is scaled down: one allocation of records a data set, few rounds and local epochs, and
+rates from a short search on another seed; on one core that never idles, all figures take most of
+an hour. ``--full`` is the paper's setting, with the rates of its authors' scripts. Runs that are
+already in the output folder are kept, so an interrupted figure continues. Figures 11 and 12 are
+``benchmarks.uldp.protocol``, the speed of training users ``benchmarks.uldp.users``; Figure 13 is
+in every run's report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.uldp.experiment import DEFAULT, FULL, Experiment, Scale, base_config
+from benchmarks.uldp.groups import group_conversion
+from benchmarks.uldp.sampling import sampling_rates
+from benchmarks.uldp.utility import PROBLEMS, utility
+from benchmarks.uldp.weighting import weighting
+
+FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
+    2: group_conversion,
+    **{figure: utility(problem) for figure, problem in PROBLEMS.items()},
+    8: weighting,
+    10: sampling_rates,
+}
+
+
+def main() -> None:
+    """Run the figures asked for, print their tables, write ``results.md``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.uldp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data-folder", default="", help="where the data sets are")
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
+    parser.add_argument("--full", action="store_true", help="the paper's setting")
+    parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
+    parser.add_argument("--seeds", type=int, help="runs of each method")
+    parser.add_argument("--rounds", type=int, help="of every run but those of the search")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time")
+    arguments = parser.parse_args()
+
+    scale = FULL if arguments.full else DEFAULT
+    given = {"seeds": arguments.seeds, "rounds": arguments.rounds}
+    scale = replace(scale, **{name: value for name, value in given.items() if value})
+    folder = arguments.output.absolute()
+    experiment = Experiment(
+        folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in arguments.figures:
+        text = FIGURES[figure](experiment, scale)
+        (folder / f"figure-{figure}.md").write_text(text + "\n")
+        print(f"{text}\n")
+    # Also what earlier calls left in this folder.
+    found = [folder / f"figure-{figure}.md" for figure in FIGURES]
+    machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
+    machine += f"Python {platform.python_version()}."
+    parts = [path.read_text().strip() for path in found if path.exists()]
+    (folder / "results.md").write_text("\n\n".join([*parts, machine]) + "\n")
+    print(f"All tables: {folder / 'results.md'}")
+
+
+if __name__ == "__main__":
+    main()

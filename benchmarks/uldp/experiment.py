@@ -1,0 +1,270 @@
+"""What the figures of Uldp-FL share: methods, their settings, scales, and the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.runs import Config, run_all, settings
+from flower_ext.algorithms.uldp import theory_learning_rate
+from flower_ext.reporting import RunDirectory
+
+APP = Path(__file__).parents[2] / "apps" / "uldp_fl"
+METHODS: dict[str, Config] = {
+    "DEFAULT": {"method": "default"},
+    "ULDP-NAIVE": {"method": "uldp-naive"},
+    "ULDP-GROUP-2": {"method": "uldp-group", "group-size": "2"},
+    "ULDP-GROUP-8": {"method": "uldp-group", "group-size": "8"},
+    "ULDP-GROUP-median": {"method": "uldp-group", "group-size": "median"},
+    "ULDP-GROUP-max": {"method": "uldp-group", "group-size": "max"},
+    "ULDP-SGD": {"method": "uldp-sgd"},
+    "ULDP-AVG": {"method": "uldp-avg"},
+    "ULDP-AVG-w": {"method": "uldp-avg-w"},
+}
+SHARED = {
+    "ULDP-GROUP-2": "ULDP-GROUP-8",
+    "ULDP-GROUP-median": "ULDP-GROUP-8",
+    "ULDP-GROUP-max": "ULDP-GROUP-8",
+    "ULDP-AVG-w": "ULDP-AVG",
+}
+"""Methods that take the settings found for another one: ULDP-AVG-w is never searched."""
+NOISE_MULTIPLIER, DELTA, CLIPPING_NORM = 5.0, 1e-5, 0.1
+BATCH = 64
+SEARCH_SEED = 1001
+"""Tried settings see another allocation, initial model and noise than reported ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A data set, how users share it, and how long it is trained.
+
+    Parameters
+    ----------
+    metric : str
+        Of the rounds' metrics, besides the loss.
+    records : int
+        For training, about: what a silo holds of them sets the rate of DP-SGD.
+    learning_rates : tuple of float
+        Tried ones.
+    rounds, search_rounds, epochs : int
+        Scaled down.
+    full_rounds, full_epochs, full_learning_rate, record_clipping_norm
+        Of the authors' scripts; ``averaging_epochs`` are those of ULDP-AVG.
+    """
+
+    dataset: str
+    metric: str
+    records: int
+    silos: int
+    users: int
+    distribution: str = "zipf"
+    labels_per_user: int = 0
+    learning_rates: tuple[float, float] = (0.05, 0.2)
+    rounds: int
+    search_rounds: int
+    epochs: int
+    full_rounds: int
+    full_epochs: int = 50
+    averaging_epochs: int = 50
+    full_learning_rate: float = 0.01
+    record_clipping_norm: float = 0.1
+    averaging_rate: float = 10.0
+
+    @property
+    def name(self) -> str:
+        """In titles and folders."""
+        labels = f"-{self.labels_per_user}-labels" if self.labels_per_user else ""
+        return f"{self.dataset}-{self.users}-{self.distribution}{labels}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much of the paper's experiments is run.
+
+    Parameters
+    ----------
+    rounds : int
+        0 for each problem's own.
+    """
+
+    full: bool
+    seeds: int
+    rounds: int = 0
+
+    def length(self, problem: Problem) -> int:
+        """Rounds of a reported run."""
+        return self.rounds or (problem.full_rounds if self.full else problem.rounds)
+
+
+DEFAULT = Scale(full=False, seeds=3)
+FULL = Scale(full=True, seeds=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Runs of one app configuration in one folder."""
+
+    folder: Path
+    base: Config
+    workers: int
+
+    def config(self, name: str, *changes: Config) -> Config:
+        """The base with changes, recorded as ``name``."""
+        merged = dict(self.base)
+        for more in changes:
+            assert set(more) <= set(self.base), set(more) - set(self.base)
+            merged |= more
+        return {**merged, "run-directory": str(self.folder / "runs" / name)}
+
+    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
+        """Run what is missing."""
+        return run_all(APP, configs, workers=self.workers, title=title)
+
+
+def base_config(data_folder: str) -> Config:
+    """The paper's noise and the app's defaults."""
+    return settings(APP) | {
+        "data-folder": str(Path(data_folder).absolute()) if data_folder else "",
+        "noise-multiplier": NOISE_MULTIPLIER,
+        "delta": DELTA,
+        "clipping-norm": CLIPPING_NORM,
+        "batch-size": BATCH,
+        "records-figure": False,
+    }
+
+
+def of_problem(problem: Problem, rounds: int) -> Config:
+    """Data and length of a run; about ten evaluations."""
+    return {
+        "dataset": problem.dataset,
+        "num-silos": problem.silos,
+        "num-users": problem.users,
+        "distribution": problem.distribution,
+        "labels-per-user": problem.labels_per_user,
+        "rounds": rounds,
+        "evaluate-every": max(1, rounds // 10),
+    }
+
+
+def candidates(problem: Problem, label: str) -> list[Config]:
+    """Four settings of each method, scaled down; server rates of averages are shares of theory's.
+
+    ULDP-NAIVE's noise is as large as its clipping norm whatever that is, so only how far the server
+    moves is left to choose. DP-SGD takes larger steps, as what it averages is clipped.
+    """
+    epochs: Config = {"local-epochs": problem.epochs}
+    if label == "ULDP-SGD":
+        return [averaging(problem, 1, share) for share in (0.1, 0.3, 1.0, 3.0)]
+    second: Mapping[str, Sequence[Config]] = {
+        "DEFAULT": [{"server-learning-rate": rate} for rate in (1.0, 1.5)],
+        "ULDP-NAIVE": [{"server-learning-rate": rate} for rate in (0.01, 0.1)],
+        "ULDP-GROUP-8": [{"record-clipping-norm": norm} for norm in (0.1, 1.0)],
+        "ULDP-AVG": [averaging(problem, problem.epochs, share) for share in (0.3, 1.0)],
+    }
+    factor = 4 if label == "ULDP-GROUP-8" else 1
+    return [
+        {**epochs, "learning-rate": factor * rate, **more}
+        for rate in problem.learning_rates
+        for more in second[label]
+    ]
+
+
+def averaging(problem: Problem, epochs: int, share: float) -> Config:
+    """A share of the server's learning rate in the paper's theory."""
+    rate = theory_learning_rate(num_silos=problem.silos, num_users=problem.users, epochs=epochs)
+    return {"server-learning-rate": round(share * rate, 2)}
+
+
+def published(problem: Problem, label: str) -> Config:
+    """The settings of the authors' scripts; MNIST has none for ULDP-NAIVE."""
+    chosen: Config = {
+        "learning-rate": problem.full_learning_rate,
+        "local-epochs": problem.full_epochs,
+        "server-learning-rate": 1.0,
+        "record-clipping-norm": problem.record_clipping_norm,
+    }
+    if label == "ULDP-SGD":
+        chosen["server-learning-rate"] = 10.0
+    if label == "ULDP-AVG":
+        chosen |= {
+            "local-epochs": problem.averaging_epochs,
+            "server-learning-rate": problem.averaging_rate,
+        }
+    return chosen
+
+
+def of_method(problem: Problem, label: str) -> Config:
+    """The method, and for DP-SGD batches of 64 in expectation: rate and divisor by the group size.
+
+    Silos are taken for equally large, and medians and maxima for leaving all records: these
+    numbers are public guesses, not counts.
+    """
+    method = METHODS[label]
+    if method["method"] != "uldp-group":
+        return method
+    size = str(method["group-size"])
+    kept = min(int(size) * problem.users, problem.records) if size.isdigit() else problem.records
+    rate = min(1.0, round(BATCH * problem.silos / kept, 4))
+    expected = round(rate * kept / problem.silos, 1)
+    return {**method, "record-sampling-rate": rate, "expected-batch-size": expected}
+
+
+def choose(
+    experiment: Experiment, scale: Scale, problem: Problem, labels: Sequence[str]
+) -> dict[str, Config]:
+    """Settings of each method: as published, or those with the lowest loss in the search."""
+    needed = list(dict.fromkeys(SHARED.get(label, label) for label in labels))
+    if scale.full:
+        found = {label: published(problem, label) for label in needed}
+        return {label: found[SHARED.get(label, label)] for label in labels}
+    tried = [(label, one) for label in needed for one in candidates(problem, label)]
+    configs = [
+        experiment.config(
+            f"search/{problem.name}/{label}-{'-'.join(f'{value:g}' for value in _numbers(one))}",
+            of_problem(problem, problem.search_rounds),
+            of_method(problem, label),
+            one,
+            {"seed": SEARCH_SEED},
+        )
+        for label, one in tried
+    ]
+    runs = experiment.run(configs, f"searching, {problem.name}")
+    best: dict[str, tuple[float, Config]] = {}
+    for (label, one), run in zip(tried, runs, strict=True):
+        loss = last(run, "loss_pooled")
+        if label not in best or loss < best[label][0]:
+            best[label] = (math.inf if math.isnan(loss) else loss), one
+    return {label: best[SHARED.get(label, label)][1] for label in labels}
+
+
+def _numbers(config: Config) -> list[float]:
+    return [float(value) for value in config.values()]
+
+
+def last(run: RunDirectory, metric: str) -> float:
+    """Of the last evaluation; not a number where training diverged."""
+    values = run.series(metric)[1]
+    return values[-1] if values else math.nan
+
+
+def settings_text(config: Config) -> str:
+    """Chosen settings in a table."""
+    names = {
+        "learning-rate": "η_l",
+        "server-learning-rate": "η_g",
+        "record-clipping-norm": "C of a record",
+    }
+    return ", ".join(f"{names[name]} {config[name]:g}" for name in names if name in config)
+
+
+def search_text(scale: Scale, problem: Problem) -> str:
+    """How settings were chosen."""
+    if scale.full:
+        return "Settings: those of the authors' scripts."
+    return (
+        f"Settings: of four for each of DEFAULT, NAIVE, GROUP-8, SGD and AVG the one with the "
+        f"lowest loss after {problem.search_rounds} rounds under another seed; the other groups "
+        "take GROUP-8's, AVG-w takes AVG's."
+    )

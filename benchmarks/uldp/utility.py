@@ -1,0 +1,242 @@
+"""Figures 4 to 7: utility and ε by round of every method on four data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.runs import Config
+from benchmarks.uldp.experiment import (
+    METHODS,
+    NOISE_MULTIPLIER,
+    Experiment,
+    Problem,
+    Scale,
+    choose,
+    last,
+    of_method,
+    of_problem,
+    search_text,
+    settings_text,
+)
+from flower_ext.data import Examples, describe_silos, load_silos
+from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.comparison import mean_and_std
+from flower_ext.reporting.figures import draw_comparison
+from flower_ext.reporting.report import epsilon_text, table
+from flower_ext.training.models import build
+
+CREDITCARD = Problem(
+    dataset="creditcard",
+    metric="accuracy_pooled",
+    records=23_600,
+    silos=5,
+    users=1000,
+    rounds=15,
+    search_rounds=15,
+    epochs=2,
+    full_rounds=100,
+    averaging_epochs=30,
+)
+MNIST = Problem(
+    dataset="mnist",
+    metric="accuracy_pooled",
+    records=60_000,
+    silos=5,
+    users=100,
+    rounds=6,
+    search_rounds=2,
+    epochs=1,
+    full_rounds=200,
+    record_clipping_norm=1.0,
+)
+HEART_DISEASE = Problem(
+    dataset="heart-disease",
+    metric="accuracy_pooled",
+    records=486,
+    silos=4,
+    users=50,
+    rounds=15,
+    search_rounds=15,
+    epochs=5,
+    full_rounds=50,
+    full_learning_rate=0.001,
+)
+TCGA_BRCA = Problem(
+    dataset="tcga-brca",
+    metric="concordance_mean",
+    records=866,
+    silos=6,
+    users=50,
+    learning_rates=(0.001, 0.003),
+    rounds=15,
+    search_rounds=15,
+    epochs=5,
+    full_rounds=50,
+    full_learning_rate=0.001,
+)
+PROBLEMS = {4: CREDITCARD, 5: MNIST, 6: HEART_DISEASE, 7: TCGA_BRCA}
+
+
+def utility(problem: Problem) -> Callable[[Experiment, Scale], str]:
+    """The figure of a data set: one panel, or with ``--full`` all of the paper's."""
+
+    def draw(experiment: Experiment, scale: Scale) -> str:
+        panels = _all_panels(problem) if scale.full else [problem]
+        return "\n\n".join(_panel(experiment, scale, panel) for panel in panels)
+
+    return draw
+
+
+def _all_panels(problem: Problem) -> list[Problem]:
+    users = {"creditcard": (100, 1000), "mnist": (100, 10_000)}.get(problem.dataset, (50, 200))
+    labels = (0, 2) if problem.dataset == "mnist" else (0,)
+    return [
+        replace(
+            problem,
+            users=count,
+            distribution=distribution,
+            labels_per_user=most,
+            averaging_rate=100.0 if count == 10_000 else 10.0,
+        )
+        for count in users
+        for distribution in ("uniform", "zipf")
+        for most in labels
+        if distribution == "zipf" or most == 0
+    ]
+
+
+def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
+    number = next(n for n, one in PROBLEMS.items() if one.dataset == problem.dataset)
+    missing = {label: why for label in METHODS if (why := _why_not(scale, problem, label))}
+    labels = [label for label in METHODS if label not in missing]
+    chosen = choose(experiment, scale, problem, labels)
+    runs = run_methods(experiment, scale, problem, chosen, f"figure-{number}")
+    figures = _draw(experiment, f"figure-{number}-{problem.name}", problem, runs)
+    metric = problem.metric.partition("_")[0]
+    balanced = problem.dataset == "creditcard"
+    header = ("method", metric, *(["balanced accuracy"] if balanced else []), "loss")
+    header += ("ε provable", "ε published", "settings")
+    rows: list[Sequence[object]] = []
+    for label in METHODS:
+        if label in missing:
+            rows.append((label, missing[label], *[""] * (len(header) - 2)))
+            continue
+        own = runs[label]
+        rows.append(
+            (
+                label,
+                _mean(own, problem.metric),
+                *([mean_and_std([balanced_accuracy(run) for run in own])] if balanced else []),
+                _mean(own, "loss_pooled"),
+                *(_epsilon(own, basis) for basis in ("provable", "published")),
+                settings_text(chosen[label]),
+            )
+        )
+    title = (
+        f"# Figure {number}: {problem.dataset}, {problem.users} users, {problem.silos} silos, "
+        f"{problem.distribution}"
+    )
+    title += f", {problem.labels_per_user} labels a user" if problem.labels_per_user else ""
+    epochs = "the scripts' epochs" if scale.full else f"{problem.epochs} local epochs"
+    notes = (
+        f"{scale.length(problem)} rounds, {epochs}, {scale.seeds} seeds"
+        f"{'' if scale.full else ' (one of GROUP-max, whose accounting is slow)'}; σ = "
+        f"{NOISE_MULTIPLIER:g}, δ = 1e-5, C = 0.1; ε is the largest over seeds. Provable is "
+        "against released models for SGD and AVG, against a server that sees each upload for "
+        f"NAIVE and GROUP. {search_text(scale, problem)}"
+    )
+    return "\n\n".join([title, table(header, rows), notes, *figures])
+
+
+def _why_not(scale: Scale, problem: Problem, label: str) -> str:
+    """Why a method does not run, if so."""
+    if problem.dataset == "tcga-brca" and "GROUP" in label:
+        return "refused: Cox's loss compares patients, so no gradient is one patient's"
+    if problem.dataset == "mnist" and label == "ULDP-GROUP-max" and not scale.full:
+        return "not run: tight accounting of thousands of records takes minutes in every round"
+    return ""
+
+
+def run_methods(
+    experiment: Experiment, scale: Scale, problem: Problem, chosen: dict[str, Config], name: str
+) -> dict[str, list[RunDirectory]]:
+    """All seeds of every method under its settings; one of ULDP-GROUP-max, when scaled down."""
+    keys = [
+        (label, seed)
+        for seed in range(1, scale.seeds + 1)
+        for label in chosen
+        if seed == 1 or scale.full or label != "ULDP-GROUP-max"
+    ]
+    configs = [
+        experiment.config(
+            f"{name}/{problem.name}-{label}-{seed}",
+            of_problem(problem, scale.length(problem)),
+            of_method(problem, label),
+            chosen[label],
+            {"seed": seed},
+        )
+        for label, seed in keys
+    ]
+    groups: dict[str, list[RunDirectory]] = {label: [] for label in chosen}
+    for (label, _), run in zip(keys, experiment.run(configs, problem.name), strict=True):
+        groups[label].append(run)
+    return groups
+
+
+def balanced_accuracy(run: RunDirectory) -> float:
+    """Mean recall of the classes with the last model: 0.5 for one that knows nothing."""
+    config = run.config
+    test = _test_examples(str(config["dataset"]), str(config["data-folder"]), int(config["seed"]))
+    model = build(describe_silos(str(config["dataset"])).model, num_classes=2)
+    model.load_state_dict(load_file(run.path / "model.safetensors"))
+    model.eval()
+    with torch.no_grad():
+        right = model(test.features).argmax(1) == test.targets
+    recalls = [right[test.targets == label].double().mean() for label in (0, 1)]
+    return float(sum(recalls) / 2)
+
+
+@cache
+def _test_examples(dataset: str, folder: str, seed: int) -> Examples:
+    silos = load_silos(dataset, Path(folder) if folder else None, seed=seed)
+    return Examples(
+        torch.cat([silo.test.features for silo in silos]),
+        torch.cat([silo.test.targets for silo in silos]),
+    )
+
+
+def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
+    return mean_and_std([last(run, metric) for run in runs])
+
+
+def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
+    values = [last(run, f"epsilon_{basis}") for run in runs if run.series(f"epsilon_{basis}")[0]]
+    return epsilon_text(max(values)) if values else "none"
+
+
+def _draw(
+    experiment: Experiment, name: str, problem: Problem, runs: dict[str, list[RunDirectory]]
+) -> list[str]:
+    """Utility, loss and both ε against rounds."""
+    metric = problem.metric.partition("_")[0]
+    drawn = []
+    for series, ylabel, log in (
+        (problem.metric, metric, False),
+        ("loss_pooled", "loss", True),
+        ("epsilon_provable", "ε, provable", True),
+        ("epsilon_published", "ε, as published", True),
+    ):
+        lines = {label: [run.series(series) for run in own] for label, own in runs.items()}
+        lines = {label: own for label, own in lines.items() if all(x for x, _ in own)}
+        title = f"{ylabel}, {problem.dataset}, {problem.distribution}"
+        path = draw_comparison(
+            experiment.folder / "figures", f"{name}-{series}", title, ylabel, lines, log=log
+        )
+        drawn.append(f"![{title}](figures/{path.name})")
+    return drawn

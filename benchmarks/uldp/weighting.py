@@ -1,0 +1,63 @@
+"""Figure 8: what weights by records gain over equal ones, by number of silos and distribution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.uldp.experiment import Experiment, Problem, Scale, choose, last, search_text
+from benchmarks.uldp.utility import CREDITCARD, run_methods
+from flower_ext.reporting.comparison import mean_and_std
+from flower_ext.reporting.figures import draw_comparison
+from flower_ext.reporting.report import table
+
+LABELS = ("ULDP-AVG", "ULDP-AVG-w")
+SILOS = (5, 20, 50)
+
+
+def weighting(experiment: Experiment, scale: Scale) -> str:
+    """ULDP-AVG against ULDP-AVG-w on Creditcard with 1,000 users; returns the table."""
+    found = choose(experiment, scale, CREDITCARD, LABELS)
+    rows = []
+    figures = []
+    for distribution in ("uniform", "zipf"):
+        for silos in SILOS:
+            problem = replace(CREDITCARD, silos=silos, distribution=distribution)
+            # The normaliser is 1/(|U||S|): a server rate in proportion to |S| undoes the latter.
+            grown = {
+                label: one
+                if scale.full
+                else {**one, "server-learning-rate": _rate(one) * silos / CREDITCARD.silos}
+                for label, one in found.items()
+            }
+            runs = run_methods(experiment, scale, problem, grown, f"figure-8/{silos}-silos")
+            losses = {label: [last(run, "loss_pooled") for run in runs[label]] for label in LABELS}
+            gaps = [a - b for a, b in zip(*losses.values(), strict=True)]
+            rows.append(
+                (
+                    distribution,
+                    silos,
+                    *(mean_and_std(values, digits=4) for values in losses.values()),
+                    mean_and_std(gaps, digits=4),
+                )
+            )
+            name = f"figure-8-{distribution}-{silos}"
+            title = f"Loss, {distribution}, {silos} silos"
+            lines = {label: [run.series("loss_pooled") for run in runs[label]] for label in LABELS}
+            path = draw_comparison(experiment.folder / "figures", name, title, "loss", lines)
+            figures.append(f"![{title}](figures/{path.name})")
+    header = ("records", "silos", *(f"loss, {label}" for label in LABELS), "AVG − AVG-w, by seed")
+    notes = (
+        f"Test loss after {scale.length(CREDITCARD)} rounds, {scale.seeds} seeds, "
+        f"{CREDITCARD.users:,} users. {_rates(scale, CREDITCARD)}"
+    )
+    return "\n\n".join(["# Figure 8: weighting", table(header, rows), notes, *figures])
+
+
+def _rate(config: dict[str, bool | float | int | str]) -> float:
+    return float(config["server-learning-rate"])
+
+
+def _rates(scale: Scale, problem: Problem) -> str:
+    if scale.full:
+        return search_text(scale, problem)
+    return "The settings of Figure 4's ULDP-AVG, for both, η_g in proportion to |S|."
