@@ -1,0 +1,209 @@
+"""Training every user of every silo: as batches, and in a loop over users.
+
+    python -m benchmarks.uldp.users --data-folder DATA
+
+What the silos do in one round of ULDP-AVG on MNIST, 10,000 users in 5 silos, CNN of 19,988
+parameters, one thread: train, clip, weight and add. The same client code with all users, and with
+one at a time; and what one would write by hand, a copy of the model and an optimizer for each. Both
+loops are timed on the same random users and extrapolated. By turns in one process; the fastest
+counts. Seconds are the processor's: other work on the machine changes them less. Takes about two
+minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch.nn.functional import cross_entropy
+
+from flower_ext.algorithms.uldp.averaging import SiloJob, sums_over_users
+from flower_ext.data import SiloData, load_silos
+from flower_ext.privacy import BoundedSum
+from flower_ext.reporting.report import table
+from flower_ext.training import LocalTraining, Params, Task
+from flower_ext.training.models import mnist_cnn
+
+CLIPPING_NORM = 0.1
+
+
+class Peak:
+    """The most memory of this process while the block runs, above what it began with."""
+
+    def __enter__(self) -> Peak:
+        self._process = psutil.Process()
+        self._before = self._most = self._process.memory_info().rss
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self._most = max(self._most, self._process.memory_info().rss)
+
+    @property
+    def megabytes(self) -> float:
+        return (self._most - self._before) / 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.uldp.users",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data-folder", type=Path, help="where MNIST is")
+    parser.add_argument("--users", type=int, default=10_000)
+    parser.add_argument("--silos", type=int, default=5)
+    parser.add_argument("--distribution", default="uniform", choices=("uniform", "zipf"))
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--sample", type=int, default=500, help="trainings timed in the loops")
+    parser.add_argument("--memory-limit", type=int, default=64, help="MiB of a batch of models")
+    parser.add_argument("--turns", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    silos = load_silos(
+        "mnist",
+        arguments.data_folder,
+        num_users=arguments.users,
+        num_silos=arguments.silos,
+        distribution=arguments.distribution,
+    )
+    task = Task(model=mnist_cnn, data=lambda silo: silos[silo], device="cpu")
+    jobs = jobs_of(task, silos, arguments.users, arguments.epochs)
+    everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
+    order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(0)).tolist()
+    chosen = [everyone[at] for at in order[: arguments.sample]]
+    few = only(jobs, chosen)
+
+    def batches(given: Sequence[SiloJob]) -> list[BoundedSum]:
+        limit = arguments.memory_limit * 2**20
+        return sums_over_users(task, given, trained=lambda name: True, memory_limit=limit)
+
+    def one_at_a_time() -> list[BoundedSum]:
+        alone = (replace(jobs[silo], users={user: jobs[silo].users[user]}) for silo, user in chosen)
+        return [batches([job])[0] for job in alone]
+
+    apart = largest_difference(batches(few), one_at_a_time(), [silo for silo, _ in chosen])
+    ways: dict[str, Callable[[], object]] = {
+        "batches of users": lambda: batches(jobs),
+        "the same code, one user at a time": one_at_a_time,
+        "by hand, one user at a time": lambda: by_hand(task, jobs, chosen),
+    }
+    seconds, megabytes = dict.fromkeys(ways, math.inf), dict.fromkeys(ways, 0.0)
+    for _ in range(arguments.turns):
+        for name, work in ways.items():
+            with Peak() as peak:
+                started = time.process_time()
+                work()
+                took = time.process_time() - started
+            scale = 1.0 if name == "batches of users" else len(everyone) / len(chosen)
+            seconds[name] = min(seconds[name], took * scale)
+            megabytes[name] = max(megabytes[name], peak.megabytes)
+    ours = seconds["batches of users"]
+    rows = [
+        (
+            name,
+            f"{seconds[name]:.1f}",
+            f"{1e6 * seconds[name] / len(everyone):,.0f}",
+            f"{seconds[name] / ours:.1f}",
+            f"{megabytes[name]:.0f}",
+        )
+        for name in ways
+    ]
+    print(table(("", "CPU s a round", "µs a training", "times ours", "MB at most"), rows))
+    records = sum(len(silo.train) for silo in silos)
+    print(
+        f"\n{arguments.users:,} users, {arguments.silos} silos, {arguments.distribution}: "
+        f"{len(everyone):,} trainings, {records / len(everyone):.1f} records each, "
+        f"{arguments.epochs} epochs. Loops timed on {len(chosen)} of them. Limit of a batch: "
+        f"{arguments.memory_limit} MiB. Sums differ by at most {apart:.1e}."
+    )
+
+
+def jobs_of(task: Task, silos: Sequence[SiloData], users: int, epochs: int) -> list[SiloJob]:
+    """What the silos are asked in the first round, with equal weights."""
+    start = task.initial_params(1)
+    made = []
+    for number, silo in enumerate(silos):
+        generator = torch.Generator().manual_seed(number)
+        made.append(
+            SiloJob(
+                params=start,
+                examples=silo.train,
+                training=LocalTraining(epochs=epochs, batch_size=64, learning_rate=0.05),
+                generator=generator,
+                users=silo.by_user(),
+                weights=dict.fromkeys(range(users), 1 / len(silos)),
+                seeds=torch.randint(2**63 - 1, (users,), generator=generator).tolist(),
+                clipping_norm=CLIPPING_NORM,
+            )
+        )
+    return made
+
+
+def only(jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int]]) -> list[SiloJob]:
+    """The same jobs with no users but these."""
+    kept: list[list[int]] = [[] for _ in jobs]
+    for silo, user in chosen:
+        kept[silo].append(user)
+    return [
+        replace(job, users={user: job.users[user] for user in own})
+        for job, own in zip(jobs, kept, strict=True)
+    ]
+
+
+def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int]]) -> list[Params]:
+    """A copy of the model and an optimizer for each user."""
+    model = task.model()
+    model.load_state_dict(jobs[0].params)
+    start = [p.detach().clone() for p in model.parameters()]
+    sums = [[torch.zeros_like(p, dtype=torch.float64) for p in start] for _ in jobs]
+    for silo, user in chosen:
+        job, own = jobs[silo], copy.deepcopy(model)
+        data, training = job.users[user], job.training
+        optimizer = torch.optim.SGD(own.parameters(), lr=training.learning_rate)
+        for _ in range(training.epochs):
+            for rows in torch.split(torch.randperm(len(data)), training.batch_size):
+                optimizer.zero_grad()
+                loss = cross_entropy(own(data.features[rows]), data.targets[rows])
+                torch.autograd.backward(loss)
+                optimizer.step()
+        with torch.no_grad():
+            update = [p - s for p, s in zip(own.parameters(), start, strict=True)]
+            norm = torch.stack([part.norm() for part in update]).norm()
+            factor = job.weights[user] * min(1.0, job.clipping_norm / float(norm))
+            for total, part in zip(sums[silo], update, strict=True):
+                total += factor * part
+    return [dict(zip(jobs[0].params, total, strict=True)) for total in sums]
+
+
+def largest_difference(
+    together: Sequence[BoundedSum], alone: Sequence[BoundedSum], silos: Sequence[int]
+) -> float:
+    """Between the sums of batches and those of single users, in any coordinate."""
+    worst = 0.0
+    for silo, total in enumerate(together):
+        for name, value in total.value.items():
+            parts = [one.value[name] for one, at in zip(alone, silos, strict=True) if at == silo]
+            worst = max(worst, float((value - torch.stack(parts).sum(0)).abs().max()))
+    return worst
+
+
+if __name__ == "__main__":
+    main()
