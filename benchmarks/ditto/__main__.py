@@ -30,10 +30,10 @@ def main() -> None:
     parser.add_argument("--data-folder", default="", help="where the data sets are")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, nargs="+", help="every T, where a figure has several")
+    parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
-    parser.add_argument("overrides", nargs="*", help="run-config values, name=value")
+    parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")
     arguments = parser.parse_args()
 
     defaults = settings(APP)
