@@ -199,6 +199,7 @@ def test_a_failed_run_looks_failed(flower, tmp_path):
     assert "method='nonsense': expected one of" in done.stderr
 
 
+@pytest.mark.timeout(1500)  # five projects, one after the other on the same nodes
 def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
     """Four projects on one deployment, the last of them somebody else's."""
     flower.deploy(nodes=3)
