@@ -3,11 +3,11 @@
     python -m benchmarks.uldp --data-folder DATA --output RESULTS --figures 4
 
 The default is scaled down: one allocation of records a data set, few rounds and local epochs, and
-rates from a short search on another seed; on one core that never idles, all figures take most of
-an hour. ``--full`` is the paper's setting, with the rates of its authors' scripts. Runs that are
-already in the output folder are kept, so an interrupted figure continues. Figures 11 and 12 are
-``benchmarks.uldp.protocol``, the speed of training users ``benchmarks.uldp.users``; Figure 13 is
-in every run's report.
+rates from a short search on another seed. On one idle core that is about a quarter of an hour, most
+of it for Figures 5 and 8. ``--full`` is the paper's setting, with the rates of its authors'
+scripts. Runs that are already in the output folder are kept, so an interrupted figure continues.
+Figures 11 and 12 are ``benchmarks.uldp.protocol``, the speed of training users is
+``benchmarks.uldp.users``; Figure 13 is in the report of a run of the app.
 """
 
 from __future__ import annotations
