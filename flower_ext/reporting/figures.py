@@ -151,7 +151,8 @@ def draw_lines(
     """One line for each label; returns the path of the SVG."""
     figure, axes = _canvas(title, xlabel, ylabel)
     for number, (label, (x, y)) in enumerate(lines.items()):
-        axes.plot(x, y, label=label, color=COLOURS[number], linestyle=DASHES[number])
+        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
+        axes.plot(x, y, label=label, color=colour, linestyle=dash)
     if log:
         axes.set_yscale("log")
     else:
