@@ -201,7 +201,7 @@ def test_a_failed_run_looks_failed(flower, tmp_path):
 
 @pytest.mark.timeout(1500)  # five projects, one after the other on the same nodes
 def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
-    """Four projects on one deployment, the last of them somebody else's."""
+    """Five projects on one deployment, the last of them somebody else's."""
     flower.deploy(nodes=3)
     for app in (DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO):
         name = app.folder.name
