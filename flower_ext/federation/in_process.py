@@ -7,6 +7,7 @@ ClientApp of this package answers a whole cohort at once, which trains its clien
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -166,5 +167,12 @@ def run_in_process(
         state=RecordDict(),
         run_config=config,
     )
-    server_app(grid, context)
+    # A round makes thousands of small objects. The collections that they set off would each walk
+    # through all imported modules, a fifth of a second, but for this.
+    gc.collect()
+    gc.freeze()
+    try:
+        server_app(grid, context)
+    finally:
+        gc.unfreeze()
     return grid

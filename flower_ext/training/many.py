@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
-_CACHE = 2**22
+_CACHE = 6 * 2**20
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
