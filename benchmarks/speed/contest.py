@@ -70,6 +70,7 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
         Contender("loop, in process", module("ours", "--engine", "loop")),
         Contender("bare PyTorch loop", module("bare")),
         Contender("ours on Ray", module("ours", "--engine", "ray")),
+        Contender("ours on Ray, 4 nodes", module("ours", "--engine", "ray-nodes")),
         Contender("Flower's FedAvg on Ray", module("flower_fedavg")),
     ]
     if pfl_python is not None:

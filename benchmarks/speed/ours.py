@@ -1,6 +1,9 @@
-"""DPFedAvg of this package: in one process (vectorised or one client after the other), or on Ray.
+"""DPFedAvg of this package: in one process, or on Ray.
 
-python -m benchmarks.speed.ours --engine {vectorised,loop,ray} [workload options]
+    python -m benchmarks.speed.ours --engine {vectorised,loop,ray,ray-nodes} [workload options]
+
+In one process clients are vectorised, or one after the other (loop). On Ray every client is a node,
+or four nodes hold them all (ray-nodes).
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from benchmarks.speed.workload import (
 )
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import run_in_process
+from flower_ext.federation import VirtualGrid, run_in_process
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, Plan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 
-ENGINES = ("vectorised", "loop", "ray")
+ENGINES = ("vectorised", "loop", "ray", "ray-nodes")
+NODES = 4
 
 
 class Timed(DPFedAvg):
@@ -102,12 +106,14 @@ def main() -> None:
             timeout=3600,
         )
         strategy.clock = clock
-        strategy.start(grid, ArrayRecord(task.initial_params(0)), num_rounds=workload.rounds)
+        nodes = VirtualGrid(grid, workload.clients // NODES) if engine == "ray-nodes" else grid
+        strategy.start(nodes, ArrayRecord(task.initial_params(0)), num_rounds=workload.rounds)
 
     app: ClientApp = Timed.client_app(task)
-    if engine == "ray":
+    if engine.startswith("ray"):
         resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-        run_simulation(server, app, workload.clients, backend_config=resources)
+        count = NODES if engine == "ray-nodes" else workload.clients
+        run_simulation(server, app, count, backend_config=resources)
     else:
         answering = app if engine == "vectorised" else OneByOne(app)
         run_in_process(server, answering, num_clients=workload.clients)

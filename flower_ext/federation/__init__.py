@@ -19,6 +19,7 @@ from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.recording import choice, recorded_run, save_outcome
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.federation.virtual import VirtualGrid, clients_of
 
 __all__ = [
     "ClientMemory",
@@ -36,8 +37,10 @@ __all__ = [
     "Steps",
     "Stragglers",
     "Training",
+    "VirtualGrid",
     "choice",
     "client_app",
+    "clients_of",
     "objective_perturbation_term",
     "output_perturbation_mod",
     "recorded_run",

@@ -1,12 +1,14 @@
 """The private names of Flower that the in-process engine needs, in one place.
 
-Each is exercised by ``tests/federation/test_in_process.py``, which fails loudly on a Flower
+Each is exercised by tests of `in_process` and `virtual`, which fail loudly on a Flower
 version that moves them.
 """
 
 from __future__ import annotations
 
-from flwr.app import Message
+from copy import copy
+
+from flwr.app import Message, RecordDict
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -28,3 +30,11 @@ def become_server_of(run_id: int) -> None:
 def set_message_id(message: Message, message_id: str) -> None:
     """Give a message the id that Flower's SuperLink would give it."""
     message.metadata.__dict__["_message_id"] = message_id
+
+
+def message_like(message: Message, content: RecordDict, message_type: str) -> Message:
+    """A message that differs from one received in content and type alone."""
+    metadata = copy(message.metadata)
+    metadata.message_type = message_type
+    like: Message = Message(content, metadata=metadata)  # type: ignore[call-overload]
+    return like

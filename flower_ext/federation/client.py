@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 
 from flower_ext.data import ClientData
 from flower_ext.federation import records
@@ -32,6 +31,7 @@ from flower_ext.federation.protection import (
     protected,
     step_noise,
 )
+from flower_ext.federation.virtual import CohortApp
 from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, derived_seed, l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
@@ -187,25 +187,6 @@ class ClientMethod:
     memoryless: bool = False
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     upload_phase: str | None = None
-
-
-class CohortApp(ClientApp):
-    """A ClientApp that can also answer for several clients of this process at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.together: dict[str, Callable[..., list[Message]]] = {}
-
-    def answer(
-        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
-    ) -> list[Message]:
-        """Replies in the order of ``messages``, all of one type that is in ``together``.
-
-        An error of one client is raised for all; none of the contexts has changed then.
-        """
-        return self.together[messages[0].metadata.message_type](
-            messages, contexts, memory_limit=memory_limit
-        )
 
 
 def client_app(

@@ -8,24 +8,17 @@ ClientApp of this package answers a whole cohort at once, which trains its clien
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Iterable, Mapping
 from itertools import count
-from logging import getLogger
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.client import CohortApp
+from flower_ext.federation.virtual import answer_all
 from flower_ext.training import MEMORY_LIMIT
-
-log = getLogger(__name__)
-
-CLIENT_APP_RAISED = 2
-"""Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
 
 
 class InProcessGrid(Grid):
@@ -118,35 +111,8 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
-        """Replies in the order of ``messages``; a cohort at once where the ClientApp can."""
-        kinds = {message.metadata.message_type for message in messages}
-        nodes = [message.metadata.dst_node_id for message in messages]
-        if (
-            isinstance(self._app, CohortApp)
-            and len(kinds) == 1
-            and kinds <= set(self._app.together)
-            and len(set(nodes)) == len(nodes)
-        ):
-            contexts = [self.contexts[node] for node in nodes]
-            before = [RecordDict(dict(context.state)) for context in contexts]
-            try:
-                return self._app.answer(messages, contexts, memory_limit=self._memory_limit)
-            except Exception:  # one of them: who it is shows when each answers alone
-                log.debug("clients answer one by one", exc_info=True)
-                for context, state in zip(contexts, before, strict=True):
-                    context.state = state
-        return [self._answer(message) for message in messages]
-
-    def _answer(self, message: Message) -> Message:
-        context = self.contexts[message.metadata.dst_node_id]
-        before = RecordDict(dict(context.state))
-        message.content = RecordDict(dict(message.content))  # several may share one
-        try:
-            return self._app(message, context)
-        except Exception:  # whatever a ClientApp raises becomes an error reply
-            context.state = before
-            error = Error(code=CLIENT_APP_RAISED, reason=traceback.format_exc(limit=-3))
-            return Message(error, reply_to=message)
+        contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
+        return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)
 
 
 def run_in_process(

@@ -66,6 +66,7 @@ def launch(
     config = {**defaults, **changes}
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if in_process:
+        config |= {"clients-per-node": 1} if "clients-per-node" in config else {}
         if num_nodes(config) is None:
             raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
         engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app)]
@@ -95,7 +96,12 @@ def launch(
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """How many nodes an app's settings ask for; None where they do not say."""
     count = config.get("clients", config.get("num-silos"))
-    return None if count is None else int(count)
+    if count is None:
+        return None
+    per_node = int(config.get("clients-per-node", 1))
+    if per_node < 1 or int(count) % per_node:
+        raise LaunchFailed(f"clients={count} is no multiple of clients-per-node={per_node}")
+    return int(count) // per_node
 
 
 def _defaults(app: Path) -> dict[str, Any]:

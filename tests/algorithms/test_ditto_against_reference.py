@@ -85,7 +85,7 @@ class OneByOne(InProcessGrid):
     """Clients answer each for itself, as on nodes of their own."""
 
     def _answers(self, messages):
-        return [self._answer(message) for message in messages]
+        return [super(OneByOne, self)._answers([message])[0] for message in messages]
 
 
 def run(strategy, grid=InProcessGrid):

@@ -507,7 +507,7 @@ class FreshProcesses(InProcessGrid):
             context.state = RecordDict()
             if stored is not None:
                 vault(self, context.node_id - 1_000).store(bytes(stored))
-            replies += [self._answer(message)]
+            replies += super()._answers([message])
         return replies
 
 

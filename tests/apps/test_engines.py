@@ -173,6 +173,11 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
+def test_several_clients_on_a_node_of_ray_are_the_same_run(flower, tmp_path):
+    flower.run(DP_DITTO, run_directory=tmp_path / "run", clients_per_node=3)
+    same_run(RunDirectory.open(tmp_path / "run"), in_process(DP_DITTO, tmp_path / "reference"))
+
+
 def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]

@@ -14,7 +14,7 @@ from flower_ext.algorithms import (
     DPFedSAM,
     DPFedSAMFT,
 )
-from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
+from flower_ext.federation import FederatedStrategy, choice, clients_of, recorded_run, save_outcome
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -56,7 +56,9 @@ def main(grid: Grid, context: Context) -> None:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = task.initial_params(int(config["seed"]))
-        result = strategy.start(grid, ArrayRecord(initial), num_rounds=int(config["rounds"]))
+        result = strategy.start(
+            clients_of(grid, config), ArrayRecord(initial), num_rounds=int(config["rounds"])
+        )
         save_outcome(run, strategy, result)
 
 

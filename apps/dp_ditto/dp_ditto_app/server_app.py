@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from dp_ditto_app.task import model_name, task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
-from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
+from flower_ext.federation import FederatedStrategy, choice, clients_of, recorded_run, save_outcome
 from flower_ext.planning import DittoProblem, best_rounds
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.reporting import RunDirectory
@@ -36,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
-        result = strategy.start(grid, initial, num_rounds=rounds)
+        result = strategy.start(clients_of(grid, config), initial, num_rounds=rounds)
         save_outcome(run, strategy, result)
 
 

@@ -18,6 +18,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     Stragglers,
     choice,
+    clients_of,
     recorded_run,
     save_outcome,
 )
@@ -68,7 +69,7 @@ def main(grid: Grid, context: Context) -> None:
         strategy = Upcycled(base, coefficient) if config["upcycled"] else base
         check_shareable(task.model(), base.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
-        result = strategy.start(grid, initial, num_rounds=int(config["rounds"]))
+        result = strategy.start(clients_of(grid, config), initial, num_rounds=int(config["rounds"]))
         save_outcome(run, base, result)
 
 

@@ -1,0 +1,173 @@
+"""Several clients on one node are the same clients on nodes of their own."""
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
+from flower_ext.federation import InProcessGrid, VirtualGrid, client_app, records
+from flower_ext.federation.virtual import CohortApp
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
+from flower_ext.training import LocalTraining
+from tests.worlds import task
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
+CLIENTS, PER_NODE = 12, 4
+SAMPLING = FixedSizeSampling(CLIENTS, 7)
+PRIVATE = ReleasePlan(
+    sampling=SAMPLING, clipping_norm=0.5, noise_multiplier=0.3, rounds=3, delta=1e-3
+)
+STRATEGIES = {
+    "client noise": lambda **how: DPFedAvg(plan=PRIVATE, seeded_noise=True, local=SGD, **how),
+    "personal head": lambda **how: DP2FedSAM(
+        plan=NonPrivatePlan(sampling=SAMPLING), head=SGD, extractor=SGD, personal=["head"], **how
+    ),
+    "control variates": lambda **how: Scaffold(
+        plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how
+    ),
+    "a model each": lambda **how: FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, **how),
+}
+
+
+def on_virtual_nodes(app: CohortApp) -> VirtualGrid:
+    return VirtualGrid(InProcessGrid(app, num_clients=CLIENTS // PER_NODE), PER_NODE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_run_is_that_of_clients_on_nodes_of_their_own(strategy):
+    finals, scores = [], []
+    for virtual in (False, True):
+        run = strategy(seed=1)
+        app = client_app(run.client, task=task(), allow_seeded_noise=True)
+        grid = on_virtual_nodes(app) if virtual else InProcessGrid(app, num_clients=CLIENTS)
+        result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
+        assert run.refusals == []
+        finals.append(records.to_arrays(result.arrays))
+        scores.append(run.client_metrics)
+    for name, array in finals[0].items():
+        np.testing.assert_allclose(finals[1][name], array, atol=1e-6)
+    assert scores[1].keys() == scores[0].keys()
+    for client, own in scores[0].items():
+        assert scores[1][client] == pytest.approx(own, abs=1e-5)
+
+
+def counting() -> CohortApp:
+    app = CohortApp()
+
+    @app.query()
+    def _(message: Message, context: Context) -> Message:
+        seen = int(context.state.config_records.get("seen", {"n": 0})["n"]) + 1
+        context.state["seen"] = ConfigRecord({"n": seen})
+        partition = context.node_config["partition-id"]
+        if partition == message.content.config_records["ask"]["fails"]:
+            raise RuntimeError("told to fail")
+        own = ConfigRecord({"partition": partition, "seen": seen, **context.node_config})
+        return Message(RecordDict({"own": own}), reply_to=message)
+
+    return app
+
+
+def ask(grid: VirtualGrid, clients: list[int], fails: int = -1) -> list[Message]:
+    content = RecordDict({"ask": ConfigRecord({"fails": fails})})
+    return [Message(content, dst_node_id=c, message_type="query", group_id="5") for c in clients]
+
+
+def test_each_client_has_its_own_partition_state_and_error():
+    grid = on_virtual_nodes(counting())
+    clients = list(grid.get_node_ids())
+    assert len(clients) == CLIENTS
+    list(grid.send_and_receive(ask(grid, clients[:5])))
+    replies = list(grid.send_and_receive(ask(grid, clients, fails=3)))
+    by_client = {reply.metadata.src_node_id: reply for reply in replies}
+    assert set(by_client) == set(clients)
+    failed = by_client.pop(clients[3])
+    assert "told to fail" in failed.error.reason
+    for client, reply in by_client.items():
+        own = reply.content.config_records["own"]
+        assert own["partition"] == clients.index(client)
+        assert own["num-partitions"] == CLIENTS
+        assert own["seen"] == 1 + (client in clients[:5])
+        assert reply.metadata.group_id == "5"
+    (again,) = grid.send_and_receive(
+        ask(grid, [clients[3]])
+    )  # what it did before it failed is undone
+    assert again.content.config_records["own"]["seen"] == 2
+
+
+def test_replies_can_be_pulled_each_once():
+    grid = on_virtual_nodes(counting())
+    clients = list(grid.get_node_ids())
+    ids = list(grid.push_messages(ask(grid, clients[2:6])))
+    (first,) = grid.pull_messages(ids[:1])
+    assert first.metadata.src_node_id == clients[2]
+    assert len(list(grid.pull_messages(ids))) == 3
+    assert list(grid.pull_messages(ids)) == []
+
+
+class Counting(InProcessGrid):
+    """Counts what reaches real nodes."""
+
+    messages = 0
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        self.messages += len(messages)
+        self.arrays = [
+            sum(isinstance(record, ArrayRecord) for record in message.content.values())
+            for message in messages
+        ]
+        return super().push_messages(messages)
+
+
+def test_a_node_gets_one_message_and_shared_records_once():
+    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, evaluate_every=0, seed=2)
+    nodes = Counting(strategy.client_app(task()), num_clients=3)
+    strategy.start(
+        VirtualGrid(nodes, PER_NODE), ArrayRecord(task().initial_params(1)), num_rounds=2
+    )
+    assert nodes.messages == 3 + 2 * 3  # who they are, then two rounds
+    assert nodes.arrays == [1, 1, 1]
+
+
+class Hostile(InProcessGrid):
+    """The last node answers with nonsense."""
+
+    nonsense = RecordDict()
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message, own in zip(messages, ids, strict=True):
+            if message.metadata.dst_node_id == 1_002 and message.metadata.group_id:
+                self._replies[own] = Message(self.nonsense, reply_to=message)
+        return ids
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        RecordDict(),
+        RecordDict({"together": ConfigRecord({})}),
+        RecordDict({"together": ConfigRecord({"records": ["7 update"] * 4})}),
+        RecordDict(
+            {"together": ConfigRecord({"records": [""], "error-code": [0], "error-reason": [""]})}
+        ),
+    ],
+)
+def test_nonsense_of_a_node_is_an_error_of_each_of_its_clients(nonsense):
+    grid = VirtualGrid(nodes := Hostile(counting(), num_clients=3), PER_NODE)
+    nodes.nonsense = nonsense
+    clients = list(grid.get_node_ids())
+    replies = list(grid.send_and_receive(ask(grid, clients)))
+    assert len(replies) == CLIENTS
+    failed = {reply.metadata.src_node_id for reply in replies if reply.has_error()}
+    assert failed == set(clients[8:])
+    assert "cannot be read" in replies[-1].error.reason
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="clients_per_node=0"):
+        VirtualGrid(InProcessGrid(counting(), num_clients=1), 0)
+    grid = on_virtual_nodes(counting())
+    with pytest.raises(ValueError, match="no client has the id 1"):
+        grid.send_and_receive(ask(grid, [1]))
