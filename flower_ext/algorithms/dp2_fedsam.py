@@ -35,10 +35,21 @@ from flower_ext.training import LocalTraining, Params, difference
 
 
 def own_head(work: ClientWork) -> Params:
-    """h of this client: what it kept, or the initial one before it was ever sampled."""
-    if work.memory is not None:
-        return work.memory
-    return {n: p for n, p in work.initial_params().items() if n not in work.received}
+    """h of this client: what it kept, or the initial one before it was ever sampled.
+
+    Raises
+    ------
+    ValueError
+        The server shares other parameters than it did before; what is personal stays here.
+    """
+    names = set(work.task.shapes) - set(work.received)
+    if work.memory is None:
+        return {n: p for n, p in work.initial_params().items() if n in names}
+    if set(work.memory) != names:
+        raise ValueError(
+            f"the server shares all but {sorted(names)}; personal so far: {sorted(work.memory)}"
+        )
+    return work.memory
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:

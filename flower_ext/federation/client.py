@@ -24,6 +24,7 @@ from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
+    check_facts,
     check_size,
     may_simulate,
     noise_source,
@@ -32,7 +33,14 @@ from flower_ext.federation.protection import (
     step_noise,
 )
 from flower_ext.federation.virtual import CohortApp
-from flower_ext.privacy import BoundedSum, NoiseSource, SecureNoise, derived_seed, l2_norm
+from flower_ext.privacy import (
+    BoundedSum,
+    NoiseSource,
+    NonFiniteUpdate,
+    SecureNoise,
+    derived_seed,
+    l2_norm,
+)
 from flower_ext.training import (
     MEMORY_LIMIT,
     ClippedJob,
@@ -247,13 +255,15 @@ class _ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[Message]:
-        """Train, protect, remember, reply."""
+        """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
         asked, works = self._unpack(messages, contexts)
         results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
         replies = [
             self._reply(*each)
             for each in zip(messages, contexts, asked, works, results, strict=True)
         ]
+        for result in results:
+            _check_memory(result.memory)
         for context, result in zip(contexts, results, strict=True):
             if result.memory is not None:
                 ClientMemory(context, self.method.name).store(result.memory)
@@ -308,7 +318,7 @@ class _ClientSide:
     ) -> tuple[list[_Asked], list[ClientWork]]:
         # All in one process have one task: that of the first is good for all.
         task = self._task(contexts[0])
-        asked = _unpacked(messages)
+        asked = _unpacked(messages, task)
         return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
 
     def _reply(
@@ -340,6 +350,7 @@ class _ClientSide:
         return Message(content, reply_to=message)
 
     def _work(self, asked: _Asked, context: Context, task: Task) -> ClientWork:
+        check_facts(asked.facts, context, kind=asked.kind)
         partition = partition_of(context.node_config)
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
@@ -402,14 +413,15 @@ class _Asked:
         return int(self.facts["seed"])
 
 
-def _unpacked(messages: Iterable[Message]) -> list[_Asked]:
-    """What each message asks for; what several of them share is read once."""
+def _unpacked(messages: Iterable[Message], task: Task) -> list[_Asked]:
+    """What each message asks for; what several of them share is read, and checked, once."""
     contents: dict[int, _Asked] = {}
     arrays: dict[int, Params] = {}
 
     def params(record: ArrayRecord) -> Params:
         if id(record) not in arrays:
             arrays[id(record)] = records.to_params(record)
+            _check_received(arrays[id(record)], task)
         return arrays[id(record)]
 
     def unpacked(message: Message) -> _Asked:
@@ -417,6 +429,9 @@ def _unpacked(messages: Iterable[Message]) -> list[_Asked]:
         if id(content) not in contents:
             received = {name: params(record) for name, record in content.array_records.items()}
             configs = content.config_records
+            if not set(received[records.MODEL]) <= set(task.shapes):
+                extra = sorted(set(received[records.MODEL]) - set(task.shapes))
+                raise ValueError(f"the server's model has {extra}, which this task's has not")
             contents[id(content)] = _Asked(
                 kind=message.metadata.message_type.partition(".")[0],
                 facts=dict(configs[records.ROUND]),
@@ -429,6 +444,21 @@ def _unpacked(messages: Iterable[Message]) -> list[_Asked]:
         return contents[id(content)]
 
     return [unpacked(message) for message in messages]
+
+
+def _check_received(params: Params, task: Task) -> None:
+    """Refuse what would train to nonsense, and might be remembered."""
+    for name, value in params.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
+        if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
+            raise ValueError(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
+
+
+def _check_memory(params: Params | None) -> None:
+    for name, value in (params or {}).items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
 
 
 def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIMIT) -> list[T]:

@@ -67,17 +67,20 @@ class Roster:
         ------
         FederationNotReady
             As `wait_for_nodes`; or two nodes claim one partition, one is out of range, or only
-            some nodes answer.
+            some nodes answer. A node's first answer counts.
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
         answers: dict[int, int] = {}
+        waiting = set(nodes)
         for reply in grid.send_and_receive(asked, timeout=timeout):
-            if reply.has_error():
-                continue
             node = reply.metadata.src_node_id
-            partition = reply.content.config_records["identity"]["partition"]
-            if not isinstance(partition, int) or not 0 <= partition < population:
+            if reply.has_error() or not reply.has_content() or node not in waiting:
+                continue
+            waiting.remove(node)
+            identity = reply.content.config_records.get("identity", {})
+            partition = identity.get("partition")
+            if type(partition) is not int or not 0 <= partition < population:
                 raise FederationNotReady(
                     f"node {node} says it holds partition {partition!r}; "
                     f"expected 0 … {population - 1} (node config partition-id)"

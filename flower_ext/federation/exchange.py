@@ -32,6 +32,8 @@ class Exchange:
         self.progress = progress
         self.refusals: list[str] = []
         self.roster: Roster | None = None
+        self._questions: dict[str, dict[int, Message]] = {}
+        self._partitions: dict[int, int] = {}
 
     def connect(self, grid: Grid, population: int, *, timeout: float) -> Roster:
         """Wait for all nodes the first time.
@@ -67,8 +69,16 @@ class Exchange:
             )
             for partition, content in contents.items()
         ]
+        self._questions[kind] = {message.metadata.dst_node_id: message for message in messages}
+        self._partitions = {self.roster.nodes[partition]: partition for partition in contents}
         self.progress.asked(kind, messages)
         return messages
+
+    def sent(self, reply: Message) -> tuple[int, records.Arrays]:
+        """Whose reply to a training message this is, and the model that was sent there."""
+        node = reply.metadata.src_node_id
+        content = self._questions["train"][node].content
+        return self._partitions[node], records.to_arrays(content.array_records[records.MODEL])
 
     def accepted(
         self,
@@ -81,7 +91,13 @@ class Exchange:
         """What `records.accept` accepts, by partition; the rest is counted and reported."""
         replies, nodes = list(replies), self.nodes
         asked = {partition: nodes[partition] for partition in partitions}
-        accepted = records.accept(replies, asked=asked, server_round=server_round, read=read)
+        accepted = records.accept(
+            replies,
+            asked=asked,
+            server_round=server_round,
+            read=read,
+            questions=self._questions.get(kind),
+        )
         self.refusals += accepted.refusals
         self.progress.answered(kind, replies, accepted.refusals)
         return accepted.values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 
@@ -47,12 +48,15 @@ class Progress:
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Mean, spread, variance, worst tenth and Jain's index over clients, which count alike.
 
-        ``…_pooled`` is the mean over all test examples instead: large clients count more.
+        ``…_pooled`` is the mean over all test examples instead: large clients count more. A score
+        is one that most clients report; the others have no say in it.
         """
-        by_client = list(by_client)
+        everyone = list(by_client)
         summary: dict[str, float] = {}
-        names = set.intersection(*(set(scores) for scores in by_client))
+        reported = Counter(name for scores in everyone for name in scores)
+        names = {name for name, count in reported.items() if 2 * count > len(everyone)}
         for name in sorted(names - {"num-examples"}):
+            by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
             spread = summarize(values, lower_is_better=name.endswith("loss"))
             summary |= {

@@ -7,6 +7,7 @@ behind a client's whole *model* (record-level privacy).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +18,47 @@ from flwr.app import Context
 
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.mods import objective_perturbation_term
+from flower_ext.federation.records import Arrays, RefusedReply
 from flower_ext.privacy import (
     BoundedSum,
     NoiseSource,
     ObjectivePerturbation,
     OutputPerturbation,
     PerturbationPlan,
+    Plan,
     PreconditionFailed,
     RecordLevelPlan,
     ReleasePlan,
     SecureNoise,
     SeededNoise,
     clip,
+    l2_norm,
+    largest_noised_norm,
 )
 from flower_ext.training import Linear, Params, StepNoise
+
+_FORMS: tuple[frozenset[str], ...] = (
+    frozenset(),
+    frozenset({"clipping-norm", "noise-stddev"}),
+    frozenset({"unit-clipping-norm", "noise-stddev"}),
+    frozenset({"model-clipping-norm", "model-noise-stddev"}),
+    frozenset({"model-clipping-norm", "gradient-clipping-norm", "step-noise-stddev"}),
+    frozenset({"objective-rate", "least-examples"}),
+)
+"""Protections that a server can ask for; a part of one is none."""
+_OTHER_FACTS = frozenset(
+    {
+        "number",
+        "seed",
+        "diagnostics",
+        "training-loss",
+        "report-size",
+        "agreed-examples",
+        "seeded-noise",
+    }
+)
+_ROUNDING = 1.01
+"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +124,106 @@ def record_level_facts(plan: RecordLevelPlan, *, seeded_noise: bool) -> dict[str
         "gradient-clipping-norm": plan.steps.gradient_clipping_norm,
         "step-noise-stddev": plan.noise_stddev,
     }
+
+
+def check_improbable(
+    plan: Plan,
+    update: Arrays,
+    received: Arrays,
+    *,
+    cohort_size: int,
+    norms: float,
+) -> None:
+    """Refuse an upload that is larger than bound and noise of an honest client explain.
+
+    What clients noise cannot be clipped without changing the noise. See
+    `ReleasePlan.largest_upload` for what this protects.
+
+    Parameters
+    ----------
+    update, received : Arrays
+        What the client sent, and the model that it was sent.
+    cohort_size, norms
+        As `ReleasePlan.largest_upload`.
+
+    Raises
+    ------
+    RefusedReply
+        Names the norm and the largest probable one.
+    """
+    numbers = sum(array.size for array in update.values())
+    if isinstance(plan, ReleasePlan):
+        value = update
+        limit = plan.largest_upload(cohort_size=cohort_size, numbers=numbers, norms=norms)
+    elif isinstance(plan, RecordLevelPlan):
+        value = {name: received[name] + step for name, step in update.items()}
+        stddev = plan.noise_stddev if plan.steps is None else 0.0
+        limit = largest_noised_norm(plan.clipping_norm, stddev, numbers)
+    elif isinstance(plan, PerturbationPlan) and isinstance(plan.perturbation, OutputPerturbation):
+        value = {name: received[name] + step for name, step in update.items()}
+        own = plan.perturbation
+        limit = largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
+    else:
+        return
+    if not math.isinf(limit) and (norm := l2_norm(value)) > limit * _ROUNDING:
+        raise RefusedReply(
+            f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
+        )
+
+
+def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> None:
+    """Refuse a round whose protection is incomplete, unknown or none that this node takes part in.
+
+    The owner of a SuperNode names the least noise with ``--node-config
+    "least-noise-multiplier=0.1"``: a client's own share of it, in clipping norms. Trainings whose
+    upload this client does not noise by itself are then refused, and so is objective perturbation,
+    which has no such number.
+
+    Raises
+    ------
+    ValueError
+        Names what is wrong.
+    TypeError
+        A fact is not of its type.
+    PermissionError
+        The node's owner asks for more noise.
+    """
+    for name, least in (("number", 1), ("seed", 0)):
+        if type(facts.get(name)) is not int or facts[name] < least:
+            raise ValueError(f"{name}={facts.get(name)!r}: expected an integer >= {least}")
+    asked = frozenset(facts) - _OTHER_FACTS
+    if asked not in _FORMS:
+        raise ValueError(f"the server asks for a protection of {sorted(asked)}, which is none")
+    for name in asked:
+        value = _number(facts, name)
+        if not 0 < value < math.inf and (name, value) != ("least-examples", 0):
+            raise ValueError(f"{name}={value!r} in the server's message: expected above 0, finite")
+    if type(facts.get("seeded-noise", False)) is not bool or (
+        asked and "seeded-noise" not in facts
+    ):
+        raise TypeError(f"seeded-noise={facts.get('seeded-noise')!r}: expected true or false")
+    least_noise = float(context.node_config.get("least-noise-multiplier", 0.0))
+    if kind != "train" or least_noise == 0:
+        return
+    own = _noise_multiplier(facts)
+    if not own >= least_noise:
+        raise PermissionError(
+            f"the server asks for a noise multiplier of {own:g} on this client's upload; this node "
+            f"takes part from least-noise-multiplier={least_noise:g}"
+        )
+
+
+def _noise_multiplier(facts: Mapping[str, Any]) -> float:
+    """Standard deviation of this client's noise over its clipping norm; 0 where it adds none."""
+    for stddev, norms in (
+        ("noise-stddev", ("clipping-norm", "unit-clipping-norm")),
+        ("model-noise-stddev", ("model-clipping-norm",)),
+        ("step-noise-stddev", ("gradient-clipping-norm",)),
+    ):
+        for norm in norms:
+            if stddev in facts and norm in facts:
+                return _number(facts, stddev) / _number(facts, norm)
+    return 0.0
 
 
 def check_size(num_examples: int, facts: Mapping[str, Any]) -> None:
@@ -252,6 +380,6 @@ def may_simulate(context: Context, *, allow_seeded_noise: bool) -> bool:
 
 def _number(facts: Mapping[str, Any], name: str) -> float:
     value = facts[name]
-    if not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} in the server's message: expected a number")
     return value

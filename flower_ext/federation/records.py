@@ -6,6 +6,7 @@ for the privacy plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -39,6 +40,14 @@ CONFIG = "config"
 """What the user passes to ``start``, for ClientApps of their own."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
+
+
+LARGEST_VALUE = 1e15
+"""Beyond any sensible weight or score; sums and squares of such numbers fit a float32."""
+LARGEST_SIZE = 2**40
+"""Examples that a client may say it has."""
+_LONGEST_REASON = 2_000
+"""Characters of a refusal that are kept: part of it is what a client wrote."""
 
 
 class RefusedReply(ValueError):
@@ -98,7 +107,29 @@ def to_arrays(record: ArrayRecord) -> Arrays:
 
 
 def _values(array: Array) -> np.ndarray:
-    return array.values if isinstance(array, UnsentArray) else array.numpy()
+    return array.values if isinstance(array, UnsentArray) else _read_npy(array)
+
+
+def _read_npy(array: Array) -> np.ndarray:
+    """One array in NumPy's format and nothing else: no pickle, no archive, nothing after it.
+
+    Unlike ``numpy.load``, it takes no memory for numbers that are only announced.
+    """
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
+    file = BytesIO(array.data)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[np.lib.format.read_magic(file)]
+    shape, fortran_order, dtype = read_header(file)
+    start = file.tell()
+    if dtype.hasobject:
+        raise ValueError("it holds pickled objects")
+    if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(array.data) - start} bytes for {dtype}{shape}")
+    values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
+    return values.reshape(shape, order="F" if fortran_order else "C")
 
 
 def shared_arrays(record: ArrayRecord) -> Arrays:
@@ -203,6 +234,7 @@ def accept(
     asked: Mapping[int, int],
     server_round: int,
     read: Callable[[Message], T],
+    questions: Mapping[int, Message] | None = None,
 ) -> Accepted[T]:
     """One well-formed reply of this round from each node that was asked.
 
@@ -210,6 +242,8 @@ def accept(
     ----------
     asked : Mapping[int, int]
         Node ids by partition.
+    questions : Mapping[int, Message], optional
+        What each node was asked: its reply is of the same type and names that very message.
     read : Callable[[Message], T]
         Reads one reply, or raises `RefusedReply`.
     """
@@ -223,11 +257,24 @@ def accept(
                 raise RefusedReply("not asked in this round, or answered already")
             if reply.metadata.group_id != str(server_round):
                 raise RefusedReply(f"answers round {reply.metadata.group_id}")
+            _check_answers(reply, (questions or {}).get(node))
             values[waiting[node]] = read(reply)
             del waiting[node]
         except RefusedReply as refusal:
-            refusals.append(f"round {server_round}, node {node}: {refusal}")
+            refusals.append(f"round {server_round}, node {node}: {refusal}"[:_LONGEST_REASON])
     return Accepted(dict(sorted(values.items())), refusals)
+
+
+def _check_answers(reply: Message, question: Message | None) -> None:
+    """A reply to ``question`` and no other, as far as the grid has told its message id."""
+    if question is None:
+        return
+    expected, found = question.metadata.message_type, reply.metadata.message_type
+    if found != expected:
+        raise RefusedReply(f"answers {found!r}, expected {expected!r}")
+    number = question.metadata.message_id
+    if number and reply.metadata.reply_to_message_id != number:
+        raise RefusedReply("answers another message of this round")
 
 
 @dataclass(frozen=True)
@@ -253,7 +300,8 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     Raises
     ------
     RefusedReply
-        Error reply, missing record, wrong names, shapes or dtypes, unreadable or non-finite data.
+        Error reply, missing record, wrong names, shapes or dtypes, unreadable or non-finite data,
+        values beyond `LARGEST_VALUE`.
     """
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
@@ -273,16 +321,37 @@ def read_metrics(reply: Message) -> dict[str, float]:
     Raises
     ------
     RefusedReply
-        Error reply, or a value is not a finite number.
+        Error reply, a value is not a finite number or beyond `LARGEST_VALUE`, or a size is no
+        whole number of examples.
     """
     content = _content(reply)
     merged: dict[str, float] = {}
     for record in content.values():
         for name, value in record.items() if isinstance(record, MetricRecord) else ():
-            if not isinstance(value, int | float) or not np.isfinite(value):
+            # A comparison, as neither NumPy nor float() takes every integer.
+            if not isinstance(value, int | float) or not -math.inf < value < math.inf:
                 raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
+            if abs(value) > LARGEST_VALUE:
+                raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
             merged[name] = float(value)
+    size = merged.get("num-examples", 0.0)
+    if not (0 <= size <= LARGEST_SIZE and size.is_integer()):
+        raise RefusedReply(f"num-examples={size!r}: expected an integer, 0 … {LARGEST_SIZE}")
     return merged
+
+
+def read_scores(reply: Message) -> dict[str, float]:
+    """Metrics of an evaluation: `read_metrics`, one at least.
+
+    Raises
+    ------
+    RefusedReply
+        As `read_metrics`, or there is none.
+    """
+    scores = read_metrics(reply)
+    if not scores:
+        raise RefusedReply("no metric in it")
+    return scores
 
 
 def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
@@ -333,7 +402,10 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:
             raise RefusedReply(f"{name!r} holds other data than it declares")
-        if not np.isfinite(array).all():
+        largest = float(max(array.max(), -array.min())) if array.size else 0.0
+        if not math.isfinite(largest):
             raise RefusedReply(f"{name!r} holds NaN or infinite values")
+        if largest > (most := min(LARGEST_VALUE, float(np.finfo(array.dtype).max) / 16)):
+            raise RefusedReply(f"{name!r} holds values above {most:g}")
         arrays[name] = array
     return arrays

@@ -26,6 +26,7 @@ from flower_ext.federation.devices import Stragglers, shortened
 from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.protection import (
+    check_improbable,
     perturbation_facts,
     plan_facts,
     record_level_facts,
@@ -207,6 +208,10 @@ class FederatedStrategy(Strategy):
         """
         return {}
 
+    def upload_norms(self, partition: int) -> float:
+        """How many clipping norms this client's upload may have before noise."""
+        return 1.0
+
     def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
         """The noised average of a round's updates, by partition.
 
@@ -317,6 +322,14 @@ class FederatedStrategy(Strategy):
             raise records.RefusedReply(
                 f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
             )
+        partition, received = self._exchange.sent(reply)
+        check_improbable(
+            self.plan,
+            update.arrays,
+            received,
+            cohort_size=len(self._cohort),
+            norms=self.upload_norms(partition),
+        )
         return update
 
     @property
@@ -367,7 +380,7 @@ class FederatedStrategy(Strategy):
     ) -> MetricRecord | None:
         """Every client counts alike: mean, worst tenth, spread and Jain's index."""
         scores = self._exchange.accepted(
-            "evaluate", server_round, replies, list(self._exchange.nodes), records.read_metrics
+            "evaluate", server_round, replies, list(self._exchange.nodes), records.read_scores
         )
         scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
         if not scores:

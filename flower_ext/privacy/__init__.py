@@ -50,7 +50,7 @@ from flower_ext.privacy.ledger import (
     LedgerLocked,
     Reservation,
 )
-from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise, largest_noised_norm
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.perturbation import (
     LocalObjective,
@@ -168,6 +168,7 @@ __all__ = [
     "group_loss_by_conversion",
     "group_loss_by_renyi",
     "l2_norm",
+    "largest_noised_norm",
     "participations_loss",
     "perturbation_guarantees",
     "privacy_curve",

@@ -16,8 +16,20 @@ import numpy as np
 from flower_ext.privacy.bounds import NonFiniteUpdate, Update, check_arrays
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
+IMPROBABLE = 1e-12
+"""Probability with which noise may exceed what it is expected to stay within."""
 _ABSORBING = 2.0**40
 """Values above this many stddevs leave noise too few of a float64's 53 bits."""
+
+
+def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
+    """What ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most, if ‖x‖₂ ≤ bound.
+
+    A norm is 1-Lipschitz in the noise, so it exceeds its mean by t·stddev with probability
+    exp(−t²/2) at most; its mean is at most √(bound² + numbers · stddev²).
+    """
+    tail = math.sqrt(2 * math.log(1 / IMPROBABLE))
+    return math.sqrt(bound**2 + numbers * stddev**2) + tail * stddev
 
 
 class NoiseSource(Protocol):

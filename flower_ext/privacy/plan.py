@@ -12,7 +12,7 @@ import array_api_compat as api
 from flower_ext.privacy.accounting import Accountant, Release
 from flower_ext.privacy.bounds import BoundedUpdate, Update, clip, sum_clipped, total
 from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
-from flower_ext.privacy.noise import NoiseSource
+from flower_ext.privacy.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.sampling import Sampling
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -160,6 +160,27 @@ class ReleasePlan:
         if cohort_size < 1:
             raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
         return self.noise_stddev / math.sqrt(cohort_size)
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
+
+        To refuse larger ones adds at most that probability, for each round, to δ. It keeps a
+        hostile client from moving the sum further than the noise of an honest upload might. It does
+        not bound it by C, as a server does that noises itself. Infinite where the server noises.
+
+        Parameters
+        ----------
+        cohort_size : int
+            How many were asked.
+        numbers : int
+            Of the upload.
+        norms : float
+            How many clipping norms an upload may have before noise: more where it is a sum.
+        """
+        if self.noise_placement == "server":
+            return math.inf
+        share = self.client_noise_stddev(cohort_size)
+        return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
     def bound(self, update: Update) -> BoundedUpdate:
         """Clip one unit's whole update to the plan's norm."""

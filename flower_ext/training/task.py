@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 
 import torch
@@ -53,6 +54,11 @@ class Task:
             return "present" in signature(self.loss).parameters
         except ValueError:  # of a function written in C
             return False
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all parameters and buffers of the model, by name."""
+        return {name: tuple(p.shape) for name, p in self.initial_params(0).items()}
 
     def torch_device(self) -> torch.device:
         """The device on which this process trains."""

@@ -33,6 +33,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.algorithms.uldp.weights import (
     USERS,
+    WEIGHTS,
     WeightSource,
     answer,
     ask_silos,
@@ -266,6 +267,11 @@ class UldpAvg(FederatedStrategy):
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """The round's users, and their weights in this silo."""
         return {USERS: self._users_records[partition]}
+
+    def upload_norms(self, partition: int) -> float:
+        """A silo's sum has as many clipping norms as its users have weight."""
+        weights = self._users_records[partition][WEIGHTS].numpy()
+        return float(weights.sum()) * (1 if weights.size > 1 else len(self._users))
 
     def count_participations(self, answered: int) -> None:
         """The sampled users took part; the noise came from the silos that answered."""

@@ -66,6 +66,8 @@ def local_update(work: ClientWork) -> LocalResult:
         if name.startswith(DP_SGD)
     }
     training = DpSgdTraining(**settings)
+    if training.noise_multiplier == 0:
+        raise ValueError("noise_multiplier=0.0 in the server's message: expected above 0")
     drawn = secure_generator()
     if not work.noise.is_secure:  # a simulation: this, too, is reproducible
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)

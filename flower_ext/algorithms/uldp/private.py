@@ -228,7 +228,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     bound, silo = float(work.settings[CLIPPING_NORM]), keeping.resume(work.vault)
     if silo is None:
         return LocalResult(update=HiddenSum(bound=bound, encrypt=lambda noise: _lost()))
-    users = owned(work.data, int(work.settings[USERS])).by_user()
+    if work.settings[USERS] != silo.plan.users:
+        raise ProtocolError(f"{USERS}={work.settings[USERS]!r}: expected {silo.plan.users}")
+    users = owned(work.data, silo.plan.users).by_user()
     updates: dict[int, np.ndarray] = yield Training(
         task=work.task,
         job=silo_job(work, users, {}),
@@ -434,7 +436,7 @@ class PrivateUldpAvg(UldpAvg):
 
     def _read_update(self, reply: Message) -> records.Update:
         arrays = records.read_answer(reply, records.UPDATE)
-        if set(arrays) == {LOST}:
+        if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
             return records.Update(arrays, {})
         if set(arrays) != {SUM, NUMBER} or arrays[NUMBER].shape or arrays[NUMBER].dtype != np.int64:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r} and one {NUMBER!r}")

@@ -35,6 +35,8 @@ WEIGHTS = "weights"
 HISTOGRAM = "histogram"
 MOST_RECORDS = 2**40
 """Records that one user may have in one silo: sums over silos stay exact."""
+MOST_USERS = 2**24
+"""Users that a silo makes room for, whatever number a server names."""
 _ROUNDING = 1e-13
 """Far below the room that clipping leaves for the rounding of norms."""
 
@@ -191,8 +193,10 @@ def owned(data: ClientData, num_users: int) -> SiloData:
     Raises
     ------
     ValueError
-        There are no owners, or one is out of range.
+        There are no owners, or one is out of range; or ``num_users`` is.
     """
+    if not 1 <= num_users <= MOST_USERS:
+        raise ValueError(f"{num_users} users: expected 1 … {MOST_USERS}")
     if not isinstance(data, SiloData):
         raise ValueError(
             f"data of type {type(data).__name__}: expected SiloData, whose owners say which user "
