@@ -78,7 +78,7 @@ class Roster:
             if reply.has_error() or not reply.has_content() or node not in waiting:
                 continue
             waiting.remove(node)
-            identity = reply.content.config_records.get("identity", {})
+            identity: Mapping[str, object] = reply.content.config_records.get("identity", {})
             partition = identity.get("partition")
             if type(partition) is not int or not 0 <= partition < population:
                 raise FederationNotReady(

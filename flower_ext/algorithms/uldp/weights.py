@@ -238,8 +238,11 @@ def ask_silos(
 
 
 def _read_counts(reply: Message, num_users: int) -> np.ndarray:
-    counts = records.read_answer(reply).get(HISTOGRAM)
-    if counts is None or counts.shape != (num_users,) or counts.dtype.kind not in "iu":
+    told = records.read_answer(reply)
+    if set(told) != {HISTOGRAM}:
+        raise RefusedReply(f"arrays {sorted(told)}: expected {HISTOGRAM!r} alone")
+    counts = told[HISTOGRAM]
+    if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")
     if not 0 <= counts.min() <= counts.max() <= MOST_RECORDS:
         raise RefusedReply(f"{HISTOGRAM!r}: expected numbers of records, 0 … 2^40")

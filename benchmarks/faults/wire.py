@@ -1,0 +1,95 @@
+"""What of a client's memory is on the wire: every message of a run, searched byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from flwr.clientapp import ClientApp
+
+from benchmarks.faults.worlds import CLIENTS, initial, task
+from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+
+WINDOW = 12
+"""Bytes that must be found together: three neighbouring parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """How much was looked for, in how much, and what was found of it."""
+
+    name: str
+    personal_bytes: int
+    wire_bytes: int
+    messages: int
+    found_bytes: int
+    found_names: int
+
+
+class TappedGrid(InProcessGrid):
+    """Keeps the bytes of every message, and what clients remembered after each."""
+
+    def __init__(self, app: ClientApp, num_clients: int) -> None:
+        super().__init__(app, num_clients)
+        self.wire: list[bytes] = []
+        self.names: set[str] = set()
+        self.memories: dict[bytes, str] = {}
+        self.messages = 0
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """As `InProcessGrid`, with everything written down."""
+        messages = list(messages)
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        for message in [*messages, *replies]:
+            self.messages += 1
+            if message.has_content():
+                self._tap(message)
+        for context in self.contexts.values():
+            for record in context.state.array_records.values():
+                for name, array in records.to_arrays(record).items():
+                    self.memories[array.tobytes()] = name
+        return replies
+
+    def _tap(self, message: Message) -> None:
+        for record in message.content.values():
+            if isinstance(record, ArrayRecord):
+                self.names |= set(record)
+                self.wire += [bytes(array.data) for array in record.values()]
+            else:
+                self.wire.append(repr(dict(record)).encode())
+                self.wire.append(b"".join(np.float32(v).tobytes() for v in _numbers(record)))
+
+
+def _numbers(record: object) -> list[float]:
+    values = getattr(record, "values", list)()
+    return [float(v) for v in values if isinstance(v, int | float)]
+
+
+def search(
+    name: str, strategy: FederatedStrategy, personal: Callable[[str], bool], *, rounds: int
+) -> Searched:
+    """Run a method and look for every three neighbouring numbers of any client's memory."""
+    grid = TappedGrid(type(strategy).client_app(task(), allow_seeded_noise=True), CLIENTS)
+    strategy.start(grid, initial(), num_rounds=rounds)
+    own = {data: label for data, label in grid.memories.items() if personal(label)}
+    windows = {window for data in own for window in _windows(data)}
+    seen = {window for data in grid.wire for window in _windows(data)}
+    shared = set(strategy._base)
+    return Searched(
+        name=name,
+        personal_bytes=sum(map(len, own)),
+        wire_bytes=sum(map(len, grid.wire)),
+        messages=grid.messages,
+        found_bytes=WINDOW * len(windows & seen),
+        found_names=len(({*own.values()} - shared) & grid.names),
+    )
+
+
+def _windows(data: bytes) -> set[bytes]:
+    """All runs of `WINDOW` bytes from every fourth one on, but those of numbers all alike."""
+    runs = {data[at : at + WINDOW] for at in range(0, len(data) - WINDOW + 1, 4)}
+    return {run for run in runs if len({run[at : at + 4] for at in range(0, WINDOW, 4)}) > 1}
