@@ -64,6 +64,7 @@ class Referee:
         """By client: rounds' worth of exposure to one who sees each sum."""
         self._used: Mapping[int, records.Update] = {}
         combine, aggregate = strategy.combine, strategy.aggregate_train
+        evaluate = strategy.aggregate_evaluate
 
         def watched_combine(updates: Mapping[int, records.Update]) -> Any:
             self._used = updates
@@ -75,12 +76,33 @@ class Referee:
             self._check(server_round, base, moved, grid.taken())
             return moved, metrics
 
-        vars(strategy).update(combine=watched_combine, aggregate_train=watched_aggregate)
+        def watched_evaluate(server_round: int, replies: Iterable[Message]) -> Any:
+            summary = evaluate(server_round, replies)
+            self._check_scores(server_round)
+            return summary
+
+        vars(strategy).update(
+            combine=watched_combine,
+            aggregate_train=watched_aggregate,
+            aggregate_evaluate=watched_evaluate,
+        )
+
+    def _check_scores(self, number: int) -> None:
+        told = {
+            partition: dict(reply.content.metric_records[records.METRICS])
+            for partition, reply in self.grid.scores.items()
+        }
+        if self.strategy.client_metrics != told:
+            self.outcome.accepted.append(f"scores of round {number}")
+        mean = self.strategy.progress.row.get("accuracy_mean", 0.0)
+        if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
+            self.outcome.wrong_aggregates.append(f"scores of round {number}")
 
     def _check(
         self, number: int, base: records.Arrays, moved: ArrayRecord | None, came: Delivered
     ) -> None:
         outcome, used = self.outcome, self._used
+        self._used = {}
         outcome.rounds += 1
         outcome.released += moved is not None
         counted = {partition: _arrays(reply) for partition, reply in came.counted.items()}

@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from benchmarks.faults.malformed import Mutation, copied, malformed
+from benchmarks.faults.malformed import EVALUATE, Mutation, copied, malformed
 from flower_ext.federation import InProcessGrid, records
 
 
@@ -24,7 +24,7 @@ class Rates:
     """
 
     dropped: float = 0.05
-    late: float = 0.12
+    late: float = 0.16
     malformed: float = 0.08
     raises: float = 0.05
     huge: float = 0.05
@@ -89,6 +89,8 @@ class FaultyGrid(InProcessGrid):
         self.wrong: Counter[str] = Counter()
         """Malformed messages by what was wrong with them."""
         self.delivered = Delivered()
+        self.scores: dict[int, Message] = {}
+        """The scores of the last evaluation that should be used, by partition."""
         self._late: list[Message] = []
         self._earlier: dict[int, list[Message]] = {}
 
@@ -102,7 +104,10 @@ class FaultyGrid(InProcessGrid):
     ) -> Iterable[Message]:
         """As `InProcessGrid`, but for what goes wrong with training replies."""
         messages = list(messages)
-        if not messages or not messages[0].metadata.message_type.startswith("train"):
+        kind = messages[0].metadata.message_type.partition(".")[0] if messages else ""
+        if kind == "evaluate":
+            return self._evaluated(super().send_and_receive(messages, timeout=timeout))
+        if kind != "train":
             return super().send_and_receive(messages, timeout=timeout)
         fates = [self._fate() for _ in messages]
         asked = [
@@ -117,9 +122,23 @@ class FaultyGrid(InProcessGrid):
         self._count("late", len(out))
         sound = [r for r, fate in zip(replies, fates, strict=True) if fate != "raises"]
         for _ in range(self.rates.flood if sound else 0):
-            out.append(self._malformed(sound[self.rng.integers(len(sound))]))
+            out.append(self._malformed(self._one_of(sound)))
         for reply, fate in zip(replies, fates, strict=True):
             out += self._around(reply, fate)
+        return out
+
+    def _evaluated(self, replies: Iterable[Message]) -> list[Message]:
+        """Scores: some lost, some malformed, some twice, after a flood of malformed ones."""
+        replies, self.scores = list(replies), {}
+        out = [self._malformed(self._one_of(replies), EVALUATE) for _ in range(self.rates.flood)]
+        for reply in replies:
+            fate = self._fate()
+            if fate in ("dropped", "malformed"):
+                self._count(fate, fate == "dropped")
+                out += [self._malformed(reply, EVALUATE)] if fate == "malformed" else []
+                continue
+            self.scores[reply.metadata.src_node_id - 1_000] = reply
+            out += [reply] * (1 + self._happens("duplicated"))
         return out
 
     def _around(self, reply: Message, fate: str) -> list[Message]:
@@ -156,8 +175,10 @@ class FaultyGrid(InProcessGrid):
                 out.append(forged)
         return out
 
-    def _malformed(self, reply: Message) -> Message:
-        what, changed = malformed(reply, self.rng, self.mutations)
+    def _malformed(
+        self, reply: Message, mutations: Mapping[str, Mutation] | None = None
+    ) -> Message:
+        what, changed = malformed(reply, self.rng, mutations or self.mutations)
         self._count("malformed")
         self.wrong[what] += 1
         return changed

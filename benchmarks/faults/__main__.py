@@ -1,0 +1,231 @@
+"""What breaks, and what does not: one command, one report.
+
+    python -m benchmarks.faults [--quick] [--output RESULTS] [--seed 0]
+
+Methods run in this process while replies are dropped, late, malformed, repeated and forged, and
+clients raise; each round's aggregate and each run's ε are recomputed from the replies that should
+count. Clients get malformed requests; noise is measured under dropout; every message of the
+personalised methods is searched for what clients remember. Then, unless ``--quick``, processes are
+killed (`kill`) and a real SuperLink with real SuperNodes is disturbed (`processes`).
+
+``--quick`` takes a minute, the whole some ten for what runs in this process. The exit status is 1
+where something was not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, is_dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.faults.clients import Asked, everyone
+from benchmarks.faults.engine import Outcome, run_case
+from benchmarks.faults.noise import Measured, measure
+from benchmarks.faults.wire import Searched, search
+from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE
+from flower_ext.reporting.report import table
+
+DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="a twentieth of everything")] = False,
+    output: Annotated[Path, typer.Option(help="where the report goes")] = Path("runs/faults"),
+    seed: Annotated[int, typer.Option(help="of everything that goes wrong")] = 0,
+    points: Annotated[int, typer.Option(help="at which processes are killed")] = 100,
+    only: Annotated[list[str] | None, typer.Option(help="parts; all by default")] = None,
+) -> None:
+    """Run, print and write the report."""
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    output.mkdir(parents=True, exist_ok=True)
+    scale = 20 if quick else 1
+    parts: dict[str, Callable[[], tuple[str, bool]]] = {
+        "engine": lambda: engine(210 // scale, 36, private_rounds=60 // scale, seed=seed),
+        "clients": lambda: clients(1_000 // scale, seed=seed),
+        "noise": lambda: noise(200 // scale, seed=seed),
+        "wire": lambda: wire(20 if not quick else 3),
+    }
+    if not quick:
+        parts |= {"kill": lambda: kill(points), "processes": processes}
+    for name in only or ():
+        if name not in parts:
+            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
+    sections, all_kept = (
+        [f"# Faults\n\n{platform.machine()}, Python {platform.python_version()}."],
+        True,
+    )
+    for name in only or parts:
+        started = time.monotonic()
+        text, kept = parts[name]()
+        all_kept &= kept
+        sections.append(f"{text}\n\n{time.monotonic() - started:.0f} s.")
+        print(f"\n{sections[-1]}", flush=True)
+    (output / "faults.md").write_text("\n\n".join(sections) + "\n")
+    print(f"\nwritten to {output / 'faults.md'}; {'all kept' if all_kept else 'NOT ALL KEPT'}")
+    sys.exit(0 if all_kept else 1)
+
+
+def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[str, bool]:
+    """All methods under mixed faults."""
+    outcomes = [run_case(case, rounds, flood=flood, seed=seed) for case in CASES]
+    outcomes.append(run_case(PRIVATE, private_rounds, flood=flood, seed=seed))
+    faults: Counter[str] = sum((o.faults for o in outcomes), Counter())
+    flooded = sum(o.faults["malformed"] for o in outcomes)
+    lines = [engine_table(outcomes), totals_table(faults, outcomes)]
+    text = f"## Runs under faults\n\n{lines[0]}\n\n{lines[1]}\n\n{len(_kinds(outcomes))} kinds"
+    text += f" of malformed replies, {flooded:,} of them."
+    return text, all(kept(outcome) for outcome in outcomes)
+
+
+def kept(outcome: Outcome) -> bool:
+    """Whether nothing that should hold was broken in a run."""
+    broken = (outcome.crashes, outcome.accepted, outcome.wrong_aggregates, outcome.unexplained)
+    return not any(broken) and outcome.epsilon_is_right
+
+
+def engine_table(outcomes: Sequence[Outcome]) -> str:
+    """A row a method."""
+    return table(
+        (
+            "method",
+            "rounds",
+            "released",
+            "faults",
+            "malformed",
+            "crashes",
+            "wrongly used",
+            "wrong aggregates",
+            "ε right",
+        ),
+        [
+            (
+                o.name,
+                o.rounds,
+                o.released,
+                f"{sum(o.faults.values()) - o.faults['malformed']:,}",
+                f"{o.faults['malformed']:,}",
+                len(o.crashes),
+                len(o.accepted),
+                len(o.wrong_aggregates),
+                "none stated" if not o.epsilon else "yes" if o.epsilon_is_right else "NO",
+            )
+            for o in outcomes
+        ],
+    )
+
+
+def totals_table(faults: Counter[str], outcomes: Sequence[Outcome]) -> str:
+    """A row a kind of fault, over all methods."""
+    what = {
+        "dropped": "reply lost",
+        "late": "reply of an earlier round (stale)",
+        "raises": "client raises",
+        "malformed": "malformed reply",
+        "huge": "upload 10,000 times too large",
+        "duplicated": "reply twice",
+        "replayed": "reply of an earlier round again (replayed)",
+        "relabelled": "the same, relabelled as of this round",
+        "stranger": "reply of a node that was not asked",
+    }
+    wrong = sum(len(o.accepted) for o in outcomes)
+    rows = [(text, f"{faults[name]:,}", wrong) for name, text in what.items()]
+    return table(("fault", "number", "rounds in which other replies were used"), rows)
+
+
+def _kinds(outcomes: Sequence[Outcome]) -> set[str]:
+    return {kind for outcome in outcomes for kind in outcome.wrong}
+
+
+def clients(count: int, *, seed: int) -> tuple[str, bool]:
+    """Malformed requests to the clients of all methods."""
+    found = everyone(count, seed=seed)
+    header = ("method", "malformed requests", "kinds", "answered", "remembered", "sound", "refused")
+    rows = [
+        (n, a.requests, len(a.wrong), len(a.answered), len(a.remembered), a.sound, a.refused)
+        for n, a in found.items()
+    ]
+    return f"## Malformed requests\n\n{table(header, rows)}", all(map(_sound, found.values()))
+
+
+def _sound(asked: Asked) -> bool:
+    return not (asked.answered or asked.remembered or asked.refused)
+
+
+def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
+    """Noise that was measured, over that accounted for."""
+    found: list[Measured] = [
+        measure(dropout, policy, placement, rounds=rounds, seed=seed)
+        for policy, placement in (
+            ("top-up", "client"),
+            ("discard", "client"),
+            ("discard", "server"),
+        )
+        for dropout in DROPOUTS
+    ]
+    header = ("dropout", "policy", "rounds released", "measured / accounted", "P(as little)")
+    rows = [
+        (
+            f"{m.dropout:.0%}",
+            m.policy,
+            f"{m.released} of {m.rounds}",
+            f"{m.ratio:.4f}" if m.released else "–",
+            f"{m.too_little:.3f}" if m.released else "–",
+        )
+        for m in found
+    ]
+    return f"## Noise under dropout\n\n{table(header, rows)}", all(m.enough for m in found)
+
+
+def wire(rounds: int) -> tuple[str, bool]:
+    """Every message of every personalised method, searched."""
+    found: list[Searched] = [
+        search(name, build(), personal, rounds=rounds)
+        for name, (build, personal) in PERSONALISED.items()
+    ]
+    header = ("method", "messages", "bytes on the wire", "personal bytes", "of these on the wire")
+    rows = [
+        (f.name, f.messages, f"{f.wire_bytes:,}", f"{f.personal_bytes:,}", f.found_bytes)
+        for f in found
+    ]
+    nothing = all(f.found_bytes == f.found_names == 0 for f in found)
+    return f"## Personal parameters on the wire\n\n{table(header, rows)}", nothing
+
+
+def kill(points: int) -> tuple[str, bool]:
+    """Processes killed at ``points`` points, and resumed."""
+    if (module := _part("kill")) is None:
+        return "## Killed processes\n\n`benchmarks/faults/kill.py` is not here.", True
+    rows: list[Any] = [astuple(r) if is_dataclass(r) else r for r in module.run(points)]  # type: ignore[arg-type]
+    return f"## Killed processes\n\n{table(('what', 'number', 'outcome'), rows)}", True
+
+
+def processes() -> tuple[str, bool]:
+    """A real SuperLink and real SuperNodes."""
+    if (module := _part("processes")) is None:
+        return "## Real processes\n\n`benchmarks/faults/processes.py` is not here.", True
+    with tempfile.TemporaryDirectory() as folder:
+        rows, outcomes = module.run(Path(folder))
+        return f"## Real processes\n\n{module.report(rows, outcomes)}", True
+
+
+def _part(name: str) -> Any | None:
+    """Another part of this report, where it is there."""
+    path = f"benchmarks.faults.{name}"
+    return None if find_spec(path) is None else import_module(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)
