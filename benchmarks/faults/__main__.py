@@ -35,6 +35,7 @@ from benchmarks.faults.engine import Outcome, run_case
 from benchmarks.faults.noise import Measured, measure
 from benchmarks.faults.wire import Searched, search
 from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE
+from flower_ext.privacy.plan import DropoutPolicy, NoisePlacement
 from flower_ext.reporting.report import table
 
 DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -166,13 +167,14 @@ def _sound(asked: Asked) -> bool:
 
 def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
     """Noise that was measured, over that accounted for."""
+    policies: tuple[tuple[DropoutPolicy, NoisePlacement], ...] = (
+        ("top-up", "client"),
+        ("discard", "client"),
+        ("discard", "server"),
+    )
     found: list[Measured] = [
         measure(dropout, policy, placement, rounds=rounds, seed=seed)
-        for policy, placement in (
-            ("top-up", "client"),
-            ("discard", "client"),
-            ("discard", "server"),
-        )
+        for policy, placement in policies
         for dropout in DROPOUTS
     ]
     header = ("dropout", "policy", "rounds released", "measured / accounted", "P(as little)")

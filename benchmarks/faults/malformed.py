@@ -189,7 +189,7 @@ def _other_record(record: str) -> Mutation:
 
 def _renamed_record(record: str) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
-        kept = message.content[record]
+        kept: Any = message.content[record]
         del message.content[record]
         message.content[record + "-"] = kept
 

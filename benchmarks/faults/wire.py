@@ -65,7 +65,7 @@ class TappedGrid(InProcessGrid):
 
 
 def _numbers(record: object) -> list[float]:
-    values = getattr(record, "values", list)()
+    values: Iterable[object] = getattr(record, "values", list)()
     return [float(v) for v in values if isinstance(v, int | float)]
 
 

@@ -1,0 +1,283 @@
+"""Every handler of messages, on the server and on clients, against what nobody asked for."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from benchmarks.faults.malformed import (
+    ANSWER,
+    ENVELOPE,
+    EVALUATE,
+    copied,
+    npy,
+    requests,
+)
+from benchmarks.faults.worlds import CASES, PRIVATE, SILOS, USERS, initial, task
+from flower_ext.algorithms.uldp import UldpAvg
+from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
+from flower_ext.federation import FederationNotReady, InProcessGrid, RefusedReply, records
+from flower_ext.federation._flower_private import become_server_of
+from flower_ext.federation.cohort import Roster
+
+METHODS = {case.name: case for case in (*CASES, PRIVATE)}
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+
+
+# Records of anything ------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["w", "b", HISTOGRAM, "sum", "round", "lost", ""]) | st.text(max_size=3)
+DTYPES = (
+    arrays_of.floating_dtypes() | arrays_of.integer_dtypes() | arrays_of.complex_number_dtypes()
+)
+READABLE = arrays_of.arrays(
+    DTYPES | st.sampled_from([np.dtype("f4"), np.dtype("?"), np.dtype("U3"), np.dtype("M8[s]")]),
+    st.sampled_from([(2, 3), (), (USERS,), (0,), (1, 2, 3)]),
+).map(Array)
+DECLARED = st.builds(
+    Array,
+    dtype=st.sampled_from(["float32", "int64", "uint8", "object", ""]),
+    shape=st.sampled_from([(2, 3), (), (USERS,), (-1,), (2**62, 2**62)]),
+    stype=st.sampled_from(["numpy.ndarray", "torch.tensor", ""]),
+    data=st.binary(max_size=40)
+    | st.sampled_from([npy(np.zeros((2, 3), "f4")), npy(np.zeros(USERS, "i8")), b"\x93NUMPY"])
+    | st.binary(max_size=40).map(lambda tail: b"\x93NUMPY\x01\x00\x76\x00{'descr': '<f4'" + tail),
+)
+NUMBERS = st.floats() | st.integers() | st.just(10**400)
+METRICS = st.dictionaries(
+    st.sampled_from(["num-examples", "update-norm", "loss", "local-steps"]) | st.text(max_size=2),
+    NUMBERS | st.lists(st.floats(), max_size=2),
+    max_size=3,
+).map(MetricRecord)
+CONFIGS = st.dictionaries(
+    st.sampled_from(["partition", "number"]) | st.text(max_size=2),
+    NUMBERS | st.text(max_size=2) | st.binary(max_size=2) | st.booleans(),
+    max_size=3,
+).map(ConfigRecord)
+RECORDS = (
+    st.dictionaries(NAMES, READABLE | DECLARED, max_size=3).map(ArrayRecord) | METRICS | CONFIGS
+)
+CONTENTS = st.dictionaries(
+    st.sampled_from(["update", "arrays", "metrics", "answer", "identity"]) | st.text(max_size=2),
+    RECORDS,
+    max_size=4,
+).map(RecordDict)
+BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
+
+
+def reply(content: RecordDict | Error) -> Message:
+    become_server_of(1)
+    question = Message(RecordDict(), dst_node_id=7, message_type="train.m", group_id="1")
+    return Message(content, reply_to=question)
+
+
+@FUZZ
+@given(CONTENTS, st.booleans())
+def test_records_of_anything_are_refused_or_are_an_update(content, trust_models):
+    try:
+        update = records.read_update(reply(content), base=BASE, trust_models=trust_models)
+    except RefusedReply:
+        return
+    assert {n: (a.shape, a.dtype) for n, a in update.arrays.items()} == {
+        n: (a.shape, a.dtype) for n, a in BASE.items()
+    }
+    assert all(np.isfinite(a).all() and np.abs(a).max() < 1e16 for a in update.arrays.values())
+
+
+@FUZZ
+@given(CONTENTS)
+def test_records_of_anything_are_refused_or_are_scores(content):
+    try:
+        scores = records.read_scores(reply(content))
+    except RefusedReply:
+        return
+    assert scores
+    assert all(type(v) is float and abs(v) <= 1e15 for v in scores.values())
+    assert 0 <= scores.get("num-examples", 0) <= 2**40
+
+
+@FUZZ
+@given(CONTENTS)
+def test_records_of_anything_are_refused_or_are_a_histogram(content):
+    try:
+        counts = _read_counts(reply(content), USERS)
+    except RefusedReply:
+        return
+    assert counts.shape == (USERS,)
+    assert counts.dtype == np.int64
+    assert counts.min() >= 0
+
+
+class Forger(InProcessGrid):
+    """Puts other contents into the answers of one node to questions."""
+
+    content = RecordDict()
+    copies = 1
+
+    def send_and_receive(self, messages, *, timeout=None):
+        out = []
+        for answer in super().send_and_receive(messages, timeout=timeout):
+            if answer.metadata.src_node_id == 1_001:
+                answer = copied(answer)
+                answer.__dict__["_content"] = self.content
+                out += [answer] * self.copies
+            else:
+                out.append(answer)
+        return out
+
+
+@FUZZ
+@given(CONTENTS | st.none(), st.integers(0, 2))
+def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies):
+    grid = Forger(UldpAvg.client_app(task()), SILOS)
+    grid.content, grid.copies = content, copies
+    try:
+        roster = Roster.connect(grid, SILOS, timeout=1.0)
+    except FederationNotReady:
+        return
+    assert roster.nodes == {0: 1_000, 1: 1_001, 2: 1_002}
+
+
+# What was well-formed before ----------------------------------------------------------------------
+
+
+@cache
+def round_of(name):
+    """A strategy that waits for the replies of a round, and those replies."""
+    case = METHODS[name]
+    strategy = case.build(seed=1, evaluate_every=1)
+    grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=True), case.nodes)
+    number, replies = 0, []
+    while len(replies) < 2:
+        number += 1
+        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        replies = list(grid.send_and_receive(asked))
+    evaluate = strategy.configure_evaluate(number, initial(), ConfigRecord(), grid)
+    return strategy, number, replies, list(grid.send_and_receive(evaluate))
+
+
+def accepted(strategy, kind, number, replies, partitions, read):
+    before = len(strategy.refusals)
+    found = strategy._exchange.accepted(kind, number, replies, partitions, read)
+    return found, strategy.refusals[before:]
+
+
+def held_against(name, kind, what, seed, mutations):
+    """A malformed reply before and after the sound one of the same node: as if it were not there."""
+    strategy, number, uploads, scores = round_of(name)
+    replies = uploads if kind == "train" else scores
+    read = strategy._read_update if kind == "train" else records.read_scores
+    partitions = strategy._cohort if kind == "train" else list(strategy._exchange.nodes)
+    rng = np.random.default_rng(seed)
+    good = replies[rng.integers(len(replies))]
+    mutations[what](bad := copied(good), rng)
+    found, refusals = accepted(strategy, kind, number, [bad], partitions, read)
+    assert found == {}
+    assert len(refusals) == 1
+    assert refusals[0].partition(": ")[2].strip()
+    found, refusals = accepted(strategy, kind, number, [bad, good, bad], partitions, read)
+    assert set(found) == {good.metadata.src_node_id - 1_000}
+    assert len(refusals) == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+@FUZZ
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_an_upload_with_anything_wrong_in_it_is_refused_and_changes_nothing(name, data, seed):
+    mutations = METHODS[name].mutations
+    what = data.draw(st.sampled_from(sorted(mutations)))
+    held_against(name, "train", what, seed, mutations)
+
+
+@FUZZ
+@given(st.sampled_from(sorted(METHODS)), st.sampled_from(sorted(EVALUATE)), st.integers(0, 2**32))
+def test_scores_with_anything_wrong_in_them_are_refused(name, what, seed):
+    held_against(name, "evaluate", what, seed, EVALUATE)
+
+
+@FUZZ
+@given(st.sampled_from(sorted(set(ANSWER) - {"array another type"})), st.integers(0, 2**32))
+def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, seed):
+    rng = np.random.default_rng(seed)
+
+    class Tampered(InProcessGrid):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if replies[0].metadata.message_type.endswith("uldp_avg"):
+                replies[1] = copied(replies[1])
+                ANSWER[what](replies[1], rng)
+            return replies
+
+    plan = METHODS["ULDP-AVG, silos noise, top-up"].build().plan
+    strategy = UldpAvg(plan=plan, num_silos=SILOS, weighting="by-records")
+    grid = Tampered(UldpAvg.client_app(task()), SILOS)
+    with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
+        strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    assert strategy.refusals
+
+
+# Clients ------------------------------------------------------------------------------------------
+
+
+@cache
+def asked_of(name):
+    """Real clients that took part before, and a request that none has answered."""
+    case = METHODS[name]
+    strategy = case.build(seed=2)
+    allowed = case is PRIVATE  # small keys
+    grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=allowed), case.nodes)
+    questions = []
+    for number in (1, 2, 3, 4, 5):
+        asked = strategy.configure_train(number, initial(), ConfigRecord(), grid)
+        if number < 5:
+            strategy.aggregate_train(number, grid.send_and_receive(asked))
+        questions = asked or questions
+    return grid, questions[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@FUZZ
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_a_request_with_anything_wrong_in_it_is_answered_by_an_error_and_forgotten(
+    name, data, seed
+):
+    grid, question = asked_of(name)
+    mutations = requests(dict(question.content.config_records[records.ROUND]))
+    none = "seeded-noise" not in question.content.config_records[records.ROUND]
+    left_out = [w for w in mutations if none and w.startswith("seeded-noise")]
+    left_out += ["seeded noise"] if METHODS[name] is PRIVATE else []
+    what = data.draw(st.sampled_from(sorted(set(mutations) - set(left_out))))
+    mutations[what](request := copied(question), np.random.default_rng(seed))
+    context = grid.contexts[request.metadata.dst_node_id]
+    before = dict(context.state)
+    (answer,) = grid.send_and_receive([request])
+    assert answer.has_error()
+    assert answer.error.reason
+    assert dict(context.state) == before
+    assert all(context.state[key] is record for key, record in before.items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_request_itself_is_answered(name):
+    grid, question = asked_of(name)
+    (answer,) = grid.send_and_receive([copied(question)])
+    assert not answer.has_error()
+
+
+@FUZZ
+@given(CONTENTS, st.sampled_from(sorted(METHODS)))
+def test_clients_answer_records_of_anything_by_an_error(content, name):
+    grid, question = asked_of(name)
+    request = copied(question)
+    request.__dict__["_content"] = content
+    (answer,) = grid.send_and_receive([request])
+    assert answer.has_error()
+
+
+def test_every_mutation_of_an_envelope_is_used():
+    assert set(ENVELOPE) <= set(EVALUATE)
+    assert set(ENVELOPE) <= set.intersection(*(set(case.mutations) for case in METHODS.values()))
