@@ -167,7 +167,7 @@ def accepted(strategy, kind, number, replies, partitions, read):
 
 
 def held_against(name, kind, what, seed, mutations):
-    """A malformed reply before and after the sound one of the same node: as if it were not there."""
+    """A malformed reply, before and after the sound one of its node: as if it were not there."""
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
     read = strategy._read_update if kind == "train" else records.read_scores

@@ -1,0 +1,368 @@
+"""What hostile servers and clients try, one by one, and that it costs nobody else anything."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from benchmarks.faults.grid import times
+from benchmarks.faults.malformed import announced, archive, copied
+from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
+from flower_ext.algorithms.uldp import UldpAvg, private
+from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
+from flower_ext.federation import FederationNotReady, InProcessGrid, RefusedReply, records
+from flower_ext.federation._flower_private import become_server_of
+from flower_ext.federation.cohort import Roster
+from flower_ext.federation.progress import Progress
+from flower_ext.privacy import (
+    FullParticipation,
+    NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
+    RecordLevelPlan,
+    ReleasePlan,
+    largest_noised_norm,
+)
+from flower_ext.training import LocalTraining
+from tests.algorithms import test_uldp
+from tests.worlds import task
+
+CLIENTS = 4
+FAST = LocalTraining(epochs=1, batch_size=10)
+BASE = {"w": np.ones((2, 3), np.float32)}
+
+
+def initial() -> ArrayRecord:
+    return ArrayRecord(task().initial_params(0))
+
+
+def plan(**changes) -> ReleasePlan:
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.1,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def reply(content: RecordDict) -> Message:
+    become_server_of(1)
+    question = Message(RecordDict(), dst_node_id=7, message_type="train", group_id="1")
+    return Message(content, reply_to=question)
+
+
+def forged(data: bytes) -> RecordDict:
+    array = Array(dtype="float32", shape=(2, 3), stype="numpy.ndarray", data=data)
+    return RecordDict({"update": ArrayRecord({"w": array}), "answer": ArrayRecord({"w": array})})
+
+
+# What the server reads ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        archive(BASE["w"]),  # numpy.load opens it as an archive, which has no shape
+        announced(BASE["w"], (2**38,)),  # a terabyte, of which 24 bytes are there
+        announced(BASE["w"], (2, 3)) + b"more",
+    ],
+)
+def test_only_an_array_that_is_there_is_read_as_one(data):
+    with pytest.raises(RefusedReply, match="cannot be read"):
+        records.read_update(reply(forged(data)), base=BASE, trust_models=False)
+    with pytest.raises(RefusedReply, match="cannot be read"):
+        records.read_answer(reply(forged(data)))
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300])
+def test_numbers_that_no_float_holds_or_whose_sum_overflows_are_refused(value):
+    with pytest.raises(RefusedReply, match="metric 'loss'"):
+        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"loss": value})})))
+
+
+@pytest.mark.parametrize("size", [-1, 0.5, 2**41])
+def test_sizes_are_whole_numbers_of_examples(size):
+    with pytest.raises(RefusedReply, match="num-examples"):
+        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"num-examples": size})})))
+
+
+def test_one_client_cannot_take_a_score_from_all_others_or_add_its_own():
+    scores = [{"accuracy": 0.5, "loss": 1.0}, {"accuracy": 0.7, "loss": 2.0}, {"mine": 1.0}]
+    summary = Progress().scores(scores)
+    assert summary["accuracy_mean"] == pytest.approx(0.6)
+    assert summary["loss_mean"] == pytest.approx(1.5)
+    assert not any(name.startswith("mine") for name in summary)
+
+
+def test_a_reason_is_kept_short_whatever_a_client_writes_in_it():
+    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
+    strategy = DPFedAvg(plan=plan(), local=FAST)
+    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    replies = list(grid.send_and_receive(asked))
+    replies[0].content["update"] = ArrayRecord({"x" * 10**6: Array(np.ones(1))})
+    strategy.aggregate_train(1, replies)
+    assert len(strategy.refusals) == 1
+    assert len(strategy.refusals[0]) <= 1_000
+
+
+# Who answers what ---------------------------------------------------------------------------------
+
+
+def test_an_upload_of_an_earlier_round_stays_refused_when_it_says_it_is_of_this_one():
+    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
+    strategy = DPFedAvg(plan=plan(), local=FAST)
+    kept = list(grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid)))
+    strategy.aggregate_train(1, kept)
+    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
+    fresh = list(grid.send_and_receive(asked))
+    for old in kept:
+        old.metadata.__dict__["_group_id"] = "2"
+    strategy.aggregate_train(2, [*kept, *fresh])
+    assert len(strategy.refusals) == CLIENTS
+    assert all("another message" in refusal for refusal in strategy.refusals)
+    assert strategy.progress.row["answered"] == CLIENTS
+
+
+def test_an_upload_is_no_answer_to_an_evaluation_of_the_same_round():
+    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
+    strategy = DPFedAvg(plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)), local=FAST)
+    asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
+    uploads = list(grid.send_and_receive(asked))
+    strategy.configure_evaluate(1, initial(), ConfigRecord(), grid)
+    assert uploads[0].content.metric_records  # sizes, which a score has as well
+    assert strategy.aggregate_evaluate(1, uploads) is None
+
+
+class Identities(InProcessGrid):
+    """Changes what nodes say they are."""
+
+    def __init__(self, change):
+        super().__init__(DPFedAvg.client_app(task()), CLIENTS)
+        self.change = change
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return self.change([copied(r) for r in super().send_and_receive(messages)])
+
+
+def said(value):
+    def change(replies):
+        replies[1].content["identity"] = ConfigRecord({"partition": value})
+        return replies
+
+    return change
+
+
+def nothing_said(replies):
+    replies[1].__dict__["_content"] = RecordDict()
+    return replies
+
+
+@pytest.mark.parametrize("change", [said(True), said(-1), said("1"), said(1.0), nothing_said])
+def test_a_node_that_does_not_say_its_partition_is_named(change):
+    with pytest.raises(FederationNotReady, match="node 1001 says it holds partition"):
+        Roster.connect(Identities(change), CLIENTS, timeout=1.0)
+
+
+def test_identities_told_twice_or_by_strangers_change_nothing():
+    def change(replies):
+        stranger = copied(replies[0])
+        stranger.metadata.__dict__["_src_node_id"] = 3
+        return [stranger, *replies, *replies]
+
+    roster = Roster.connect(Identities(change), CLIENTS, timeout=1.0)
+    assert roster.nodes == {number: 1_000 + number for number in range(CLIENTS)}
+
+
+# Uploads of improbable size -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bound", "numbers"), [(1.0, 1), (0.5, 200), (30.0, 50), (0.0, 10)])
+def test_honest_noise_stays_within_its_largest_norm_and_is_not_far_from_it(bound, numbers):
+    limit = largest_noised_norm(bound, 0.3, numbers)
+    noise = 0.3 * np.random.default_rng(0).standard_normal((100_000, numbers))
+    noise[:, 0] += bound
+    largest = np.linalg.norm(noise, axis=1).max()
+    assert largest < limit < largest + 5 * 0.3
+
+
+PLANS = {
+    "client level": plan(),
+    "models": RecordLevelPlan(
+        sampling=FullParticipation(CLIENTS),
+        clipping_norm=2.0,
+        noise_stddev=0.1,
+        num_examples=30,
+        rounds=3,
+        delta=0.1,
+    ),
+    "output": PerturbationPlan(
+        sampling=FullParticipation(CLIENTS),
+        perturbation=OutputPerturbation(clipping_norm=2.0, noise_stddev=0.1),
+        delta=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("protection", PLANS)
+@pytest.mark.parametrize(("factor", "refused"), [(1.0, 0), (100.0, 1)])
+def test_an_upload_that_bound_and_noise_do_not_explain_is_refused(protection, factor, refused):
+    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
+    strategy = DPFedAvg(plan=PLANS[protection], local=FAST)
+    replies = list(
+        grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    )
+    times(factor)(replies[0], np.random.default_rng(0))
+    strategy.aggregate_train(1, replies)
+    assert strategy.progress.row["answered"] == CLIENTS - refused
+    assert all("honest upload" in refusal for refusal in strategy.refusals)
+    assert len(strategy.refusals) == refused
+
+
+def test_a_server_that_noises_clips_whatever_comes():
+    grid = InProcessGrid(DPFedAvg.client_app(task()), CLIENTS)
+    strategy = DPFedAvg(plan=plan(noise_placement="server"), local=FAST)
+    replies = list(
+        grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    )
+    times(1e6)(replies[0], np.random.default_rng(0))
+    strategy.aggregate_train(1, replies)
+    assert strategy.refusals == []
+    assert plan(noise_placement="server").largest_upload(cohort_size=4, numbers=9) == math.inf
+
+
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
+    strategy = UldpAvg(plan=test_uldp.plan(), num_silos=3, weighting=weighting, local=FAST)
+    grid = InProcessGrid(UldpAvg.client_app(test_uldp.task()), 3)
+    strategy.configure_train(
+        1, ArrayRecord(test_uldp.task().initial_params(0)), ConfigRecord(), grid
+    )
+    norms = [strategy.upload_norms(silo) for silo in range(3)]
+    present = {int(user) for silo in test_uldp.silos() for user in silo.owners}
+    users = test_uldp.USERS if weighting == "equal" else len(present)
+    assert sum(norms) == pytest.approx(users)
+    assert min(norms) > 0.5
+
+
+# What a client is asked ---------------------------------------------------------------------------
+
+
+def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
+    """A client's reply where the server's facts are changed; ``None`` takes one away."""
+    strategy = strategy or DPFedAvg(plan=plan(), local=FAST)
+    grid = InProcessGrid(type(strategy).client_app(task()), CLIENTS)
+    for context in grid.contexts.values():
+        context.node_config |= node_config or {}
+    question = strategy.configure_train(1, initial(), ConfigRecord(), grid)[0]
+    told = question.content.config_records[records.ROUND]
+    for name, value in facts.items():
+        if value is None:
+            del told[name]
+        else:
+            told[name] = value
+    (answer,) = grid.send_and_receive([question])
+    return answer
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"noise-stddev": 0.0},
+        {"noise-stddev": math.nan},
+        {"noise-stddev": 1e-300},  # would be lost in the update
+        {"clipping-norm": -1.0},
+        {"clipping-norm": math.inf},
+        {"noise-stddev": None},
+        {"clipping-norm": None},  # bounds nothing: the update would leave as it is
+        {"clipping-norm": None, "model-noise-stddev": 1.0},
+        {"clipping-norm": None, "noise-stddev": None, "model-clipping-norm": 1.0},
+        # Says that every step was noised, which none was asked to be.
+        {
+            "clipping-norm": None,
+            "noise-stddev": None,
+            "model-clipping-norm": 1.0,
+            "step-noise-stddev": 1.0,
+        },
+        {"clipping-norm": None, "noise-stddev": None, "objective-rate": 1.0},
+        {"seeded-noise": True},
+        {"seeded-noise": None},
+        {"seeded-noise": "no"},
+        {"number": 0},
+        {"seed": -1},
+        {"noise": 1.0},
+    ],
+)
+def test_half_a_protection_is_none_and_nothing_leaves(facts):
+    assert answer_to(facts).has_error()
+    assert not answer_to({}).has_error()
+
+
+@pytest.mark.parametrize(
+    ("changes", "least", "takes_part"),
+    [
+        ({}, 0.4, True),  # σ/√cohort = 1/2
+        ({}, 0.6, False),
+        ({"noise_placement": "server"}, 0.1, False),
+        ({"noise_placement": "server"}, 0, True),
+    ],
+)
+def test_the_owner_of_a_node_sets_the_least_noise(changes, least, takes_part):
+    strategy = DPFedAvg(plan=plan(**changes), local=FAST)
+    answer = answer_to({}, strategy=strategy, node_config={"least-noise-multiplier": least})
+    assert answer.has_error() is not takes_part
+    if not takes_part:
+        assert "least-noise-multiplier" in answer.error.reason
+
+
+def test_an_absurd_cohort_leaves_a_share_of_noise_that_the_owner_refuses():
+    tiny = plan().client_noise_stddev(10**12)
+    config = {"least-noise-multiplier": 0.01}
+    assert answer_to({"noise-stddev": tiny}, node_config=config).has_error()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_model_that_trains_to_nonsense_is_not_remembered(value):
+    strategy = DPDitto(
+        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
+        local=FAST,
+        personal_training=FAST,
+    )
+    grid = InProcessGrid(DPDitto.client_app(task()), CLIENTS)
+    grid.send_and_receive(strategy.configure_train(1, initial(), ConfigRecord(), grid))
+    before = {node: dict(context.state) for node, context in grid.contexts.items()}
+    assert all(before.values())
+    wrong = {name: torch.full_like(p, value) for name, p in task().initial_params(0).items()}
+    asked = strategy.configure_train(2, initial(), ConfigRecord(), grid)
+    for question in asked:
+        question.content[records.MODEL] = ArrayRecord(wrong)
+    assert all(answer.has_error() for answer in grid.send_and_receive(asked))
+    for node, context in grid.contexts.items():
+        assert all(context.state[key] is kept for key, kept in before[node].items())
+
+
+def test_a_server_that_begins_to_share_the_head_does_not_get_it():
+    grid = InProcessGrid(DP2FedSAM.client_app(task()), CLIENTS)
+    honest = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST)
+    grid.send_and_receive(honest.configure_train(1, initial(), ConfigRecord(), grid))
+    curious = DP2FedSAM(plan=plan(), personal=("nothing",), head=FAST, extractor=FAST)
+    asked = curious.configure_train(2, initial(), ConfigRecord(), grid)
+    assert "head.weight" in asked[0].content.array_records[records.MODEL]
+    replies = list(grid.send_and_receive(asked))
+    assert all("personal so far" in reply.error.reason for reply in replies)
+
+
+def test_silos_make_no_room_for_more_users_than_there_can_be():
+    with pytest.raises(ValueError, match=f"1 … {MOST_USERS}"):
+        owned(test_uldp.silo(0), MOST_USERS + 1)
+
+
+@pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
+def test_lost_keys_are_told_in_one_form_only(data):
+    content = RecordDict({"update": records.to_record({private.LOST: data})})
+    strategy = object.__new__(private.PrivateUldpAvg)
+    with pytest.raises(RefusedReply, match="lost"):
+        strategy._read_update(reply(content))
