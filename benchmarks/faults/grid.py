@@ -120,7 +120,8 @@ class FaultyGrid(InProcessGrid):
         self.delivered.asked = len(messages)
         out, self._late = self._late, []
         self._count("late", len(out))
-        sound = [r for r, fate in zip(replies, fates, strict=True) if fate != "raises"]
+        fates = ["raises" if r.has_error() else f for r, f in zip(replies, fates, strict=True)]
+        sound = [reply for reply in replies if not reply.has_error()]
         for _ in range(self.rates.flood if sound else 0):
             out.append(self._malformed(self._one_of(sound)))
         for reply, fate in zip(replies, fates, strict=True):

@@ -1,0 +1,139 @@
+"""The report on faults, scaled down; and that its referee sees what it is there to see."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+
+from benchmarks.faults import clients, malformed, noise, wire
+from benchmarks.faults.engine import run_case
+from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.federation import (
+    ClientMethod,
+    FederatedStrategy,
+    LocalResult,
+    exchange,
+    records,
+)
+from flower_ext.privacy import ReleasePlan, SecureNoise
+from flower_ext.training import LocalTraining
+
+METHODS = {case.name: case for case in (*CASES, PRIVATE)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_under_mixed_faults_complete_and_use_only_what_counts(name):
+    outcome = run_case(METHODS[name], 3 if name == PRIVATE.name else 12, flood=15, seed=3)
+    assert outcome.crashes == []
+    assert outcome.accepted == []
+    assert outcome.wrong_aggregates == []
+    assert outcome.unexplained == 0
+    assert outcome.epsilon_is_right
+    assert outcome.faults["malformed"] >= 45
+    assert outcome.faults["replayed"] + outcome.faults["relabelled"] > 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_malformed_requests_are_answered_by_errors_and_sound_ones_are_answered(name):
+    found = clients.ask(METHODS[name], 40, seed=4)
+    assert (found.answered, found.remembered, found.refused) == ([], [], 0)
+    assert found.sound > 1
+
+
+@pytest.mark.parametrize("policy", ["top-up", "discard"])
+@pytest.mark.parametrize("dropout", [0.05, 0.9])
+def test_what_is_released_under_dropout_has_the_accounted_noise(dropout, policy):
+    found = noise.measure(dropout, policy, "client", rounds=15, seed=1)
+    assert found.enough
+    assert found.released == 15 if policy == "top-up" else found.released < 15
+    if found.released:
+        assert found.ratio == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("name", PERSONALISED)
+def test_no_byte_of_personal_parameters_is_in_any_message(name):
+    build, personal = PERSONALISED[name]
+    found = wire.search(name, build(), personal, rounds=2)
+    assert (found.found_bytes, found.found_names) == (0, 0)
+    assert found.personal_bytes > 0  # cohorts may be small
+    assert found.wire_bytes > 10_000
+
+
+# The referee --------------------------------------------------------------------------------------
+
+
+def test_the_referee_sees_a_reply_that_should_not_count(monkeypatch):
+    def gullible(replies, *, asked, server_round, read, questions):
+        return records.Accepted(
+            {r.metadata.src_node_id - 1_000: read(r) for r in replies if _reads(read, r)}, []
+        )
+
+    monkeypatch.setattr(exchange.records, "accept", gullible)
+    outcome = run_case(CASES[0], 6, flood=0, seed=3)
+    assert outcome.accepted
+    assert outcome.wrong_aggregates
+
+
+def _reads(read, reply):
+    try:
+        read(reply)
+    except (records.RefusedReply, KeyError):
+        return False
+    return True
+
+
+def test_the_referee_sees_noise_that_is_missing_and_a_crash(monkeypatch):
+    monkeypatch.setattr(ReleasePlan, "noise_stddev", property(lambda plan: 0.6))
+    outcome = run_case(CASES[2], 3, flood=0, seed=3)
+    assert len(outcome.wrong_aggregates) == 3
+    monkeypatch.setattr(ReleasePlan, "noise_stddev", property(lambda plan: 1 / 0))
+    assert "ZeroDivisionError" in run_case(CASES[2], 3, flood=0, seed=3).crashes[0]
+
+
+def test_too_little_noise_under_dropout_is_seen(monkeypatch):
+    add = SecureNoise.add_gaussian
+    monkeypatch.setattr(
+        SecureNoise, "add_gaussian", lambda self, update, stddev: add(self, update, 0.8 * stddev)
+    )
+    assert not noise.measure(0.5, "top-up", "client", rounds=15, seed=1).enough
+
+
+class Leaking(DPFedAvg):
+    """Uploads what it remembers."""
+
+    @staticmethod
+    def update(work):
+        trained = yield work.train("local", work.received)
+        own = {name: p + 0.1 for name, p in trained.items()}
+        return LocalResult(update=own, memory=own)
+
+    client = ClientMethod(
+        name="leaking", local_update=update.__func__, local_model=lambda work: work.received
+    )
+
+
+def test_memory_on_the_wire_is_found():
+    strategy: FederatedStrategy = Leaking(
+        plan=nobody_private(), local=LocalTraining(epochs=1, batch_size=10)
+    )
+    found = wire.search("leaking", strategy, lambda name: True, rounds=1)
+    assert found.found_bytes > 1_000
+
+
+def test_a_mutation_changes_the_copy_and_not_the_message():
+    case = replace(CASES[0])
+    strategy = case.build()
+    grid = clients.InProcessGrid(case.client_app(strategy), case.nodes)
+    asked = strategy.configure_train(1, clients.initial(), clients.ConfigRecord(), grid)
+    before = {n: (a.shape, a.data) for n, a in _arrays(asked[0]).items()}
+    rng = np.random.default_rng(0)
+    mutations = malformed.requests(dict(asked[0].content.config_records[records.ROUND]))
+    for _ in range(100):
+        malformed.malformed(asked[0], rng, mutations)
+    assert {n: (a.shape, a.data) for n, a in _arrays(asked[0]).items()} == before
+
+
+def _arrays(message) -> ArrayRecord:
+    return message.content.array_records[records.MODEL]
