@@ -171,7 +171,7 @@ def in_array(
 # Records ---------------------------------------------------------------------------------------
 
 
-def _without_record(record: str) -> Mutation:
+def without_record(record: str) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
         del message.content[record]
 
@@ -215,7 +215,7 @@ def of_record(record: str, *, floats: bool = True) -> dict[str, Mutation]:
     changes = {**ARRAYS, **(FLOATS if floats else {})}
     return {
         **{f"array {name}": in_array(record, change) for name, change in changes.items()},
-        "record missing": _without_record(record),
+        "record missing": without_record(record),
         "record of another kind": _other_record(record),
         "record under another name": _renamed_record(record),
         **{f"{how} arrays": _names(record, how) for how in ("more", "fewer", "renamed", "none")},
@@ -292,7 +292,7 @@ TRAIN: dict[str, Mutation] = {**of_record(records.UPDATE), **METRICS, **ENVELOPE
 EVALUATE: dict[str, Mutation] = {
     **METRICS,
     **ENVELOPE,
-    "record missing": _without_record(records.METRICS),
+    "record missing": without_record(records.METRICS),
 }
 """Wrong in scores."""
 
@@ -360,7 +360,7 @@ def requests(facts: Iterable[str]) -> dict[str, Mutation]:
         "unknown fact": fact("noise-multiplier", [0.0, 1.0]),
         "number impossible": fact("number", [0, -3, 1.5, float("nan"), "1", MISSING, True]),
         "seed impossible": fact("seed", [-1, 0.5, float("nan"), "x", MISSING]),
-        "no facts": _without_record(records.ROUND),
+        "no facts": without_record(records.ROUND),
         "facts of another kind": _other_record(records.ROUND),
         "no training": _without_training,
         "training unknown": _training("rate", [0.1]),

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedYogi
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -13,19 +14,73 @@ from benchmarks.faults.malformed import (
     ANSWER,
     ENVELOPE,
     EVALUATE,
+    TRAIN,
     copied,
     npy,
     requests,
+    without_record,
 )
-from benchmarks.faults.worlds import CASES, PRIVATE, SILOS, USERS, initial, task
-from flower_ext.algorithms.uldp import UldpAvg
+from benchmarks.faults.worlds import (
+    CASES,
+    CLIENTS,
+    FAST,
+    PRIVATE,
+    SILOS,
+    USERS,
+    Case,
+    initial,
+    nobody_private,
+    record_plan,
+    task,
+    user_plan,
+)
+from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
 from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
+from flower_ext.algorithms.upcycled import Upcycled
 from flower_ext.federation import FederationNotReady, InProcessGrid, RefusedReply, records
 from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.cohort import Roster
+from flower_ext.federation.mods import output_perturbation_mod
+from flower_ext.privacy import FullParticipation, OutputPerturbation
+from flower_ext.training import DpSgdTraining
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+DP_SGD = DpSgdTraining(
+    steps=2,
+    sampling_rate=0.5,
+    batch_size=4,
+    learning_rate=0.1,
+    clipping_norm=0.5,
+    noise_multiplier=1.0,
+)
+OTHERS = {
+    "FedAMP": lambda **o: FedAMP(plan=record_plan(), local=FAST, **o),
+    "APPLE": lambda **o: Apple(plan=record_plan(), local=FAST, **o),
+    "FedALA": lambda **o: FedALA(plan=record_plan(), local=FAST, **o),
+    "pFedMe": lambda **o: PFedMe(plan=nobody_private(), local=FAST, **o),
+    "FedDyn": lambda **o: FedDyn(plan=nobody_private(), local=FAST, **o),
+    "FedYogi": lambda **o: Hosted(FedYogi(), plan=nobody_private(), local=FAST, **o),
+    "Upcycled FedAvg": lambda **o: Upcycled(DPFedAvg(plan=nobody_private(), local=FAST, **o)).base,
+    "ULDP-NAIVE": lambda **o: UldpNaive(
+        plan=user_plan(sampling=FullParticipation(USERS)), num_silos=CLIENTS, local=FAST, **o
+    ),
+    "ULDP-GROUP": lambda **o: UldpGroup(
+        num_silos=CLIENTS, num_users=USERS, group_size=4, delta=1e-3, local=DP_SGD, **o
+    ),
+}
+ALL = METHODS | {
+    name: Case(
+        name=name,
+        build=build,
+        mutations={
+            **TRAIN,
+            **({"no size": without_record("metrics")} if name == "FedYogi" else {}),
+        },
+    )
+    for name, build in OTHERS.items()
+}
 
 
 # Records of anything ------------------------------------------------------------------------------
@@ -148,7 +203,7 @@ def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies)
 @cache
 def round_of(name):
     """A strategy that waits for the replies of a round, and those replies."""
-    case = METHODS[name]
+    case = ALL[name]
     strategy = case.build(seed=1, evaluate_every=1)
     grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=True), case.nodes)
     number, replies = 0, []
@@ -184,11 +239,11 @@ def held_against(name, kind, what, seed, mutations):
     assert len(refusals) == 2
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ALL)
 @FUZZ
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_an_upload_with_anything_wrong_in_it_is_refused_and_changes_nothing(name, data, seed):
-    mutations = METHODS[name].mutations
+    mutations = ALL[name].mutations
     what = data.draw(st.sampled_from(sorted(mutations)))
     held_against(name, "train", what, seed, mutations)
 
@@ -276,6 +331,21 @@ def test_clients_answer_records_of_anything_by_an_error(content, name):
     request.__dict__["_content"] = content
     (answer,) = grid.send_and_receive([request])
     assert answer.has_error()
+
+
+@FUZZ
+@given(CONTENTS)
+def test_the_mod_noises_every_array_of_a_reply_or_lets_nothing_out(content):
+    mod = output_perturbation_mod(OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0))
+    sent = {key: dict(record) for key, record in content.array_records.items()}
+    try:
+        released = mod(reply(RecordDict()), None, lambda message, context: reply(content))
+    except (TypeError, ValueError, KeyError):
+        return
+    for key, arrays in sent.items():
+        for name, array in arrays.items():
+            noised = released.content.array_records[key][name].numpy()
+            assert noised.size == 0 or not np.array_equal(noised, array.numpy())
 
 
 def test_every_mutation_of_an_envelope_is_used():
