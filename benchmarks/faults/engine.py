@@ -78,7 +78,7 @@ class Referee:
 
         def watched_evaluate(server_round: int, replies: Iterable[Message]) -> Any:
             summary = evaluate(server_round, replies)
-            self._check_scores(server_round)
+            self._check_scores(server_round, summary is not None)
             return summary
 
         vars(strategy).update(
@@ -87,12 +87,12 @@ class Referee:
             aggregate_evaluate=watched_evaluate,
         )
 
-    def _check_scores(self, number: int) -> None:
+    def _check_scores(self, number: int, summarised: bool) -> None:
         told = {
             partition: dict(reply.content.metric_records[records.METRICS])
             for partition, reply in self.grid.scores.items()
         }
-        if self.strategy.client_metrics != told:
+        if summarised != bool(told) or (told and self.strategy.client_metrics != told):
             self.outcome.accepted.append(f"scores of round {number}")
         mean = self.strategy.progress.row.get("accuracy_mean", 0.0)
         if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
