@@ -181,7 +181,7 @@ class VirtualGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies that are there, each handed out once."""
         for reply in self._grid.pull_messages(list(self._packed)):
-            asked = self._packed.pop(reply.metadata.reply_to_message_id)
+            asked = self._packed.pop(reply.metadata.reply_to_message_id, {})
             self._replies |= zip(asked, self._unpack(reply, list(asked.values())), strict=True)
         return [self._replies.pop(own) for own in message_ids if own in self._replies]
 
@@ -192,13 +192,17 @@ class VirtualGrid(Grid):
         by_node: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
             by_node[self._place(message)[0]].append(message)
-        packed = [self._pack(node, own) for node, own in by_node.items()]
-        replies = self._grid.send_and_receive(packed, timeout=timeout)
-        return [
-            single
-            for reply in replies
-            for single in self._unpack(reply, by_node.pop(reply.metadata.src_node_id, []))
-        ]
+        packed = {node: self._pack(node, own) for node, own in by_node.items()}
+        singles: list[Message] = []
+        for reply in self._grid.send_and_receive(list(packed.values()), timeout=timeout):
+            node = reply.metadata.src_node_id
+            # What is taken apart looks like answers to what was asked: only those may be.
+            if node in packed and _answers(reply, packed[node]):
+                del packed[node]
+                singles += self._unpack(reply, by_node[node])
+            else:
+                log.warning("node %d: a reply to no open message is left out", node)
+        return singles
 
     def _place(self, message: Message) -> tuple[int, int]:
         """Node of the client that a message is for, and which of its clients that is."""
@@ -239,9 +243,29 @@ class VirtualGrid(Grid):
             return [Message(unreadable, reply_to=message) for message in asked]
 
 
+def _answers(reply: Message, question: Message) -> bool:
+    """Whether this is a reply to ``question`` and no other message or round."""
+    own, asked = reply.metadata, question.metadata
+    return (
+        own.group_id == asked.group_id
+        and own.message_type == asked.message_type
+        and asked.message_id in ("", own.reply_to_message_id)
+    )
+
+
+def _check_packed(facts: Mapping[str, Any]) -> None:
+    per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
+    numbers = all(type(place) is int and 0 <= place < per_node for place in places)
+    if not numbers or len(set(places)) < len(places):
+        raise ValueError(f"places {places} of {per_node}: expected each once, below the number")
+    if any(kind.endswith(f".{_TOGETHER}") for kind in kinds):
+        raise ValueError("a message to several clients holds another such message")
+
+
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
     """One reply for all clients that a message is for; each has its own part of the state."""
     contents, facts = _unpacked(message.content)
+    _check_packed(facts)
     per_node, places = int(facts["clients-per-node"]), list(facts["place"])
     node = partition_of(context.node_config)
     nodes = int(context.node_config.get("num-partitions", node + 1))

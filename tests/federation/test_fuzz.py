@@ -38,7 +38,13 @@ from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hoste
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
 from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
 from flower_ext.algorithms.upcycled import Upcycled
-from flower_ext.federation import FederationNotReady, InProcessGrid, RefusedReply, records
+from flower_ext.federation import (
+    FederationNotReady,
+    InProcessGrid,
+    RefusedReply,
+    VirtualGrid,
+    records,
+)
 from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.cohort import Roster
 from flower_ext.federation.mods import output_perturbation_mod
@@ -172,11 +178,13 @@ class Forger(InProcessGrid):
 
     content = RecordDict()
     copies = 1
+    only = "query"
 
     def send_and_receive(self, messages, *, timeout=None):
         out = []
         for answer in super().send_and_receive(messages, timeout=timeout):
-            if answer.metadata.src_node_id == 1_001:
+            kind = answer.metadata.message_type
+            if answer.metadata.src_node_id == 1_001 and kind.startswith(self.only):
                 answer = copied(answer)
                 answer.__dict__["_content"] = self.content
                 out += [answer] * self.copies
@@ -273,6 +281,37 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
     with pytest.raises(FederationNotReady, match=r"partitions \[1\] cannot take part"):
         strategy.configure_train(1, initial(), ConfigRecord(), grid)
     assert strategy.refusals
+
+
+def packed_of(content, told):
+    """A packed reply of anything: its list of clients forged as well."""
+    content["together"] = told
+    return content
+
+
+TOLD = st.fixed_dictionaries(
+    {},
+    optional={
+        "records": st.lists(
+            st.sampled_from(["0 update", "update update", "", "x", "0"]), max_size=3
+        ),
+        "error-code": st.lists(st.integers(-1, 2), max_size=3) | st.floats() | st.text(max_size=2),
+        "error-reason": st.lists(st.text(max_size=3), max_size=3) | st.booleans(),
+    },
+).map(ConfigRecord)
+
+
+@FUZZ
+@given(st.builds(packed_of, CONTENTS, TOLD | METRICS) | CONTENTS | st.none())
+def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content):
+    grid = Forger(DPFedAvg.client_app(task()), 2)
+    grid.only, grid.content = "train", content
+    strategy = DPFedAvg(plan=nobody_private(), local=FAST)
+    virtual = VirtualGrid(grid, CLIENTS // 2)
+    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    moved, _ = strategy.aggregate_train(1, virtual.send_and_receive(asked))
+    assert moved is not None
+    assert strategy.progress.row["answered"] == CLIENTS // 2
 
 
 # Clients ------------------------------------------------------------------------------------------

@@ -12,7 +12,13 @@ from benchmarks.faults.malformed import announced, archive, copied
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
-from flower_ext.federation import FederationNotReady, InProcessGrid, RefusedReply, records
+from flower_ext.federation import (
+    FederationNotReady,
+    InProcessGrid,
+    RefusedReply,
+    VirtualGrid,
+    records,
+)
 from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.cohort import Roster
 from flower_ext.federation.progress import Progress
@@ -175,6 +181,69 @@ def test_identities_told_twice_or_by_strangers_change_nothing():
 
     roster = Roster.connect(Identities(change), CLIENTS, timeout=1.0)
     assert roster.nodes == {number: 1_000 + number for number in range(CLIENTS)}
+
+
+class PackedAndRepeated(InProcessGrid):
+    """Sends every reply of a round again in the next, before the replies of that round."""
+
+    earlier: list = []
+    relabel = False
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        if not replies[0].metadata.message_type.startswith("train"):
+            return replies
+        before, self.earlier = [copied(reply) for reply in self.earlier], replies
+        for reply in before if self.relabel else ():
+            reply.metadata.__dict__["_group_id"] = replies[0].metadata.group_id
+        return [*before, *replies, *replies]
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+def test_replies_for_several_clients_are_of_this_round_and_count_once(relabel):
+    finals = []
+    for below in (InProcessGrid, PackedAndRepeated):
+        strategy = DPFedAvg(plan=plan(), local=FAST, seed=1, seeded_noise=True, evaluate_every=0)
+        grid = below(DPFedAvg.client_app(task(), allow_seeded_noise=True), 2)
+        grid.relabel = relabel
+        result = strategy.start(VirtualGrid(grid, 2), initial(), num_rounds=3)
+        finals.append(records.to_arrays(result.arrays))
+        assert strategy.progress.row["answered"] == CLIENTS
+    for name, array in finals[0].items():
+        np.testing.assert_array_equal(finals[1][name], array)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"place": [0, 0]},
+        {"place": [-1, 0]},
+        {"place": [0, 2]},
+        {"place": [0]},
+        {"place": ["0", "1"]},
+        {"clients-per-node": 0},
+        {"clients-per-node": math.nan},
+        {"type": ["train.together", "train.together"]},
+        {"type": ["query.identity"]},
+        {"records": ["together together", "together together"]},
+        {"records": []},
+        {"records": ["9 arrays", "9 arrays"]},
+    ],
+)
+def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts):
+    grid = InProcessGrid(DPFedAvg.client_app(task()), 2)
+    virtual = VirtualGrid(grid, 2)
+    strategy = DPFedAvg(plan=plan(), local=FAST)
+    asked = strategy.configure_train(1, initial(), ConfigRecord(), virtual)
+    packed = virtual._pack(1_000, asked[:2])
+    told = packed.content.config_records["together"]
+    for name, value in facts.items():
+        told[name] = value
+    (answer,) = grid.send_and_receive([packed])
+    if not answer.has_error():  # the node answers: by an error for each client
+        codes = answer.content.config_records["together"]["error-code"]
+        assert codes == [] or all(codes)
+    assert dict(grid.contexts[1_000].state) == {}
 
 
 # Uploads of improbable size -----------------------------------------------------------------------
