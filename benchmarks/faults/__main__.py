@@ -56,8 +56,8 @@ def main(
     parts: dict[str, Callable[[], tuple[str, bool]]] = {
         "engine": lambda: engine(210 // scale, 36, private_rounds=60 // scale, seed=seed),
         "clients": lambda: clients(1_000 // scale, seed=seed),
-        "noise": lambda: noise(200 // scale, seed=seed),
-        "wire": lambda: wire(20 if not quick else 3),
+        "noise": lambda: noise(60 // (scale // 4 or 1), seed=seed),
+        "wire": lambda: wire(8 if not quick else 3),
     }
     if not quick:
         parts |= {"kill": lambda: kill(points), "processes": processes}
