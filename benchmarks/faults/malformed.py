@@ -180,9 +180,11 @@ def without_record(record: str) -> Mutation:
 
 def _other_record(record: str) -> Mutation:
     def mutation(message: Message, rng: np.random.Generator) -> None:
-        other = [MetricRecord({"w": 1.0}), ConfigRecord({"w": b"1"})]
         del message.content[record]
-        message.content[record] = other[rng.integers(2)]
+        if rng.random() < 0.5:
+            message.content[record] = MetricRecord({"w": 1.0})
+        else:
+            message.content[record] = ConfigRecord({"w": b"1"})
 
     return mutation
 

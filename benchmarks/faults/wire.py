@@ -36,7 +36,10 @@ class TappedGrid(InProcessGrid):
         self.wire: list[bytes] = []
         self.names: set[str] = set()
         self.memories: dict[bytes, str] = {}
-        self.messages = 0
+        self.own: dict[str, set[bytes]] = {}
+        """Runs of numbers in clients' memories, by name, that no server had sent before."""
+        self._sent: set[bytes] = set()
+        self.messages = self._untapped = 0
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -44,15 +47,23 @@ class TappedGrid(InProcessGrid):
         """As `InProcessGrid`, with everything written down."""
         messages = list(messages)
         replies = list(super().send_and_receive(messages, timeout=timeout))
-        for message in [*messages, *replies]:
-            self.messages += 1
-            if message.has_content():
-                self._tap(message)
+        self._tap_all(messages)
+        self._sent.update(*map(_windows, self.wire[self._untapped :]))
+        self._tap_all(replies)
+        self._untapped = len(self.wire)
         for context in self.contexts.values():
             for record in context.state.array_records.values():
                 for name, array in records.to_arrays(record).items():
-                    self.memories[array.tobytes()] = name
+                    if (data := array.tobytes()) not in self.memories:
+                        self.memories[data] = name
+                        self.own.setdefault(name, set()).update(_windows(data) - self._sent)
         return replies
+
+    def _tap_all(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self.messages += 1
+            if message.has_content():
+                self._tap(message)
 
     def _tap(self, message: Message) -> None:
         for record in message.content.values():
@@ -72,11 +83,15 @@ def _numbers(record: object) -> list[float]:
 def search(
     name: str, strategy: FederatedStrategy, personal: Callable[[str], bool], *, rounds: int
 ) -> Searched:
-    """Run a method and look for every three neighbouring numbers of any client's memory."""
+    """Run a method and look for every three neighbouring numbers of any client's memory.
+
+    Numbers that the server had sent before are not the client's own: a unit that never fires stays
+    in the personal model as it came.
+    """
     grid = TappedGrid(type(strategy).client_app(task(), allow_seeded_noise=True), CLIENTS)
     strategy.start(grid, initial(), num_rounds=rounds)
     own = {data: label for data, label in grid.memories.items() if personal(label)}
-    windows = {window for data in own for window in _windows(data)}
+    windows = set().union(*(found for label, found in grid.own.items() if personal(label)))
     seen = {window for data in grid.wire for window in _windows(data)}
     shared = set(strategy._base)
     return Searched(
