@@ -52,7 +52,7 @@ from flower_ext.privacy import FullParticipation, OutputPerturbation
 from flower_ext.training import DpSgdTraining
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=100)
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 DP_SGD = DpSgdTraining(
     steps=2,
     sampling_rate=0.5,
