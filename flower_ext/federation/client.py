@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -311,7 +311,9 @@ class _ClientSide:
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
 
     def _task(self, context: Context) -> Task:
-        return self.task if isinstance(self.task, Task) else self.task(context)
+        task = self.task if isinstance(self.task, Task) else self.task(context)
+        device = context.node_config.get("device")  # the node's owner has the last word
+        return task if device is None else replace(task, device=str(device))
 
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context]
