@@ -94,8 +94,8 @@ def launch(
     for key, value in changes.items():
         command += ["--run-config", f"{key}={_toml(value)}"]
     if superlink is None and (count := num_nodes(config)) is not None:
-        nodes = f"num-supernodes={count} client-resources-num-cpus=1"
-        command += ["--federation-config", nodes]
+        federation = f"num-supernodes={count} client-resources-num-cpus=1"
+        command += ["--federation-config", federation]
     env = environment() if env is None else env
     answer = _answer(_flwr(command, env), "flwr run")
     if not answer.get("success"):
