@@ -176,6 +176,36 @@ class Deployment:
             self.supernodes[node] = process
         return process
 
+    def return_node(
+        self,
+        node: int,
+        *,
+        config: Mapping[str, str | int | float | bool] | None = None,
+        seconds: float = 150,
+    ) -> None:
+        """Start a SuperNode again and again until it is let in, as a service manager would.
+
+        Flower refuses a node that it believes to be online: after a crash, until the heartbeats of
+        the process before are overdue (60 s).
+
+        Raises
+        ------
+        DeploymentFailed
+            It is not let in after ``seconds``.
+        """
+        log, deadline = self.folder / "logs" / f"node-{node}.log", time.monotonic() + seconds
+        while True:
+            before = log.stat().st_size
+            process = self.start_node(node, config=config)
+            while process.poll() is None:
+                if b"SuperNode ID:" in log.read_bytes()[before:]:
+                    return
+                time.sleep(0.2)
+            signal_group(process, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise DeploymentFailed(f"node {node} was not let in after {seconds:g} s")
+            time.sleep(3)
+
     def stop(self) -> None:
         """End every process that was started, nodes first; SIGKILL where SIGTERM does not help."""
         for process in reversed(self._started):
