@@ -87,7 +87,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
             1: [Fault(KILLED, kill_node, 1), Fault(STRANGER, knock)],
             2: [Fault(CLIENT, kill_client, 2)],
         },
-        returns={1: {1: {}}},
+        returns={1: [1]},
     )
     outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
     run = outcome.run
