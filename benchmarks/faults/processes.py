@@ -23,6 +23,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,18 +144,24 @@ def _restart(deployment: Deployment, node: int, config: Mapping[str, str]) -> No
     deployment.return_node(node, config=config)
 
 
-def kill_client(deployment: Deployment, node: int) -> None:
-    """SIGKILL to the ClientApp alone, as the kernel does where memory is short."""
+def kill_client(deployment: Deployment, node: int, *, at_work: float = 0.0) -> None:
+    """SIGKILL to the ClientApp alone, once it has had ``at_work`` seconds of a processor."""
     began, supernode = time.time(), psutil.Process(deployment.supernodes[node].pid)
     while time.time() < began + 60:
         for child in supernode.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 fresh = child.create_time() >= began - 1  # not one that ends after its last reply
-                if fresh and "flwr-clientapp" in " ".join(child.cmdline()):
+                busy = child.cpu_times().user >= at_work
+                if fresh and busy and "flwr-clientapp" in " ".join(child.cmdline()):
                     child.kill()
                     return
         time.sleep(0.05)
     raise TimeoutError(f"no ClientApp of node {node} was seen")
+
+
+def kill_client_at_work(deployment: Deployment, node: int) -> None:
+    """As the kernel does where memory is short."""
+    kill_client(deployment, node, at_work=3.0)
 
 
 def freeze(deployment: Deployment, node: int) -> None:
@@ -197,7 +204,8 @@ class Plan:
 
 KILLED = "SuperNode killed (SIGKILL)"
 STOPPED = "SuperNode stopped (SIGTERM), started again"
-CLIENT = "ClientApp killed (SIGKILL)"
+STARTING = "ClientApp killed as it starts (SIGKILL)"
+WORKING = "ClientApp killed at work (SIGKILL)"
 RAISES = "client raises (its node config is wrong)"
 SLOW = "SuperNode frozen beyond the time-out (SIGSTOP)"
 LATE = "late reply to an earlier round (SIGCONT)"
@@ -208,16 +216,16 @@ TOPPED_UP = Plan(
     "top-up",
     rounds=6,
     faults={
-        1: [Fault(CLIENT, kill_client, 0), Fault(STRANGER, knock)],
+        1: [Fault(STARTING, kill_client, 0), Fault(STRANGER, knock)],
         2: [
             Fault(KILLED, kill_node, 1),
             Fault(SLOW, freeze, 2),
-            Fault(CLIENT, kill_client, 3),
+            Fault(WORKING, kill_client_at_work, 3),
         ],
         3: [Fault(LATE, thaw, 2), Fault(STOPPED, misconfigure, 3)],
         4: [
             Fault(RAISES, nothing, 3),
-            Fault(CLIENT, kill_client, 0),
+            Fault(STARTING, kill_client, 0),
             Fault(SUPERLINK, restart_superlink),
         ],
         5: [
@@ -225,7 +233,11 @@ TOPPED_UP = Plan(
             Fault(SLOW, freeze, 1),
             Fault(STOPPED, restart_node, 3),
         ],
-        6: [Fault(LATE, thaw, 1), Fault(CLIENT, kill_client, 2), Fault(STRANGER, knock)],
+        6: [
+            Fault(LATE, thaw, 1),
+            Fault(WORKING, kill_client_at_work, 2),
+            Fault(STRANGER, knock),
+        ],
     },
     returns={2: [1], 5: [0]},
 )
@@ -233,9 +245,9 @@ DISCARDED = Plan(
     "discard",
     rounds=4,
     faults={
-        1: [Fault(CLIENT, kill_client, 1), Fault(CLIENT, kill_client, 2)],
+        1: [Fault(WORKING, kill_client_at_work, 1), Fault(STRANGER, knock)],
         2: [Fault(KILLED, kill_node, 2), Fault(SUPERLINK, restart_superlink)],
-        3: [Fault(CLIENT, kill_client, 3), Fault(STRANGER, knock)],
+        3: [Fault(STARTING, kill_client, 3), Fault(STRANGER, knock)],
     },
     returns={2: [2]},
 )
@@ -317,14 +329,22 @@ def under_faults(deployment: Deployment, plan: Plan, path: Path, *, timeout: int
     }
     watched = WatchedRun(deployment, APP, path, settings)
     injected: list[tuple[int, Fault]] = []
-    for number in range(1, plan.rounds + 1):
-        watched.wait_for_round(number)
-        for fault in plan.faults.get(number, ()):
-            print(f"round {number}: {fault.kind}, node {fault.node}", flush=True)
-            fault.inject(deployment, fault.node)
-            injected.append((number, fault))
-        for node in plan.returns.get(number, ()):
-            deployment.return_node(node)
+    with ThreadPoolExecutor() as owners:
+        returning = []
+        for number in range(1, plan.rounds + 1):
+            watched.wait_for_round(number)
+            for fault in plan.faults.get(number, ()):
+                try:
+                    fault.inject(deployment, fault.node)
+                except TimeoutError as missed:  # the round was too quick: no fault to count
+                    print(f"round {number}: not injected: {missed}", flush=True)
+                    continue
+                print(f"round {number}: {fault.kind}, node {fault.node}", flush=True)
+                injected.append((number, fault))
+            for node in plan.returns.get(number, ()):
+                returning.append(owners.submit(deployment.return_node, node))
+        for owner in returning:
+            owner.result()
     run = watched.finish()
     reference = in_process(path.with_name(f"{path.name}-reference"), settings, missing_in(run))
     error = None if watched.error is None else str(watched.error)

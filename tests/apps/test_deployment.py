@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.processes import (
-    CLIENT,
     KILLED,
     SETTINGS,
     STRANGER,
     SUPERLINK,
+    WORKING,
     Fault,
     Plan,
     WatchedRun,
-    kill_client,
+    kill_client_at_work,
     kill_node,
     knock,
     restart_superlink,
@@ -85,7 +85,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
         rounds=4,
         faults={
             1: [Fault(KILLED, kill_node, 1), Fault(STRANGER, knock)],
-            2: [Fault(CLIENT, kill_client, 2)],
+            2: [Fault(WORKING, kill_client_at_work, 2)],
         },
         returns={1: [1]},
     )
