@@ -312,6 +312,12 @@ class Outcome:
         ours = [g.epsilon for g in self.run.guarantees()]
         return ours == theirs and abs(stated - by_ledger) <= 1e-9 * by_ledger
 
+    @property
+    def kept(self) -> bool:
+        """Whether the run completed, every aggregate was right, and ε is."""
+        completed = self.error is None and self.run.facts["status"] == "completed"
+        return completed and self.wrong_aggregates == 0 and self.epsilon_right
+
 
 def missing_in(run: RunDirectory) -> dict[int, set[int]]:
     """By round, partitions without a usable answer to a training message."""
@@ -449,13 +455,7 @@ def main() -> None:
         print(report(rows, outcomes), f"{time.monotonic() - started:.0f} s")
         for outcome in outcomes:
             print(outcome.plan.policy, {n: sorted(who) for n, who in outcome.missing.items()})
-        kept = all(
-            outcome.run.facts["status"] == "completed"
-            and outcome.error is None
-            and outcome.wrong_aggregates == 0
-            and outcome.epsilon_right
-            for outcome in outcomes
-        )
+        kept = all(outcome.kept for outcome in outcomes)
     sys.exit(0 if kept else 1)
 
 
