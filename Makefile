@@ -1,4 +1,5 @@
 # make demo    install and run the main job: an app, a report, figures
+# make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
@@ -7,13 +8,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNS ?= $(CURDIR)/runs
 
+DEPLOY_SETTINGS ?= --set rounds=3 --set sampling=everyone --set partition=iid
+
 # Flower's local SuperLink of this checkout: apart from any other, and ended afterwards.
 export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo test lint check format clean
+.PHONY: install demo deploy test lint check format clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +28,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs $(RUNS) || status=$$?; \
 	pkill -f "[f]lower-super.*$(FLWR_HOME)" || true; exit $$status
+
+deploy: install
+	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs $(RUNS) $(DEPLOY_SETTINGS)
 
 test: install
 	$(BIN)/pytest

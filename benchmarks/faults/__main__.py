@@ -218,7 +218,8 @@ def processes() -> tuple[str, bool]:
         return "## Real processes\n\n`benchmarks/faults/processes.py` is not here.", True
     with tempfile.TemporaryDirectory() as folder:
         rows, outcomes = module.run(Path(folder))
-        return f"## Real processes\n\n{module.report(rows, outcomes)}", True
+        kept = all(outcome.kept for outcome in outcomes)
+        return f"## Real processes\n\n{module.report(rows, outcomes)}", kept
 
 
 def _part(name: str) -> Any | None:

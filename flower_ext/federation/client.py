@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -240,6 +240,14 @@ def client_app(
     return app
 
 
+def _named_device(name: str) -> str:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"node config device={name!r}: expected cpu, cuda or cuda:N") from None
+    return name
+
+
 @dataclass(frozen=True)
 class _ClientSide:
     """Answers for one method, for as many clients as there are messages."""
@@ -311,7 +319,9 @@ class _ClientSide:
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
 
     def _task(self, context: Context) -> Task:
-        return self.task if isinstance(self.task, Task) else self.task(context)
+        task = self.task if isinstance(self.task, Task) else self.task(context)
+        device = context.node_config.get("device")  # the node's owner has the last word
+        return task if device is None else replace(task, device=_named_device(str(device)))
 
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context]

@@ -100,4 +100,6 @@ class Exchange:
         )
         self.refusals += accepted.refusals
         self.progress.answered(kind, replies, accepted.refusals)
+        if missing := sorted(set(partitions) - set(accepted.values)):
+            self.progress.missing(kind, server_round, missing, accepted.refusals)
         return accepted.values

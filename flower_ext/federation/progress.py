@@ -45,6 +45,14 @@ class Progress:
         for refusal in refusals:
             log.warning("refused reply: %s", refusal)
 
+    def missing(
+        self, kind: str, server_round: int, partitions: Sequence[int], refusals: Sequence[str]
+    ) -> None:
+        """Note who was asked and gave no usable answer, with what was refused in that phase."""
+        log.warning("round %d, %s: no answer of use from %s", server_round, kind, partitions)
+        if self.run is not None:
+            self.run.log_missing(server_round, kind, partitions, refusals)
+
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
         """Mean, spread, variance, worst tenth and Jain's index over clients, which count alike.
 

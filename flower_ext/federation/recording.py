@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flwr.app import UserConfig
+from flwr.app import Context, UserConfig
 from flwr.serverapp.strategy import Result
 
 from flower_ext.federation.strategy import FederatedStrategy
@@ -50,6 +50,16 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     )
     status: Status = "budget-exhausted" if strategy.stopped else "completed"
     run.finish(status, strategy.stopped, refused=len(strategy.refusals))
+
+
+def settings_of(context: Context) -> UserConfig:
+    """The run's configuration; a node's owner says where its data are.
+
+    A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) takes the place
+    of the run's.
+    """
+    own = context.node_config.get("data-folder")
+    return context.run_config if own is None else {**context.run_config, "data-folder": own}
 
 
 def choice(config: UserConfig, name: str, allowed: tuple[str, ...]) -> str:

@@ -255,6 +255,8 @@ def accept(
     for reply in replies:
         node = reply.metadata.src_node_id
         try:
+            if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
+                raise RefusedReply(f"in place of a reply: {reply.error.reason}")
             if node not in waiting:
                 raise RefusedReply("not asked in this round, or answered already")
             if reply.metadata.group_id != str(server_round):

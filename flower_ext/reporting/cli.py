@@ -1,12 +1,15 @@
-"""The command line: ``flower-ext run``, ``calibrate``, ``plan`` and ``report``."""
+"""The command line: ``flower-ext run``, ``deploy``, ``calibrate``, ``plan`` and ``report``."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -34,6 +37,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting.comparison import write_comparison
+from flower_ext.reporting.deployment import CONNECTION, Deployment, DeploymentFailed
 from flower_ext.reporting.ditto_plan import (
     Answer,
     PrivacyBudget,
@@ -346,6 +350,48 @@ def run(
         raise typer.Exit(1) from error
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
+
+
+@app.command()
+def deploy(
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
+    nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes.")] = 4,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run directory is made.")] = Path("runs"),
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where certificates, keys, database and logs are, and stay; by default nowhere."
+        ),
+    ] = None,
+) -> None:
+    """Run an app on a SuperLink and SuperNodes of this machine, with TLS and registered keys.
+
+    Everything that is started is ended again: a rehearsal of docs/deploy.md on loopback.
+
+    Example: flower-ext deploy apps/dp2_fedsam --nodes 4 --set rounds=3
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ended from outside: end them as well
+    with TemporaryDirectory() as temporary:
+        deployment = Deployment(folder or Path(temporary), nodes)
+        try:
+            with deployment:
+                console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
+                path = launch(
+                    app_folder,
+                    superlink=CONNECTION,
+                    nodes=nodes,
+                    settings=settings or (),
+                    runs=runs,
+                    env=deployment.env,
+                )
+        except (LaunchFailed, DeploymentFailed) as error:
+            Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from error
+    if path is not None:
+        console.print(f"Report: {path / 'report.html'}", soft_wrap=True)
 
 
 @app.command()

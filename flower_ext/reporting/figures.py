@@ -6,12 +6,15 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from flower_ext.reporting.run import RunDirectory
+
+if TYPE_CHECKING:  # a SuperNode imports this package for every message, and draws nothing
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: distinct also to colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -196,6 +199,8 @@ def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None
 
 
 def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=11)

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.data import FOLDER_VARIABLE
-from flower_ext.reporting.run import new_run_path
+from flower_ext.reporting.report import write_report
+from flower_ext.reporting.run import RunDirectory, new_run_path
+
+PATIENCE = 180
+"""Seconds to wait for a SuperLink that does not answer."""
 
 
 class LaunchFailed(RuntimeError):
@@ -29,9 +34,11 @@ def launch(
     app: Path,
     *,
     superlink: str | None = None,
+    nodes: int | None = None,
     settings: Sequence[str] = (),
     runs: Path = Path("runs"),
     in_process: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> Path | None:
     """Run an app, streaming its log; returns its run directory, where the app has one.
 
@@ -42,12 +49,16 @@ def launch(
     superlink : str, optional
         Connection of Flower's configuration. None is the local simulation, with as many nodes as
         the app's setting ``clients`` or ``num-silos``.
+    nodes : int, optional
+        How many nodes the SuperLink has: the value of that setting, where the app has it.
     settings : Sequence[str]
         Run-config overrides, ``name=value``.
     runs : Path
         Folder in which the run directory is made.
     in_process : bool
         All clients in one process, without Ray: what is trained in a round is trained together.
+    env : Mapping[str, str], optional
+        Variables for Flower's commands; by default `environment`.
 
     Raises
     ------
@@ -58,10 +69,14 @@ def launch(
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     defaults = _defaults(app)
     changes = dict(_override(setting, defaults) for setting in settings)
+    if nodes is not None and (name := clients_setting(defaults)) is not None:
+        per_node = int({**defaults, **changes}.get("clients-per-node", 1))
+        changes = {name: nodes * per_node, **changes}
     if not {**defaults, **changes}.get("run-directory", True):
         name = str(changes.get("method", defaults.get("method", app.name)))
         changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
-    if not {**defaults, **changes}.get("data-folder", True) and FOLDER_VARIABLE in os.environ:
+    empty = not {**defaults, **changes}.get("data-folder", True)
+    if superlink is None and empty and FOLDER_VARIABLE in os.environ:
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
     config = {**defaults, **changes}
     path = Path(config["run-directory"]) if config.get("run-directory") else None
@@ -79,29 +94,71 @@ def launch(
     for key, value in changes.items():
         command += ["--run-config", f"{key}={_toml(value)}"]
     if superlink is None and (count := num_nodes(config)) is not None:
-        nodes = f"num-supernodes={count} client-resources-num-cpus=1"
-        command += ["--federation-config", nodes]
-    answer = json.loads(_flwr(*command).stdout or "{}")
+        federation = f"num-supernodes={count} client-resources-num-cpus=1"
+        command += ["--federation-config", federation]
+    env = environment() if env is None else env
+    answer = _answer(_flwr(command, env), "flwr run")
     if not answer.get("success"):
         raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}")
-    run_id, connection = str(answer["run-id"]), [superlink] if superlink else []
-    subprocess.run([_executable(), "log", run_id, *connection, "--stream"], check=False, env=_env())
-    listed = _flwr("list", *connection, "--run-id", run_id, "--format", "json")
-    (facts,) = json.loads(listed.stdout)["runs"]
+    connection = [superlink] if superlink else []
+    facts = _finished(str(answer["run-id"]), connection, env)
     if facts["status"] != "finished:completed":
-        raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
+        reason = f"run {answer['run-id']} ended as {facts['status']}: {facts['status-details']}"
+        _note_failure(path, reason)
+        raise LaunchFailed(reason)
     return path
+
+
+def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Stream a run's log until it has finished; what the SuperLink says of it then.
+
+    A SuperLink that does not answer is waited for: the run goes on where its ServerApp does.
+    """
+    subprocess.run(
+        [executable("flwr"), "log", run_id, *connection, "--stream"], check=False, env=env
+    )
+    heard = time.monotonic()
+    while True:
+        try:
+            listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
+            (facts,) = _answer(listed, "flwr list")["runs"]
+        except (LaunchFailed, KeyError) as error:
+            if time.monotonic() - heard > PATIENCE:
+                raise LaunchFailed(
+                    f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still go "
+                    "on: look at its run directory, and at `flwr list` once the SuperLink is back"
+                ) from error
+        else:
+            heard = time.monotonic()
+            if str(facts["status"]).startswith("finished"):
+                return dict(facts)
+        time.sleep(3)
+
+
+def _note_failure(path: Path | None, reason: str) -> None:
+    """Let a run directory say how the run ended, where its ServerApp could not."""
+    if path is None or not (path / "run.json").is_file():
+        return
+    run = RunDirectory.open(path)
+    if run.facts["status"] == "running":
+        run.finish("failed", reason)
+        write_report(run)
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """How many nodes an app's settings ask for; None where they do not say."""
-    count = config.get("clients", config.get("num-silos"))
-    if count is None:
+    setting = clients_setting(config)
+    if setting is None:
         return None
-    per_node = int(config.get("clients-per-node", 1))
-    if per_node < 1 or int(count) % per_node:
-        raise LaunchFailed(f"clients={count} is no multiple of clients-per-node={per_node}")
-    return int(count) // per_node
+    count, per_node = int(config[setting]), int(config.get("clients-per-node", 1))
+    if per_node < 1 or count % per_node:
+        raise LaunchFailed(f"{setting}={count} is no multiple of clients-per-node={per_node}")
+    return count // per_node
+
+
+def clients_setting(config: Mapping[str, Any]) -> str | None:
+    """Which of an app's settings says how many clients there are; None where none does."""
+    return next((name for name in ("clients", "num-silos") if name in config), None)
 
 
 def _defaults(app: Path) -> dict[str, Any]:
@@ -130,21 +187,37 @@ def _toml(value: Any) -> str:
     return json.dumps(value)  # strings, numbers and booleans are written alike
 
 
-def _flwr(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [_executable(), *arguments], capture_output=True, text=True, check=False, env=_env()
+        [executable("flwr"), *arguments], capture_output=True, text=True, check=False, env=env
     )
 
 
-def _executable() -> str:
-    beside = Path(sys.executable).parent / "flwr"
-    found = str(beside) if beside.exists() else shutil.which("flwr")
+def _answer(done: subprocess.CompletedProcess[str], command: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise LaunchFailed(f"{command} failed: {done.stdout}{done.stderr}") from None
+    return answer
+
+
+def executable(name: str) -> str:
+    """Where a command of Flower is.
+
+    Raises
+    ------
+    LaunchFailed
+        It is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise LaunchFailed("the command flwr was not found; pip install 'flwr[simulation]'")
+        raise LaunchFailed(f"the command {name} was not found; pip install 'flwr[simulation]'")
     return found
 
 
-def _env() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Variables for Flower's processes: they use what is installed here."""
     # The environment that runs this command has what the app needs; flwr looks there for its
     # own commands, and need not install anything.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

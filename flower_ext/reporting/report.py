@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 
@@ -74,6 +75,8 @@ def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
         sections += [f"![{title}](figures/{file})" for title, file in figures.items()]
         sections.append("The numbers of each figure are in `figures/`, as CSV.")
     sections += ["## Rounds", _rounds(run)]
+    if missing := run.missing():
+        sections += ["## Missing answers", _missing(missing)]
     sections += ["## Configuration", table(("setting", "value"), sorted(run.config.items()))]
     sections += ["## Versions", table(("package", "version"), run.facts["versions"].items())]
     return sections
@@ -191,6 +194,18 @@ def _ledger(run: RunDirectory) -> list[str]:
         ),
         f"Every reserved release counts as spent. Last hash: `{entries[-1]['hash'][:16]}…`",
     ]
+
+
+def _missing(rows: list[dict[str, Any]]) -> str:
+    """Which partitions were asked in vain, and the last line of what was refused."""
+    said = [[refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]] for row in rows]
+    return table(
+        ("round", "asked to", "partitions", "why, where anything came"),
+        [
+            (row["round"], row["kind"], ", ".join(map(str, row["partitions"])), "; ".join(why))
+            for row, why in zip(rows, said, strict=True)
+        ],
+    )
 
 
 def _rounds(run: RunDirectory) -> str:

@@ -1,6 +1,7 @@
 """The directory that a run leaves behind.
 
 ``run.json`` (configuration, versions, status), ``metrics.jsonl`` (one line a round),
+``missing.jsonl`` (who was asked and gave no usable answer),
 ``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
 silo), ``model.safetensors``, and the report.
 """
@@ -114,12 +115,19 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, float]]:
         """All rounds' metrics, in order; a last line torn by a crash is left out."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()]
+        return self._lines("metrics.jsonl")
+
+    def log_missing(
+        self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
+    ) -> None:
+        """Append who was asked in a phase and gave no usable answer, and what was refused there."""
+        line = {"round": round, "kind": kind, "partitions": list(partitions)}
+        with (self.path / "missing.jsonl").open("a") as stream:
+            stream.write(json.dumps({**line, "refusals": list(refusals)}) + "\n")
+
+    def missing(self) -> list[dict[str, Any]]:
+        """Phases in which somebody did not answer: round, kind, partitions, refusals."""
+        return self._lines("missing.jsonl")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(rounds, values) of one metric, where it was measured."""
@@ -186,6 +194,13 @@ class RunDirectory:
         finished = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"status": status, "reason": reason, "finished": finished, "summary": summary}
         self._write_facts({**self.facts, **facts})
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
+        if not path.exists():
+            return []
+        text = path.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
         self._write_json("run.json", facts)

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,13 @@ from safetensors.numpy import load_file
 
 from flower_ext.federation import run_in_process
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.launch import num_nodes
+from flower_ext.reporting.deployment import Deployment, free_port
+from flower_ext.reporting.launch import environment, num_nodes
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for_port(port: int, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"nothing listens on port {port} after {seconds} s")
 
 
 class Flower:
@@ -46,29 +29,14 @@ class Flower:
     def __init__(self, home: Path) -> None:
         self.home = home
         home.mkdir()
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.deployment: Deployment | None = None
         self.env = {
-            **os.environ,
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower starts its own commands
+            **environment(),
             "FLWR_HOME": str(home),
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
         }
-
-    def start(self, *command: str) -> None:
-        log = (self.home / f"{len(self.started)}-{command[0]}.log").open("wb")
-        self.started.append(
-            subprocess.Popen(
-                [str(BIN / command[0]), *command[1:]],
-                env=self.env,
-                stdout=log,
-                stderr=log,
-                cwd=self.home,
-                start_new_session=True,
-            )
-        )
 
     def run(self, app: App, *where: str, **settings: object) -> None:
         """``flower-ext run`` of an app's small run, to its end."""
@@ -90,38 +58,16 @@ class Flower:
 
     def deploy(self, nodes: int) -> None:
         """A SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
-        port = free_port()
-        self.start(
-            "flower-superlink",
-            "--insecure",
-            *("--host", "127.0.0.1", "--port", str(port)),
-            "--disable-runtime-dependency-installation",
-        )
-        (self.home / "config.toml").write_text(
-            '[superlink]\ndefault = "loopback"\n\n'
-            f'[superlink.loopback]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        wait_for_port(port)
-        for partition in range(nodes):
-            self.start(
-                "flower-supernode",
-                "--insecure",
-                *("--superlink", f"127.0.0.1:{port}"),
-                *("--host", "127.0.0.1", "--port", str(free_port())),
-                *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
-            )
+        self.deployment = Deployment(self.home / "deployment", nodes, secure=False)
+        self.deployment.__enter__()
+        self.env = self.deployment.env
 
     def logs(self) -> str:
-        return "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in self.home.glob("*.log"))
+        return "" if self.deployment is None else self.deployment.logs()
 
     def stop(self) -> None:
-        for process in self.started:
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in self.started:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        if self.deployment is not None:
+            self.deployment.stop()
         # The local SuperLink that `flwr run` leaves behind is the one that names our home.
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Context, RecordDict
 from safetensors.numpy import load_file
 
 from flower_ext.algorithms import DPFedAvg
-from flower_ext.federation import InProcessGrid, choice, recorded_run, save_outcome
+from flower_ext.federation import (
+    InProcessGrid,
+    choice,
+    recorded_run,
+    save_outcome,
+    settings_of,
+)
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.reporting import NotARun, RunDirectory
 from flower_ext.training import LocalTraining
@@ -181,3 +187,35 @@ def test_a_choice_is_one_of_the_allowed_words():
 def test_a_choice_that_only_looks_right_is_refused(value):
     with pytest.raises(ValueError, match="run-config solver="):
         choice({"solver": value}, "solver", ("sgd", "newton"))
+
+
+def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
+    run_config = {"data-folder": "/of/the/server", "rounds": 3}
+    own = {"partition-id": 0, "data-folder": "/srv/data", "rounds": 99}
+
+    def context(node_config):
+        return Context(
+            run_id=1, node_id=2, node_config=node_config, state=RecordDict(), run_config=run_config
+        )
+
+    assert settings_of(context(own)) == {"data-folder": "/srv/data", "rounds": 3}
+    assert settings_of(context({"partition-id": 0})) == run_config
+
+
+def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_reported(tmp_path):
+    with recorded_run(config_of(tmp_path / "run"), "toy") as run:
+        strategy = DPFedAvg(
+            plan=private_plan(), local=LocalTraining(epochs=1), run=run, evaluate_every=0
+        )
+        grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+        grid.contexts[1000].node_config["device"] = "nonsense"
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    assert [row["answered"] for row in run.metrics()] == [2, 2]
+    assert [(row["round"], row["kind"], row["partitions"]) for row in run.missing()] == [
+        (1, "train", [0]),
+        (2, "train", [0]),
+    ]
+    assert all("nonsense" in row["refusals"][0] for row in run.missing())
+    report = (run.path / "report.md").read_text()
+    assert "## Missing answers" in report
+    assert "nonsense" in report

@@ -91,3 +91,18 @@ def test_records_of_users_come_back_as_they_were(run):
     np.testing.assert_array_equal(run.user_records(), held)
     text = (run.path / "users.csv").read_text().splitlines()
     assert text[:2] == ["user,silo 0,silo 1", "0,3,0"]
+
+
+def test_who_gave_no_answer_is_kept_and_a_torn_last_line_left_out(run):
+    assert run.missing() == []
+    run.log_missing(2, "train", [1, 3], ["round 2, node 7: the client failed"])
+    with (run.path / "missing.jsonl").open("a") as stream:
+        stream.write('{"round": 3, "ki')
+    assert run.missing() == [
+        {
+            "round": 2,
+            "kind": "train",
+            "partitions": [1, 3],
+            "refusals": ["round 2, node 7: the client failed"],
+        }
+    ]

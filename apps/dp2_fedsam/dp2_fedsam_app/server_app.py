@@ -57,7 +57,10 @@ def main(grid: Grid, context: Context) -> None:
         check_shareable(task.model(), strategy.personal)
         initial = task.initial_params(int(config["seed"]))
         result = strategy.start(
-            clients_of(grid, config), ArrayRecord(initial), num_rounds=int(config["rounds"])
+            clients_of(grid, config),
+            ArrayRecord(initial),
+            num_rounds=int(config["rounds"]),
+            timeout=float(config["round-timeout"]),
         )
         save_outcome(run, strategy, result)
 

@@ -7,6 +7,7 @@ import numpy as np
 from flwr.app import Context
 
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
+from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
 from flower_ext.training import Task
 from flower_ext.training.models import build
@@ -22,7 +23,7 @@ DEFAULT_MODELS = {
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its clients and its server alike."""
-    config = context.run_config
+    config = settings_of(context)
     dataset = str(config["dataset"])
     classes = describe(dataset).num_classes
     model = str(config["model"]) or DEFAULT_MODELS[dataset]

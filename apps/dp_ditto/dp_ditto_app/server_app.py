@@ -36,7 +36,12 @@ def main(grid: Grid, context: Context) -> None:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
-        result = strategy.start(clients_of(grid, config), initial, num_rounds=rounds)
+        result = strategy.start(
+            clients_of(grid, config),
+            initial,
+            num_rounds=rounds,
+            timeout=float(config["round-timeout"]),
+        )
         save_outcome(run, strategy, result)
 
 

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import SiloData, describe_silos, load_silos
 from flower_ext.evaluation import concordance_index
+from flower_ext.federation import settings_of
 from flower_ext.training import Task, accuracy, cox_loss
 from flower_ext.training.models import build
 
@@ -16,7 +17,7 @@ SURVIVAL = "tcga-brca"
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its silos and its server alike."""
-    config = context.run_config
+    config = settings_of(context)
     dataset = str(config["dataset"])
     info = describe_silos(dataset)
     model = str(config["model"]) or info.model

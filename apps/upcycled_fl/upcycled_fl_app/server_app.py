@@ -69,7 +69,12 @@ def main(grid: Grid, context: Context) -> None:
         strategy = Upcycled(base, coefficient) if config["upcycled"] else base
         check_shareable(task.model(), base.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
-        result = strategy.start(clients_of(grid, config), initial, num_rounds=int(config["rounds"]))
+        result = strategy.start(
+            clients_of(grid, config),
+            initial,
+            num_rounds=int(config["rounds"]),
+            timeout=float(config["round-timeout"]),
+        )
         save_outcome(run, base, result)
 
 

@@ -12,13 +12,14 @@ from flower_ext.data import (
     load_devices,
     within_unit_ball,
 )
+from flower_ext.federation import settings_of
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its clients and its server alike."""
-    config = context.run_config
+    config = settings_of(context)
     facts, model = data_facts(config), model_name(config)
     key = (
         str(config["dataset"]),

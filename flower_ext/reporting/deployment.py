@@ -1,0 +1,413 @@
+"""A deployment on this machine: a SuperLink, SuperNodes, TLS and keys, all real processes.
+
+What a federation of several machines has, on loopback and in one folder: ``certificates/`` (a
+certificate authority and the SuperLink's certificate), ``keys/`` (one pair for each node, and the
+secret of the SuperExec), ``superlink.db``, ``logs/`` and Flower's own home. Nodes can be killed,
+frozen and started again, as can the SuperLink: the ServerApp runs under a SuperExec of its own
+(``--isolation process``), since one that the SuperLink starts ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from secrets import token_bytes
+from types import TracebackType
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from cryptography.x509.oid import NameOID
+
+from flower_ext.reporting.launch import environment, executable
+
+CONNECTION = "loopback"
+"""Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""
+
+HOST = "127.0.0.1"
+
+
+class DeploymentFailed(RuntimeError):
+    """A process of the deployment ended, or does not do what was asked of it."""
+
+
+@dataclass
+class Deployment:
+    """A SuperLink and its SuperNodes; start with ``with``, which also ends them.
+
+    Parameters
+    ----------
+    folder : Path
+        Where everything is kept; made if it is not there. A folder that was used before keeps its
+        database, keys and registrations.
+    nodes : int
+        SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
+    secure : bool
+        TLS, and only nodes whose keys are registered. Without it everything on this machine may
+        join and listen.
+    node_config : Mapping[str, str | int | float | bool]
+        Further values for the node config of all nodes.
+    environment : Mapping[str, str]
+        Variables for all processes, besides those of this one.
+    """
+
+    folder: Path
+    nodes: int
+    secure: bool = True
+    node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"nodes={self.nodes!r}: expected at least 1")
+        self.folder = Path(self.folder).absolute()
+        self.home = self.folder / "flwr"
+        self.port = free_port()
+        self.env = {
+            **environment(),
+            **self.environment,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        }
+        self.superlink: subprocess.Popen[bytes] | None = None
+        self.superexec: subprocess.Popen[bytes] | None = None
+        self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    # Start and end -------------------------------------------------------------------------
+
+    def __enter__(self) -> Deployment:
+        try:
+            self.prepare()
+            self.start_superlink()
+            self.start_superexec()
+            for node in range(self.nodes):
+                if self.secure:
+                    self.register(node)
+                self.start_node(node)
+            self.wait_for_nodes(self.nodes)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def prepare(self) -> None:
+        """Make folders, certificates and the connection ``loopback`` of Flower's configuration."""
+        for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
+            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trust = "insecure = true"
+        if self.secure:
+            make_certificates(self.folder / "certificates", hosts=(HOST, "localhost"))
+            trust = f'root-certificates = "{self.folder / "certificates" / "ca.crt"}"'
+        if not self._secret.exists():
+            _write_private(self._secret, token_bytes(32))
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
+        )
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink, on its database where there is one, and wait for its port."""
+        words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
+        words += ["--database", str(self.folder / "superlink.db")]
+        words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
+        words += ["--superexec-auth-secret-file", str(self._secret)]
+        if self.secure:
+            own = self.folder / "certificates"
+            words += ["--ssl-ca-certfile", str(own / "ca.crt")]
+            words += ["--ssl-certfile", str(own / "server.crt")]
+            words += ["--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"]
+        else:
+            words += ["--insecure"]
+        self.superlink = self._start("superlink", *words)
+        wait_for_port(self.port, self.superlink)
+
+    def start_superexec(self) -> None:
+        """Start what starts ServerApps, apart from the SuperLink: they outlive its restart."""
+        words = ["flower-superexec", "--runtime-api-address", f"{HOST}:{self.port}"]
+        words += ["--superexec-auth-secret-file", str(self._secret), *self._trust]
+        self.superexec = self._start("superexec", *words)
+
+    def start_node(
+        self,
+        node: int,
+        *,
+        config: Mapping[str, str | int | float | bool] | None = None,
+        name: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start SuperNode ``node`` with its key; ``config`` replaces values of its node config."""
+        name = name or f"node-{node}"
+        values: dict[str, Any] = {"partition-id": node, "num-partitions": self.nodes}
+        values |= {**self.node_config, **(config or {})}
+        words = ["flower-supernode", "--superlink", f"{HOST}:{self.port}"]
+        words += ["--host", HOST, "--port", str(free_port())]
+        words += ["--node-config", " ".join(f"{n}={json.dumps(v)}" for n, v in values.items())]
+        words += self._trust
+        if self.secure:
+            words += ["--auth-supernode-private-key", str(self.key_of(name)[0])]
+        process = self._start(name, *words)
+        if name == f"node-{node}":
+            self.supernodes[node] = process
+        return process
+
+    def return_node(
+        self,
+        node: int,
+        *,
+        config: Mapping[str, str | int | float | bool] | None = None,
+        seconds: float = 150,
+    ) -> None:
+        """Start a SuperNode again and again until it is let in, as a service manager would.
+
+        Flower refuses a node that it believes to be online: after a crash, until the heartbeats of
+        the process before are overdue (60 s).
+
+        Raises
+        ------
+        DeploymentFailed
+            It is not let in after ``seconds``.
+        """
+        log, deadline = self.folder / "logs" / f"node-{node}.log", time.monotonic() + seconds
+        while True:
+            before = log.stat().st_size
+            process = self.start_node(node, config=config)
+            while process.poll() is None:
+                if b"SuperNode ID:" in log.read_bytes()[before:]:
+                    return
+                time.sleep(0.2)
+            signal_group(process, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise DeploymentFailed(f"node {node} was not let in after {seconds:g} s")
+            time.sleep(3)
+
+    def stop(self) -> None:
+        """End every process that was started, nodes first; SIGKILL where SIGTERM does not help."""
+        for process in reversed(self._started):
+            signal_group(process, signal.SIGCONT)
+            signal_group(process, signal.SIGTERM)
+        for process in reversed(self._started):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            signal_group(process, signal.SIGKILL)
+            process.wait()
+        self._started.clear()
+
+    # Nodes ---------------------------------------------------------------------------------
+
+    def key_of(self, name: str) -> tuple[Path, Path]:
+        """Private and public key of a node, made when they are first asked for."""
+        return make_key(self.folder / "keys", name)
+
+    def register(self, node: int) -> None:
+        """Let a node in by its public key; one that is registered already stays so."""
+        _, public = self.key_of(f"node-{node}")
+        done = self.flwr("supernode", "register", str(public), CONNECTION)
+        if done.returncode and "already" not in done.stdout + done.stderr:
+            raise DeploymentFailed(f"node {node} was not registered: {done.stdout}{done.stderr}")
+
+    def list_nodes(self) -> list[dict[str, Any]]:
+        """What the SuperLink says of the nodes it knows."""
+        answer = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json").stdout)
+        listed: list[dict[str, Any]] = answer["nodes"]
+        return listed
+
+    def online(self) -> int:
+        """How many nodes are connected."""
+        return sum(node["status"] == "online" for node in self.list_nodes())
+
+    def wait_for_nodes(self, count: int, *, seconds: float = 90) -> None:
+        """Wait until ``count`` nodes are connected.
+
+        Raises
+        ------
+        DeploymentFailed
+            They are not after ``seconds``.
+        """
+        self.wait(lambda: self.online() >= count, seconds, f"{count} nodes online")
+
+    def wait(self, true: Callable[[], object], seconds: float, what: str) -> None:
+        """Wait until ``true()``, looking every second.
+
+        Raises
+        ------
+        DeploymentFailed
+            It is not after ``seconds``; the message ends with the logs.
+        """
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                raise DeploymentFailed(f"not after {seconds:g} s: {what}\n{self.logs()}")
+            time.sleep(1)
+
+    # Commands ------------------------------------------------------------------------------
+
+    def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Flower's command line in the deployment's home."""
+        return subprocess.run(
+            [executable("flwr"), *arguments],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def logs(self, last: int = 3000) -> str:
+        """The last characters of every process's log."""
+        paths = sorted((self.folder / "logs").glob("*.log"))
+        return "\n".join(f"{path.name}:\n{path.read_text()[-last:]}" for path in paths)
+
+    @property
+    def _secret(self) -> Path:
+        return self.folder / "keys" / "superexec.secret"
+
+    @property
+    def _trust(self) -> list[str]:
+        if not self.secure:
+            return ["--insecure"]
+        return ["--root-certificates", str(self.folder / "certificates" / "ca.crt")]
+
+    def _start(self, name: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "logs" / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [executable(command), *arguments],
+                env=self.env,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+                umask=0o077,
+            )
+        self._started.append(process)
+        return process
+
+
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal a process and all that it started; one that has ended is no error."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    """Wait until somebody listens.
+
+    Raises
+    ------
+    DeploymentFailed
+        ``process``, which should, has ended or takes too long.
+    """
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex((HOST, port)) == 0:
+                return
+        time.sleep(0.2)
+    raise DeploymentFailed(f"nothing listens on port {port}; exit status {process.poll()}")
+
+
+def make_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """A pair of ECDSA P-384 keys, ``NAME`` (mode 600) and ``NAME.pub``, made if not there."""
+    private, public = folder / name, folder / f"{name}.pub"
+    if not private.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP384R1())
+        openssh = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        public.write_bytes(openssh + b"\n")
+        _write_private(
+            private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        )
+    return private, public
+
+
+def make_certificates(folder: Path, *, hosts: tuple[str, ...], days: int = 365) -> None:
+    """``ca.crt``, and ``server.crt`` with ``server.key`` (mode 600) for ``hosts``.
+
+    The authority's key is not kept: for other servers, make a new authority. Files that are there
+    stay.
+    """
+    if (folder / "server.crt").exists():
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority_key, key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    authority, server = _name("flower-ext loopback authority"), _name(hosts[0])
+    root = (
+        _certificate(authority, authority, authority_key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(authority_key, hashes.SHA384())
+    )
+    leaf = (
+        _certificate(server, authority, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
+        .sign(authority_key, hashes.SHA384())
+    )
+    (folder / "ca.crt").write_bytes(root.public_bytes(Encoding.PEM))
+    own = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _write_private(folder / "server.key", own)
+    (folder / "server.crt").write_bytes(leaf.public_bytes(Encoding.PEM))
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    since = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(since)
+        .not_valid_after(since + timedelta(days=days))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)

@@ -1,0 +1,141 @@
+"""The apps on a SuperLink and four SuperNodes with TLS and registered keys, while things break."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.processes import (
+    KILLED,
+    SETTINGS,
+    STRANGER,
+    SUPERLINK,
+    WORKING,
+    Fault,
+    Plan,
+    WatchedRun,
+    kill_client_at_work,
+    kill_node,
+    knock,
+    restart_superlink,
+    under_faults,
+)
+from flower_ext.privacy import Ledger
+from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.deployment import Deployment
+from tests.apps.app import DP2_FEDSAM
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+TIMEOUT = 90  # of a round, in seconds: more than any healthy one takes
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    with Deployment(tmp_path_factory.mktemp("deployment") / "four", nodes=4) as running:
+        yield running
+
+
+def processes_naming(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if text in command and int(entry.parent.name) != os.getpid():
+            found.append(command)
+    return found
+
+
+def test_one_command_deploys_runs_reports_and_ends_what_it_started(tmp_path):
+    settings = {**SETTINGS, "rounds": 2, "run-directory": tmp_path / "run"}
+    options = [
+        part
+        for name, value in settings.items()
+        for part in ("--set", f"{name}={str(value).lower() if value is True else value}")
+    ]
+    folder = tmp_path / "deployment"
+    command = ("deploy", str(DP2_FEDSAM.folder), "--nodes", "4", "--folder", str(folder))
+    flower_ext = Path(sys.executable).parent / "flower-ext"
+    done = subprocess.run(
+        [flower_ext, *command, *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Report: {tmp_path / 'run' / 'report.html'}" in done.stdout
+    run = RunDirectory.open(tmp_path / "run")
+    assert run.facts["status"] == "completed"
+    assert [row["answered"] for row in run.metrics()] == [4, 4]
+    assert run.missing() == []
+    assert processes_naming(str(folder)) == []
+    superlink = (folder / "logs" / "superlink.log").read_text()
+    assert "https://127.0.0.1" in superlink
+    assert len(re.findall("Activated node_id", superlink)) == 4
+    for path in (folder / "superlink.db", folder / "keys" / "node-0"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(deployment, tmp_path):
+    plan = Plan(
+        "discard",
+        rounds=4,
+        faults={
+            1: [Fault(KILLED, kill_node, 1), Fault(STRANGER, knock)],
+            2: [Fault(WORKING, kill_client_at_work, 2)],
+        },
+        returns={1: [1]},
+    )
+    outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
+    run = outcome.run
+    assert outcome.error is None
+    assert run.facts["status"] == "completed"
+    assert 1 in outcome.missing[1]
+    assert 2 in outcome.missing[2]
+    rows = run.metrics()
+    assert [row.get("discarded", 0) for row in rows[:2]] == [1, 1]
+    assert rows[-1]["answered"] == 4  # the killed one among them
+    assert [e["kind"] for e in run.ledger()].count("reserve") == plan.rounds  # asked is spent
+    assert outcome.wrong_aggregates == 0
+    assert outcome.epsilon_right
+    report = (run.path / "report.md").read_text()
+    assert "## Missing answers" in report
+    assert "stranger" in (text := deployment.logs()), text
+    log = (deployment.folder / "logs" / "stranger.log").read_text()
+    assert "Exit Code" in log
+    assert "SuperNode ID" not in log
+
+
+def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):
+    plan = Plan("top-up", rounds=3, faults={2: [Fault(SUPERLINK, restart_superlink)]}, returns={})
+    outcome = under_faults(deployment, plan, tmp_path / "run", timeout=TIMEOUT)
+    assert outcome.error is None
+    assert outcome.run.facts["status"] == "completed"
+    assert [row["answered"] for row in outcome.run.metrics()] == [4, 4, 4]
+    assert outcome.wrong_aggregates == 0
+    assert outcome.epsilon_right
+
+
+def test_a_killed_server_app_leaves_a_failed_run_and_no_spend_uncounted(deployment, tmp_path):
+    settings = {**SETTINGS, "rounds": 5}
+    watched = WatchedRun(deployment, DP2_FEDSAM.folder, tmp_path / "run", settings)
+    watched.wait_for_round(2)
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = command.read_bytes()
+        except OSError:
+            continue
+        if b"flwr-serverapp" in words and str(deployment.port).encode() in words:
+            os.kill(int(command.parent.name), signal.SIGKILL)
+    run = watched.finish()
+    assert watched.error is not None
+    assert "finished:failed" in str(watched.error)
+    assert run.facts["status"] == "failed"
+    assert "finished:failed" in run.facts["reason"]
+    report = (run.path / "report.md").read_text()
+    assert "This run is failed" in report
+    assert "No guarantee was recorded" in report
+    assert [e["kind"] for e in Ledger.read(run.ledger_path)] == ["reserve", "commit", "reserve"]
