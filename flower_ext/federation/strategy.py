@@ -322,14 +322,15 @@ class FederatedStrategy(Strategy):
             raise records.RefusedReply(
                 f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
             )
-        partition, received = self._exchange.sent(reply)
-        check_improbable(
-            self.plan,
-            update.arrays,
-            received,
-            cohort_size=len(self._cohort),
-            norms=self.upload_norms(partition),
-        )
+        if self._client_protects:
+            partition, received = self._exchange.sent(reply)
+            check_improbable(
+                self.plan,
+                update.arrays,
+                received,
+                cohort_size=len(self._cohort),
+                norms=self.upload_norms(partition),
+            )
         return update
 
     @property
