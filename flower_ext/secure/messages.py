@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from gmpy2 import mpz
 
+from flower_ext.secure.errors import IncompleteRound, ProtocolError
+from flower_ext.secure.paillier import PublicKey
+from flower_ext.secure.plan import WeightingPlan
+
 
 @dataclass(frozen=True, kw_only=True)
 class SiloKey:
@@ -65,3 +69,42 @@ def from_bytes(data: bytes, size: int, count: int, *, name: str) -> list[mpz]:
     if len(data) != size * count:
         raise ValueError(f"{name} of {len(data)} bytes: expected {count} numbers of {size} bytes")
     return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
+
+
+def ciphertexts_from(
+    data: bytes, plan: WeightingPlan, public: PublicKey, *, count: int | None = None
+) -> list[mpz]:
+    """Ciphertexts under ``public``: as many as a silo uploads, or ``count``.
+
+    Raises
+    ------
+    ValueError
+        A wrong length, or something that is no ciphertext.
+    """
+    expected = plan.ciphertexts if count is None else count
+    ciphertexts = from_bytes(data, plan.ciphertext_bytes, expected, name="ciphertexts")
+    for ciphertext in ciphertexts:
+        public.check_ciphertext(ciphertext)
+    return ciphertexts
+
+
+def check_senders(found: Sequence[int], expected: range) -> None:
+    """Refuse anything but one message of each expected silo."""
+    if sorted(found) != list(expected):
+        raise ValueError(
+            f"messages of silos {sorted(found)}: expected one each of {list(expected)}"
+        )
+
+
+def check_all_there(found: Sequence[int], silos: int) -> None:
+    """Refuse fewer than all silos' messages (`IncompleteRound`), and more."""
+    missing = sorted(set(range(silos)) - set(found))
+    if missing:
+        raise IncompleteRound(f"silos {missing} sent nothing: expected all {silos}")
+    check_senders(found, range(silos))
+
+
+def check_later(round_number: int, last: int) -> None:
+    """Refuse a round number that does not rise."""
+    if round_number <= last:
+        raise ProtocolError(f"round {round_number}: expected a number above {last}")

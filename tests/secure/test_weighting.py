@@ -383,7 +383,7 @@ def test_a_restarted_silo_may_take_over_its_own_tables_and_no_others(world, rng)
     again = [restarted(silo) for silo in world.silos]
     for silo, earlier in zip(again, world.silos, strict=True):
         silo.adopt(earlier)
-        assert silo._powers is earlier._powers
+        assert silo._sums is earlier._sums
     assert [silo.prepared for silo in again] == [True, False, False]
     with pytest.raises(ValueError, match="expected this silo"):
         again[0].adopt(world.silos[1])

@@ -11,6 +11,7 @@ from scipy import stats
 from flower_ext.secure import BlindedCounts, EncryptedWeights, MaskedSum, WeightingSilo
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
+from flower_ext.secure.sums import EncryptedSums
 from tests.secure.test_paillier import root
 from tests.secure.worlds import World, key, plan
 
@@ -175,7 +176,7 @@ def test_a_server_cannot_guess_counts_from_their_ratios():
 def test_the_same_guess_succeeds_where_users_share_a_blind(monkeypatch):
     n = key().public.n
     monkeypatch.setattr(
-        "flower_ext.secure.weighting.user_blinds", lambda seed, users, n: [mpz(2) ** 300 + 1] * 4
+        "flower_ext.secure.silo.user_blinds", lambda seed, users, n: [mpz(2) ** 300 + 1] * 4
     )
     _, totals = blinded(world_of(COUNTS))
     assert ratio_is_small(totals[0] * invert(totals[1], n), n, 180)
@@ -253,7 +254,7 @@ def denominator(world, sums: list[mpz]) -> int:
 
 def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     monkeypatch.setattr(
-        WeightingSilo, "_dithered", lambda self, encoded: encoded * self.plan.common_multiple
+        EncryptedSums, "dithered", lambda self, encoded: encoded * self.plan.common_multiple
     )
     world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, coordinates_per_plaintext=1)
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
