@@ -28,10 +28,15 @@ Where this departs from the paper:
   multiple of C_LCM, so the decrypted sum modulo C_LCM would be that of the updates alone, and its
   greatest common divisor with C_LCM would show factors of the N_u. With the dither it is uniform.
 
+* Users may be drawn so that no party knows whom: for each user the server encrypts k times the
+  weight and P - k times zero, and the silos take one of these P by oblivious transfer, all of them
+  the same one, by a choice that they derive from their seed. In the paper each silo would choose
+  for itself, and a user's weights no longer add up.
+
 What the server learns: the noisy sum; how many users have no record at all (their blinded total is
-zero), but not which; and, when it draws users, which places of the secret order it drew. What a
-silo learns: nothing about other silos. A silo spends its time on the users that it has; who times
-it learns about how many these are.
+zero), but not which; and, when it draws users itself, which places of the secret order it drew.
+What a silo learns: nothing about other silos. A silo spends its time on the users that it has; who
+times it learns about how many these are.
 
 `WeightingServer` and `WeightingSilo` are the parties, with the steps of the protocol as methods in
 order; `messages` is what passes between them. Nothing here knows torch or Flower.
@@ -51,9 +56,12 @@ from flower_ext.secure.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.estimate import RoundEstimate, estimate_round
 from flower_ext.secure.messages import (
     BlindedCounts,
+    DrawAnswer,
+    DrawOffer,
     EncryptedWeights,
     MaskedSum,
     SealedSeed,
+    SealedWeights,
     SiloKey,
 )
 from flower_ext.secure.paillier import ZeroPool
@@ -63,12 +71,15 @@ from flower_ext.secure.silo import WeightingSilo
 
 __all__ = [
     "BlindedCounts",
+    "DrawAnswer",
+    "DrawOffer",
     "EncryptedWeights",
     "IncompleteRound",
     "MaskedSum",
     "ProtocolError",
     "RoundEstimate",
     "SealedSeed",
+    "SealedWeights",
     "SiloKey",
     "WeightingPlan",
     "WeightingServer",

@@ -12,6 +12,7 @@ import gmpy2
 from gmpy2 import mpz
 
 from flower_ext.secure.multiexp import choose_windows
+from flower_ext.secure.oblivious import ORDER, PRIME, SEAL_BYTES
 from flower_ext.secure.paillier import ZeroPool
 from flower_ext.secure.plan import WeightingPlan
 
@@ -25,9 +26,10 @@ class RoundEstimate:
 
     Attributes
     ----------
-    fold, tables, products, pack, rerandomise : float
+    choose, fold, tables, products, pack, rerandomise : float
         Of one silo that has records of every user. ``fold`` and ``tables`` fall away in later
-        rounds when no users are drawn.
+        rounds when no users are drawn. ``choose``: oblivious transfer of the weights of drawn
+        users, by the silo that answers for all; the others take a third less.
     encrypt, decrypt : float
         Of the server, for all silos together.
     prepare : float
@@ -36,6 +38,7 @@ class RoundEstimate:
         Of one silo.
     """
 
+    choose: float
     fold: float
     tables: float
     products: float
@@ -50,7 +53,7 @@ class RoundEstimate:
     @property
     def silo(self) -> float:
         """Seconds of one silo."""
-        return self.fold + self.tables + self.products + self.pack + self.rerandomise
+        return self.choose + self.fold + self.tables + self.products + self.pack + self.rerandomise
 
     @property
     def server(self) -> float:
@@ -84,20 +87,24 @@ def estimate_round(
         modulus_bits=2 * bits,
         table_memory_limit=plan.table_memory_limit,
     )
+    transfer = _seconds(gmpy2.powmod, mpz(2), ORDER // 3, PRIME) if plan.draw_choices else 0.0
+    choices = plan.draw_choices or 1
+    seal = SEAL_BYTES if plan.draw_choices else 0
     pool = ZeroPool.size(bits)
     share = math.ceil(plan.ciphertexts / plan.silos)
     return RoundEstimate(
+        choose=3 * plan.users * transfer,
         fold=users * exponentiation,
         tables=windows.table_multiplications(users) * multiplication,
         products=plan.coordinates * windows.column_multiplications(users) * multiplication,
         pack=(plan.coordinates - plan.ciphertexts) * plan.packing.slot_bits * multiplication,
         rerandomise=share * (pool * multiplication if prepared else exponentiation),
-        encrypt=plan.users * 2 * half,
+        encrypt=plan.users * (2 * choices * half + transfer),
         decrypt=plan.ciphertexts * (2 * half + plan.silos * multiplication),
         prepare=pool * exponentiation + ZeroPool.table_multiplications(bits) * multiplication
         if prepared
         else 0.0,
-        download_bytes=plan.users * plan.ciphertext_bytes,
+        download_bytes=plan.users * choices * (plan.ciphertext_bytes + seal),
         upload_bytes=plan.ciphertexts * plan.ciphertext_bytes,
     )
 

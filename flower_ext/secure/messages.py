@@ -45,6 +45,31 @@ class EncryptedWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrawOffer:
+    """The server begins to draw users whom it will not know; for the silo that answers."""
+
+    round_number: int
+    public: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawAnswer:
+    """The silos' choices, one for each user, which the server cannot read."""
+
+    round_number: int
+    answer: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedWeights:
+    """P sealed ciphertexts for each user, for all silos, which can open one of each P."""
+
+    round_number: int
+    public: bytes
+    sealed: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class MaskedSum:
     """A silo's weighted, noised and masked updates; for the server."""
 

@@ -39,6 +39,9 @@ class WeightingPlan:
         Largest magnitude of one silo's noise in a coordinate. Generous costs little.
     precision : float
         P: largest error of a coordinate of the result, over all users and silos together.
+    draw_choices, draw_hits : int
+        If ``draw_choices`` is given, each user takes part in a round with probability
+        ``draw_hits`` / ``draw_choices``, and no party learns who does.
     key_bits : int
         Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
@@ -64,6 +67,8 @@ class WeightingPlan:
     update_bound: float
     noise_bound: float
     precision: float = 1e-10
+    draw_choices: int | None = None
+    draw_hits: int = 1
     key_bits: int = SECURE_KEY_BITS
     coordinates_per_plaintext: int | None = None
     table_memory_limit: int = DEFAULT_TABLE_MEMORY
@@ -85,6 +90,11 @@ class WeightingPlan:
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()
+        if self.draw_choices is not None and not 0 < self.draw_hits < self.draw_choices:
+            raise ValueError(
+                f"draw_hits={self.draw_hits!r}: expected an integer from 1 to "
+                f"draw_choices - 1 = {self.draw_choices - 1}"
+            )
         _ = self.encoding, self.noise_encoding, self.packing  # each refuses what does not fit
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from random import SystemRandom
 
 import gmpy2
 import numpy as np
@@ -13,9 +14,12 @@ from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.messages import (
     BlindedCounts,
+    DrawAnswer,
+    DrawOffer,
     EncryptedWeights,
     MaskedSum,
     SealedSeed,
+    SealedWeights,
     SiloKey,
     check_all_there,
     check_later,
@@ -24,6 +28,7 @@ from flower_ext.secure.messages import (
     from_bytes,
     to_bytes,
 )
+from flower_ext.secure.oblivious import Sender
 from flower_ext.secure.paillier import PrivateKey, generate_key
 from flower_ext.secure.plan import WeightingPlan
 from flower_ext.secure.threads import Progress
@@ -33,7 +38,8 @@ class WeightingServer:
     """The party that relays, inverts blinded totals, and decrypts the sum. It holds the secret key.
 
     Call `public_key`, `relay_keys`, `relay_seed`, `receive_counts` once, in this order, then
-    `open_round` and `close_round` for every round.
+    `open_round` and `close_round` for every round. Where the plan draws users whom nobody knows, a
+    round opens with `offer_draw` and `open_drawn_round`.
 
     Parameters
     ----------
@@ -58,6 +64,7 @@ class WeightingServer:
         self._weights_of_all: bytes | None = None
         self._last_round = 0
         self._open_round: int | None = None
+        self._drawing: tuple[int, Sender] | None = None
 
     def __repr__(self) -> str:
         return f"WeightingServer(run={self.plan.run!r}, last_round={self._last_round})"
@@ -151,13 +158,14 @@ class WeightingServer:
         Raises
         ------
         ProtocolError
-            Before the counts, or the round is not above the last.
+            Before the counts, the round is not above the last, or the plan has users drawn by
+            `open_drawn_round`.
         ValueError
             ``sampled`` names no user.
         """
-        if self._inverses is None:
-            raise ProtocolError("a round opens after the counts of all silos arrived")
-        check_later(round_number, self._last_round)
+        inverses = self._ready_for(round_number)
+        if self.plan.draw_choices is not None:
+            raise ProtocolError("open_round: the plan's draw_choices ask for open_drawn_round")
         everyone = range(self.plan.users)
         drawn = set(everyone if sampled is None else sampled)
         if not drawn <= set(everyone):
@@ -165,12 +173,58 @@ class WeightingServer:
         self._last_round = self._open_round = round_number
         if sampled is None and self._weights_of_all is not None:
             return EncryptedWeights(round_number=round_number, weights=self._weights_of_all)
-        messages = [x if place in drawn else mpz(0) for place, x in enumerate(self._inverses)]
+        messages = [x if place in drawn else mpz(0) for place, x in enumerate(inverses)]
         encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
         weights = to_bytes(encrypted, self.plan.ciphertext_bytes)
         if sampled is None:
             self._weights_of_all = weights
         return EncryptedWeights(round_number=round_number, weights=weights)
+
+    def offer_draw(self, round_number: int) -> DrawOffer:
+        """Begin a round whose users nobody will know; for the silo that answers.
+
+        Raises
+        ------
+        ProtocolError
+            As `open_round`, or the plan has no ``draw_choices``.
+        """
+        self._ready_for(round_number)
+        if self.plan.draw_choices is None:
+            raise ProtocolError("offer_draw: the plan has no draw_choices; open_round draws users")
+        sender = Sender()
+        self._drawing = round_number, sender
+        return DrawOffer(round_number=round_number, public=sender.public)
+
+    def open_drawn_round(
+        self, message: DrawAnswer, *, progress: Progress | None = None
+    ) -> SealedWeights:
+        """P fresh encryptions for each user, k of its inverse total and the others of zero.
+
+        They lie in an order that only the server knows; the silos open the one of their choice, so
+        that neither knows whether it is one of the k.
+
+        Raises
+        ------
+        ProtocolError
+            The round was not offered last, or opened before.
+        ValueError
+            The answer is malformed.
+        """
+        if self._drawing is None or self._drawing[0] != message.round_number:
+            raise ProtocolError(f"draw of round {message.round_number}: expected an offer before")
+        (number, sender), self._drawing = self._drawing, None
+        inverses, choices = self._ready_for(number), self.plan.draw_choices or 1
+        self._last_round = self._open_round = number
+        messages = [mpz(0)] * (self.plan.users * choices)
+        for user, inverse in enumerate(inverses):
+            for place in SystemRandom().sample(range(choices), self.plan.draw_hits):
+                messages[user * choices + place] = inverse
+        encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
+        texts = [to_bytes([one], self.plan.ciphertext_bytes) for one in encrypted]
+        of_users = [texts[at : at + choices] for at in range(0, len(texts), choices)]
+        sealed = sender.seal(message.answer, of_users, workers=self._workers)
+        joined = b"".join(text for of_user in sealed for text in of_user)
+        return SealedWeights(round_number=number, public=sender.public, sealed=joined)
 
     def close_round(
         self, messages: Sequence[MaskedSum], *, progress: Progress | None = None
@@ -229,6 +283,12 @@ class WeightingServer:
         """
         self._check_round(message)
         ciphertexts_from(message.ciphertexts, self.plan, self._key.public)
+
+    def _ready_for(self, round_number: int) -> list[mpz]:
+        if self._inverses is None:
+            raise ProtocolError("a round opens after the counts of all silos arrived")
+        check_later(round_number, self._last_round)
+        return self._inverses
 
     def _check_round(self, message: MaskedSum) -> None:
         if self._open_round is None:

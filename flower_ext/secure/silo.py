@@ -13,18 +13,22 @@ from numpy.typing import ArrayLike
 
 from flower_ext.secure.blinds import user_blinds, user_order
 from flower_ext.secure.errors import ProtocolError
-from flower_ext.secure.masks import PairKeys
+from flower_ext.secure.masks import PairKeys, derive
 from flower_ext.secure.messages import (
     BlindedCounts,
+    DrawAnswer,
+    DrawOffer,
     EncryptedWeights,
     MaskedSum,
     SealedSeed,
+    SealedWeights,
     SiloKey,
     check_later,
     check_senders,
     from_bytes,
     to_bytes,
 )
+from flower_ext.secure.oblivious import SEAL_BYTES, Receiver
 from flower_ext.secure.paillier import PublicKey, ZeroPool
 from flower_ext.secure.plan import WeightingPlan
 from flower_ext.secure.sums import EncryptedSums
@@ -47,7 +51,8 @@ class WeightingSilo:
     """One silo. Everything it holds is secret but what its methods return.
 
     Call `key`, `receive_keys`, then `seal_seed` (silo 0) or `open_seed` (the others), then
-    `blind_counts`, and `weigh` for every round.
+    `blind_counts`, and `weigh` for every round. Where the plan draws users whom nobody knows, one
+    silo calls `answer_draw` before all of them weigh.
 
     Parameters
     ----------
@@ -201,9 +206,24 @@ class WeightingSilo:
         """
         return self._sums.prepare(pool, progress)
 
+    def answer_draw(self, message: DrawOffer) -> DrawAnswer:
+        """The silos' choices, which all silos derive from their seed; the server cannot read them.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order, the plan has no ``draw_choices``, or the round is not above the last.
+        ValueError
+            The offer is malformed.
+        """
+        self._expect(_Stage.COUNTED)
+        check_later(message.round_number, self._last_round)
+        choices = self._choices(message.round_number, message.public)
+        return DrawAnswer(round_number=message.round_number, answer=choices.answer)
+
     def weigh(
         self,
-        message: EncryptedWeights,
+        message: EncryptedWeights | SealedWeights,
         updates: Mapping[int, ArrayLike],
         noise: ArrayLike,
         *,
@@ -224,7 +244,8 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            Out of order, or the round is not above the last.
+            Out of order, the round is not above the last, or weights are sealed where the plan has
+            no ``draw_choices``, or the other way round.
         ValueError
             Malformed weights; updates of other users than those with records here; wrong shapes;
             values that are not finite or out of bounds. Nothing has left then, and the round can be
@@ -235,7 +256,7 @@ class WeightingSilo:
         users = [user for user, count in enumerate(self._counts) if count]
         encoded = self._sums.encode_updates(updates, users)
         encoded_noise = self._sums.encode_noise(noise)
-        powers = self._sums.fold(message.weights, self._factors(users))
+        powers = self._sums.fold(self._opened(message), self._factors(users))
         self._last_round = message.round_number
         self._store()
 
@@ -354,6 +375,35 @@ class WeightingSilo:
         self._blinds = user_blinds(seed, self.plan.users, self._sums.public.n)
         self._order = user_order(seed, self.plan.users)
         self._stage = _Stage.SEEDED
+
+    def _opened(self, message: EncryptedWeights | SealedWeights) -> bytes:
+        """One ciphertext a user, by place in the secret order."""
+        if isinstance(message, EncryptedWeights):
+            if self.plan.draw_choices is not None:
+                raise ProtocolError("weights of drawn users: expected them to be sealed")
+            return message.weights
+        receiver = self._choices(message.round_number, message.public)
+        size, choices = self.plan.ciphertext_bytes + SEAL_BYTES, self.plan.draw_choices or 1
+        if len(message.sealed) != size * choices * self.plan.users:
+            raise ValueError(
+                f"sealed weights of {len(message.sealed)} bytes: expected {choices} of {size} "
+                f"bytes for each of {self.plan.users} users"
+            )
+        texts = [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
+        return b"".join(
+            receiver.open([texts[at : at + choices] for at in range(0, len(texts), choices)])
+        )
+
+    def _choices(self, round_number: int, public: bytes) -> Receiver:
+        if self.plan.draw_choices is None:
+            raise ProtocolError("the plan has no draw_choices: expected weights of known users")
+        return Receiver(
+            public,
+            derive(self._seed, "draw", round_number),
+            transfers=self.plan.users,
+            choices=self.plan.draw_choices,
+            workers=self._workers,
+        )
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
         """n_su · r_u · C_LCM of each of ``users``, by the user's place in the secret order."""

@@ -87,7 +87,13 @@ class World:
         ]
 
     def run_round(self, number, updates, noise, sampled=None) -> np.ndarray:
-        message = self.server.open_round(number, sampled=sampled)
+        if self.plan.draw_choices is None:
+            message = self.server.open_round(number, sampled=sampled)
+        else:
+            offer = self.server.offer_draw(number)
+            answer = self.silos[0].answer_draw(offer)
+            message = self.server.open_drawn_round(answer)
+            self.sent += [offer, answer]
         sums = self.weigh(message, updates, noise)
         self.sent += [message, *sums]
         return self.server.close_round(sums)
