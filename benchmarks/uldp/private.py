@@ -28,7 +28,7 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
     keeping,
-    private,
+    private_silo,
     theory_learning_rate,
 )
 from flower_ext.data import describe_silos, load_silos
@@ -60,7 +60,7 @@ class Clock:
             (WeightingSilo, "weigh", "silos"),
             (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
-            (private, "users_updates", "training"),
+            (private_silo, "users_updates", "training"),
         )
         kept = [getattr(owner, name) for owner, name, _ in spots]
         for (owner, name, part), work in zip(spots, kept, strict=True):

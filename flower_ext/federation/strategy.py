@@ -608,6 +608,8 @@ class FederatedStrategy(Strategy):
         question: ConfigRecord,
         read: Callable[[Message], T],
         own: Mapping[int, Content] | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
     ) -> dict[int, T]:
         """What the client side answers to a question of this method, by partition (see `prepare`).
 
@@ -615,20 +617,22 @@ class FederatedStrategy(Strategy):
         ----------
         own : Mapping[int, Mapping[str, ArrayRecord]], optional
             Records for one partition alone, next to the question.
+        partitions : Sequence[int], optional
+            Ask these only.
 
         Raises
         ------
         FederationNotReady
             A node does not answer, or not what ``read`` accepts.
         """
-        nodes = self._exchange.nodes
+        nodes = list(self._exchange.nodes if partitions is None else partitions)
         content: Content = {records.QUESTION: question}
         contents = dict.fromkeys(nodes, content)
         for partition, alone in (own or {}).items():
             contents[partition] = {**content, **alone}
         asked = self._exchange.ask("query", contents, 0)
         replies = grid.send_and_receive(asked, timeout=self.timeout)
-        answers = self._exchange.accepted("query", 0, replies, list(nodes), read)
+        answers = self._exchange.accepted("query", 0, replies, nodes, read)
         if missing := sorted(set(nodes) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")

@@ -267,12 +267,14 @@ def uldp_avg_guarantees(
     secure_noise: bool = True,
     secure_sampling: bool = True,
     secure_sum: str = SECURE_SUM,
+    hidden_draw: str = "",
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
 
     * Released models: amplified by sampling users, as who was sampled stays secret.
-    * Sums only: the server knows the sample, so releases compose plainly.
+    * Sums only: the server knows the sample, so releases compose plainly; unless the draw is hidden
+      from it as well, which makes sums as good as released models.
     * Each upload: a silo's share of the noise is σC/√|S|. With equal weights a user moves each
       upload by C/|S|, all of them together by C/√|S|: nothing is lost. With weights by records a
       user may lie in one silo with all its weight.
@@ -292,6 +294,8 @@ def uldp_avg_guarantees(
         Whether they come from a cryptographic generator, or from a seed.
     secure_sum : str
         What hides single uploads from the server.
+    hidden_draw : str
+        What hides from the server who was sampled; empty where it knows.
 
     Raises
     ------
@@ -341,6 +345,7 @@ def uldp_avg_guarantees(
         )
 
     facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
+    in_rounds = f"{facts}, {rounds} rounds"
     exposed = f"most exposed user: {exposure:.4g} sums' worth"
     hidden = () if everyone else ("who was sampled stays secret", *drawn)
     return [
@@ -349,11 +354,20 @@ def uldp_avg_guarantees(
             AdversaryView.RELEASED_MODELS,
             loss.epsilon,
             loss.accountant,
-            f"{facts}, {rounds} rounds",
+            in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *hidden,
         ),
-        provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, secure_sum),
+        provable(
+            AdversaryView.SUM_ONLY,
+            loss.epsilon,
+            loss.accountant,
+            in_rounds,
+            secure_sum,
+            hidden_draw,
+        )
+        if hidden_draw
+        else provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, secure_sum),
         provable(
             AdversaryView.EACH_UPLOAD,
             uploads.epsilon,

@@ -20,6 +20,7 @@ from flower_ext.algorithms.uldp import (
     UldpSgd,
     keeping,
     private,
+    private_silo,
 )
 from flower_ext.data import Examples, SiloData, histogram
 from flower_ext.federation import (
@@ -155,6 +156,94 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
     assert strategy._connected.plan.packing.slots > 1
     with pytest.raises(OverflowError, match=r"one of \(7,\)"):
         start(make(protocol=replace(SMALL, allowed_totals=(7,))), data=data)
+
+
+# Users whom nobody knows -------------------------------------------------------------------------
+
+
+HIDDEN = replace(SMALL, draw_choices=5)
+
+
+def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
+    """Who that was only a test can tell, which is all parties at once."""
+    rounds, weigh = {}, private_silo.WeightingSilo.weigh
+
+    def watched(self, message, *args, **options):
+        size = self.plan.ciphertext_bytes
+        rounds.setdefault(message.round_number, set()).add(
+            tuple(numbers(self._opened(message), size))
+        )
+        return weigh(self, message, *args, **options)
+
+    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", watched)
+    strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
+    grid, model = start(strategy)
+    assert strategy.refusals == []
+    assert all(len(taken) == 1 for taken in rounds.values())
+    order, key = kept(grid)._order, strategy._connected._key
+    users = {
+        number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
+        for number, taken in rounds.items()
+    }
+    monkeypatch.setattr(FederatedStrategy, "draw_cohort", lambda self, number: users[number])
+    _, expected = start(make(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
+    assert difference(model, expected) <= ROUNDS * SMALL.precision
+    assert "users" not in strategy.progress.row
+
+
+def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
+    strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), evaluate_every=0)
+    grid, _ = start(strategy, Recorder)
+    asked = [m for m in grid.sent if "offer" in m.content.array_records]
+    assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
+    told = arrays(grid.received, "answer", "answer")
+    assert len(told) == ROUNDS
+    pieces = [data[at : at + 384] for _, data in told for at in range(0, len(data), 384)]
+    assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
+    sent = {data for _, data in arrays(grid.sent, "users", "weights")}
+    assert len(sent) == ROUNDS  # the same for all silos
+    facts = strategy._connected.plan
+    assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
+
+
+def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path):
+    class Silent(InProcessGrid):
+        draws = 0
+
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            if messages and "offer" in messages[0].content.array_records:
+                self.draws += 1
+                if self.draws == 2:
+                    return []
+            return super().send_and_receive(messages, timeout=timeout)
+
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), ledger=ledger)
+    start(strategy, Silent)
+    entries = Ledger.read(tmp_path / "ledger.jsonl")
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
+    assert "no users were drawn: partitions [0] cannot take part" in entries[3]["reason"]
+    assert strategy.participations.rounds == ROUNDS
+
+
+def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
+    views = {}
+    for name, protocol in (("known", SMALL), ("hidden", HIDDEN)):
+        loud = {"noise_multiplier": 5.0}
+        strategy = make(protocol=protocol, sampling=PoissonSampling(USERS, 0.4), plan=loud)
+        strategy.participations.record(range(USERS), SILOS, asked=SILOS)
+        views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
+    known, hidden = views["known"], views["hidden"]
+    models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
+    assert hidden[models].epsilon == known[models].epsilon
+    assert hidden[sums].epsilon == hidden[models].epsilon < 0.7 * known[sums].epsilon
+    assert any("oblivious transfer" in text for text in hidden[sums].assumptions)
+    assert not any("drawn: the server" in text for text in hidden[sums].not_covered)
+    assert any("drawn: the server" in text for text in known[sums].not_covered)
+    each = AdversaryView.EACH_UPLOAD
+    assert hidden[each].epsilon == known[each].epsilon
 
 
 # What travels ------------------------------------------------------------------------------------
@@ -483,7 +572,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(private.WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", weigh)
     start(strategy := make())
     assert len(strategy.refusals) == SILOS * ROUNDS
     for refusal in strategy.refusals:
@@ -634,6 +723,11 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
         (lambda: PrivateWeighting(max_records_per_user=2200), "does not fit a plaintext"),
         (lambda: make(protocol=replace(SMALL, precision=1e-20)), r"above 2\*\*61"),
         (lambda: make(num_silos=1), "silos=1"),
+        (lambda: make(protocol=HIDDEN), "users are drawn at a rate of 1, expected a multiple of"),
+        (
+            lambda: make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),
+            "draw_choices=5: users are drawn at a rate of 0.5, expected a multiple of 1/5 below 1",
+        ),
         (lambda: make(plan={"dropout_policy": "top-up"}), "expected 'discard'"),
         (lambda: make(diagnostics=True), "diagnostics=True"),
         (lambda: make(weighting="equal"), "weighting: private weights are by records"),

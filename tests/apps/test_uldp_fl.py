@@ -137,6 +137,7 @@ def test_groups_of_any_size(size, tmp_path):
         ({"method": "uldp-avg-private", "allow_insecure_keys": False}, "key_bits=512"),
         ({"method": "uldp-avg-private", "allowed_totals": "ten"}, "allowed-totals='ten'"),
         ({"method": "uldp-avg-private", "allowed_totals": "10,999"}, r"allowed_totals=\(10, 999\)"),
+        ({"method": "uldp-avg-private", "draw_choices": 4}, "draw_choices=4: users are drawn at"),
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),

@@ -112,6 +112,7 @@ def private_strategy_of(
         precision=float(config["precision"]),
         max_records_per_user=int(config["max-records-per-user"]),
         allowed_totals=allowed_totals_of(config),
+        draw_choices=int(config["draw-choices"]) or None,
         allow_insecure_key_size=bool(config["allow-insecure-keys"]),
     )
     if config["method"] == "uldp-avg-private":

@@ -12,11 +12,8 @@ from flower_ext.algorithms.uldp.naive import UldpNaive
 from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, WeightSource
 
 if TYPE_CHECKING:
-    from flower_ext.algorithms.uldp.private import (
-        PrivateUldpAvg,
-        PrivateUldpSgd,
-        PrivateWeighting,
-    )
+    from flower_ext.algorithms.uldp.private import PrivateUldpAvg, PrivateUldpSgd
+    from flower_ext.algorithms.uldp.private_weights import PrivateWeighting
 
 __all__ = [
     "EqualWeights",

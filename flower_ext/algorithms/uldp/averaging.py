@@ -302,8 +302,9 @@ class UldpAvg(FederatedStrategy):
             # Uploads that could not be used were seen; sums that lacked noise count for more.
             participations=max(self.participations.in_sums, most),
             secure_noise=not self.seeded_noise,
-            secure_sampling=self.seed is None,
+            secure_sampling=self.seed is None or bool(self.hidden_draw),
             secure_sum=self.secure_sum,
+            hidden_draw=self.hidden_draw,
             not_covered=self._not_covered(),
         )
 
@@ -311,6 +312,11 @@ class UldpAvg(FederatedStrategy):
     def secure_sum(self) -> str:
         """What hides single uploads from the server, for guarantees that need it."""
         return SECURE_SUM
+
+    @property
+    def hidden_draw(self) -> str:
+        """What hides from the server who was drawn; empty where it knows."""
+        return ""
 
     def _protection(self) -> dict[str, float]:
         return per_unit(super()._protection())
