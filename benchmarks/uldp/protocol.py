@@ -6,7 +6,8 @@ All parties run in this process, one after the other, with a 3072-bit key and N_
 plain way takes one full exponentiation for every user and coordinate; a few coordinates of one silo
 are timed and the rest is extrapolated. The default takes three minutes on two cores, with 100
 coordinates; ``--full`` takes ten, with 1,000. Every setting sums fresh encryptions of all users and
-pools of zeros that were prepared before; preparing is a line of its own, once a run.
+pools of zeros that were prepared before; preparing is a line of its own, once a run. Seconds are of
+the clock and, after a slash, of the processor, which other jobs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -48,6 +49,28 @@ BASE = WeightingPlan(
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Of the clock, and of all cores that worked."""
+
+    clock: float
+    processor: float
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.clock + other.clock, self.processor + other.processor)
+
+    def __mul__(self, factor: float) -> Seconds:
+        return Seconds(self.clock * factor, self.processor * factor)
+
+    def __str__(self) -> str:
+        return f"{self.clock:.2f} / {self.processor:.2f}"
+
+    def times(self, other: Seconds) -> str:
+        """How many times as long as ``other``."""
+        clock, processor = self.clock / other.clock, self.processor / other.processor
+        return f"{clock:.0f} / {processor:.0f}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """How much is measured."""
@@ -66,16 +89,16 @@ FULL = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Seconds of one round: of the server, and of all silos together."""
+    """One round: of the server, and of all silos together."""
 
-    encrypt: float
-    silos: float
-    decrypt: float
+    encrypt: Seconds
+    silos: Seconds
+    decrypt: Seconds
     error: float
     upload: int
 
     @property
-    def total(self) -> float:
+    def total(self) -> Seconds:
         """All parties, one after the other."""
         return self.encrypt + self.silos + self.decrypt
 
@@ -143,17 +166,17 @@ def main() -> None:
 
     key = generate_key()
     preparing, pool = timed(lambda: ZeroPool(key.public, workers=arguments.workers))
-    print(f"Pool of zeros, once for each silo: {preparing:.1f} s in {arguments.workers} threads\n")
+    print(f"Pool of zeros, once for each silo: {preparing} s in {arguments.workers} threads\n")
     plan = replace(BASE, coordinates=scale.coordinates)
     power, server_encrypt, server_decrypt = plain_operations(key, scale.plain_coordinates, plan)
     print(
-        f"Plain way: {1e3 * power * plan.users:.0f} ms a coordinate and silo, timed on "
+        f"Plain way: {power * plan.users} s a coordinate and silo, timed on "
         f"{scale.plain_coordinates} coordinates; its totals are extrapolated\n"
     )
 
-    def plain_seconds(plan: WeightingPlan) -> float:
-        products = plan.coordinates * plan.silos * plan.users * power
-        return products + plan.users * server_encrypt + plan.coordinates * server_decrypt
+    def plain_seconds(plan: WeightingPlan) -> Seconds:
+        products = power * (plan.coordinates * plan.silos * plan.users)
+        return products + server_encrypt * plan.users + server_decrypt * plan.coordinates
 
     side_by_side(plan, key, pool, arguments.workers, plain_seconds)
     by_part(plan, key, pool, arguments.workers)
@@ -162,8 +185,8 @@ def main() -> None:
 
 def plain_operations(
     key: PrivateKey, coordinates: int, plan: WeightingPlan
-) -> tuple[float, float, float]:
-    """Seconds of one power, one encryption and one decryption, with phe."""
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Of one power, one encryption and one decryption, with phe."""
     public = phe.PaillierPublicKey(int(key.public.n))
     private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
     users = min(plan.users, 20)
@@ -181,7 +204,11 @@ def plain_operations(
 
     multiplying, total = timed(multiply)
     decrypting, _ = timed(lambda: [private.raw_decrypt(total) for _ in range(10)])
-    return multiplying / (coordinates * plan.users), encrypting / users, decrypting / 10
+    return (
+        multiplying * (1 / (coordinates * plan.users)),
+        encrypting * (1 / users),
+        decrypting * 0.1,
+    )
 
 
 def side_by_side(
@@ -189,7 +216,7 @@ def side_by_side(
     key: PrivateKey,
     pool: ZeroPool,
     workers: int,
-    plain_seconds: Callable[[WeightingPlan], float],
+    plain_seconds: Callable[[WeightingPlan], Seconds],
 ) -> None:
     """Whole rounds, all parties together."""
     settings = (
@@ -214,9 +241,9 @@ def side_by_side(
                 f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
                 threads,
                 ("fresh" if fresh else "kept") + (", pool" if pooled else ", no pool"),
-                f"{plain:.0f}",
-                f"{done.total:.2f}",
-                f"{plain / done.total:.0f}",
+                f"{plain.processor:.0f}",
+                str(done.total),
+                plain.times(done.total),
                 f"{plain_upload / done.upload:.1f}",
                 f"{done.error:.1e}",
             )
@@ -225,7 +252,7 @@ def side_by_side(
         "round of 3 silos",
         "threads",
         "encryptions",
-        "plain, s",
+        "plain, processor s",
         "here, s",
         "times as fast",
         "upload, times smaller",
@@ -247,8 +274,7 @@ def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) 
         "decrypt (server)": guess.decrypt,
     }
     rows = [
-        (name, *(f"{seconds[name]:.2f}" for seconds in (alone, together, guesses)))
-        for name in guesses
+        (name, str(alone[name]), str(together[name]), f"{guesses[name]:.2f}") for name in guesses
     ]
     print(table(("part, all silos", "1 thread, s", f"{workers} threads, s", "estimate, s"), rows))
     largest = plan.encoding.largest
@@ -262,13 +288,13 @@ def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) 
     count = plan.silos * plan.coordinates * windows.column_multiplications(plan.users)
     one = one_multiplication(key.public.n_squared)
     print(
-        f"\nProducts: {count} multiplications of {1e6 * one:.2f} µs, "
-        f"{alone['products'] / (count * one):.2f} times that long\n"
+        f"\nProducts: {count} multiplications of {1e6 * one:.2f} processor µs, "
+        f"{alone['products'].processor / (count * one):.2f} times that long\n"
     )
 
 
-def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> dict[str, float]:
-    """Seconds of every part; those of silos for all silos."""
+def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> dict[str, Seconds]:
+    """Every part; those of silos for all silos."""
     public, silos, largest = key.public, plan.silos, plan.encoding.largest
     exponents = np.random.default_rng(1).integers(-largest, largest, (plan.users, plan.coordinates))
 
@@ -296,10 +322,10 @@ def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) ->
     decrypt, _ = timed(lambda: key.decrypt(sums[: plan.ciphertexts], workers=workers))
     return {
         "encrypt (server)": encrypt,
-        "fold": silos * folding,
-        "tables": silos * tables,
-        "products": silos * multiply,
-        "re-randomise": silos * rerandomise,
+        "fold": folding * silos,
+        "tables": tables * silos,
+        "products": multiply * silos,
+        "re-randomise": rerandomise * silos,
         "decrypt (server)": decrypt,
     }
 
@@ -317,8 +343,8 @@ def growth(
             (
                 at.users,
                 at.coordinates,
-                f"{done.silos / at.silos:.2f}",
-                f"{done.encrypt + done.decrypt:.2f}",
+                str(done.silos * (1 / at.silos)),
+                str(done.encrypt + done.decrypt),
             )
         )
     header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
@@ -326,7 +352,7 @@ def growth(
 
 
 def one_multiplication(modulus: mpz) -> float:
-    """Seconds of one modular multiplication in a chain."""
+    """Processor seconds of one modular multiplication in a chain."""
     values = [mpz(secrets.randbelow(int(modulus))) for _ in range(100)]
 
     def multiply() -> None:
@@ -335,14 +361,14 @@ def one_multiplication(modulus: mpz) -> float:
             for value in values:
                 total = total * value % modulus
 
-    return min(timed(multiply)[0] for _ in range(5)) / (20 * len(values))
+    return min(timed(multiply)[0].processor for _ in range(5)) / (20 * len(values))
 
 
-def timed(work: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds, and what came back."""
-    started = time.perf_counter()
+def timed(work: Callable[[], Result]) -> tuple[Seconds, Result]:
+    """How long it took, and what came back."""
+    clock, processor = time.perf_counter(), time.process_time()
     result = work()
-    return time.perf_counter() - started, result
+    return Seconds(time.perf_counter() - clock, time.process_time() - processor), result
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ The silos' side is `private_silo`.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
@@ -158,6 +159,7 @@ class PrivateUldpAvg(UldpAvg):
 
     def prepare(self, grid: Grid) -> None:
         """Set up the protocol: keys, the silos' seed, blinded counts."""
+        started = time.monotonic()
         plan = self._weighting_plan(coordinates=sum(a.size for a in self._base.values()))
         norm = self.plan.clipping_norm
         self.plan = replace(self.plan, sensitivity=plan.contribution_bound(norm) / norm)
@@ -194,6 +196,7 @@ class PrivateUldpAvg(UldpAvg):
         counts = self._told(grid, ConfigRecord({STEP: COUNT}), COUNTS, length, own=for_one)
         server.receive_counts([BlindedCounts(silo=s, counts=c) for s, c in counts.items()])
         self._server, self._grid = server, grid
+        self.progress.row["setup_seconds"] = time.monotonic() - started
 
     def draw_cohort(self, number: int) -> list[int]:
         """Users as the plan says; with ``protocol.draw_choices`` nobody knows whom.
@@ -214,11 +217,13 @@ class PrivateUldpAvg(UldpAvg):
     def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
         """Weighting (a): the same encryptions for all silos."""
         everyone = isinstance(self.plan.sampling, FullParticipation)
+        started = time.monotonic()
         message = self._connected.open_round(
             number,
             sampled=None if everyone else users,
             progress=Remaining(f"round {number}: encryptions"),
         )
+        self.progress.row["encryption_seconds"] = time.monotonic() - started
         sent = records.to_record({WEIGHTS: records.to_bytes_array(message.weights)})
         return [sent] * self.num_silos
 
@@ -234,10 +239,12 @@ class PrivateUldpAvg(UldpAvg):
             own={0: {OFFER: records.to_record({OFFER: records.to_bytes_array(offer.public)})}},
             asked=(0,),
         )
+        started = time.monotonic()
         message = self._connected.open_drawn_round(
             DrawAnswer(round_number=number, answer=told[0]),
             progress=Remaining(f"round {number}: encryptions"),
         )
+        self.progress.row["encryption_seconds"] = time.monotonic() - started
         sent = {OFFER: message.public, WEIGHTS: message.sealed}
         record = records.to_record({n: records.to_bytes_array(data) for n, data in sent.items()})
         return [record] * self.num_silos
@@ -266,10 +273,12 @@ class PrivateUldpAvg(UldpAvg):
             )
             for silo, update in updates.items()
         ]
+        started = time.monotonic()
         try:
             total = self._connected.close_round(sums, progress=Remaining("decryptions"))
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
+        self.progress.row["decryption_seconds"] = time.monotonic() - started
         aggregate = self.plan.aggregate(
             [self._unflat(total)], cohort_size=1, noise=SecureNoise(), like=self._base
         )

@@ -7,6 +7,7 @@ that might tell something about the silo's data stay in its own log.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
 
@@ -122,6 +123,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     if work.settings[USERS] != silo.plan.users:
         raise ProtocolError(f"{USERS}={work.settings[USERS]!r}: expected {silo.plan.users}")
     users = owned(work.data, silo.plan.users).by_user()
+    started = time.monotonic()
     updates: dict[int, np.ndarray] = yield Training(
         task=work.task,
         job=silo_job(work, users, {}),
@@ -129,8 +131,11 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         solve=clipped_updates,
     )
 
+    trained = time.monotonic()
+
     def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
         message = _weights(work)
+        began = time.monotonic()
         keeping.prepare(silo)
         try:
             progress = Remaining(f"silo {silo.index}, round {work.round}: coordinates")
@@ -141,6 +146,13 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
                 f"silo {silo.index} cannot encrypt its sum; why is in its own log"
             ) from None
         keeping.remember(silo)
+        log.info(
+            "silo %d, round %d: %.1f s of training, %.1f s of encryption",
+            silo.index,
+            work.round,
+            trained - started,
+            time.monotonic() - began,
+        )
         number = np.array(masked.round_number, dtype=np.int64)
         return {SUM: records.to_bytes_array(masked.ciphertexts), NUMBER: number}
 
