@@ -273,8 +273,8 @@ def uldp_avg_guarantees(
     """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
 
     * Released models: amplified by sampling users, as who was sampled stays secret.
-    * Sums only: the server knows the sample, so releases compose plainly; unless the draw is hidden
-      from it as well, which makes sums as good as released models.
+    * Sums only: the server knows the sample, so releases compose plainly; where the draw is hidden
+      from it as well, they are amplified like released models, and so are uploads.
     * Each upload: a silo's share of the noise is σC/√|S|. With equal weights a user moves each
       upload by C/|S|, all of them together by C/√|S|: nothing is lost. With weights by records a
       user may lie in one silo with all its weight.
@@ -309,16 +309,20 @@ def uldp_avg_guarantees(
     # The server knows who was sampled, so a neighbour is a user whose records vanish.
     at_server = NeighboringRelation.REPLACE_SPECIAL
     spread = 1.0 if weighting == "equal" else math.sqrt(num_silos)
-    moved = plan.noise_multiplier / plan.sensitivity
-    sums, uploads = (
-        participations_loss(
-            noise_multiplier=multiplier,
+
+    def at_server_loss(noise_multiplier: float) -> PrivacyLoss:
+        if hidden_draw:
+            own = replace(plan, noise_multiplier=noise_multiplier)
+            return privacy_loss_of({own.release: rounds}, delta=plan.delta)
+        return participations_loss(
+            noise_multiplier=noise_multiplier / plan.sensitivity,
             participations=exposure,
             relation=at_server,
             delta=plan.delta,
         )
-        for multiplier in (moved, moved / spread)
-    )
+
+    sums = at_server_loss(plan.noise_multiplier)
+    uploads = at_server_loss(plan.noise_multiplier / spread)
     everyone = isinstance(plan.sampling, FullParticipation)
     drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
     common = (
@@ -346,8 +350,9 @@ def uldp_avg_guarantees(
 
     facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
     in_rounds = f"{facts}, {rounds} rounds"
-    exposed = f"most exposed user: {exposure:.4g} sums' worth"
+    exposed = in_rounds if hidden_draw else f"most exposed user: {exposure:.4g} sums' worth"
     hidden = () if everyone else ("who was sampled stays secret", *drawn)
+    from_server = (hidden_draw,) if hidden_draw else ()
     return [
         _theorem_5(plan, rounds),
         provable(
@@ -360,19 +365,18 @@ def uldp_avg_guarantees(
         ),
         provable(
             AdversaryView.SUM_ONLY,
-            loss.epsilon,
-            loss.accountant,
-            in_rounds,
+            sums.epsilon,
+            sums.accountant,
+            exposed,
             secure_sum,
-            hidden_draw,
-        )
-        if hidden_draw
-        else provable(AdversaryView.SUM_ONLY, sums.epsilon, EXACT_GAUSSIAN, exposed, secure_sum),
+            *from_server,
+        ),
         provable(
             AdversaryView.EACH_UPLOAD,
             uploads.epsilon,
-            EXACT_GAUSSIAN,
+            uploads.accountant,
             f"all uploads together: noise multiplier σ{'' if spread == 1 else '/√|S|'}; {exposed}",
+            *from_server,
         ),
     ]
 
