@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.privacy.accounting import (
-    EXACT_GAUSSIAN,
+    PrivacyLoss,
     gaussian_loss,
     participations_loss,
     privacy_loss_of,
