@@ -81,9 +81,9 @@ class Scale:
     users: tuple[int, ...]
 
 
-DEFAULT = Scale(coordinates=100, plain_coordinates=2, growth=(50, 100, 200), users=(25, 50, 100))
+DEFAULT = Scale(coordinates=100, plain_coordinates=1, growth=(50, 100, 200), users=(25, 50, 100))
 FULL = Scale(
-    coordinates=1000, plain_coordinates=5, growth=(250, 500, 1000, 2000), users=(25, 50, 100, 200)
+    coordinates=1000, plain_coordinates=2, growth=(250, 500, 1000, 2000), users=(25, 50, 100, 200)
 )
 
 
@@ -166,27 +166,18 @@ def main() -> None:
 
     key = generate_key()
     preparing, pool = timed(lambda: ZeroPool(key.public, workers=arguments.workers))
-    print(f"Pool of zeros, once for each silo: {preparing} s in {arguments.workers} threads\n")
-    plan = replace(BASE, coordinates=scale.coordinates)
-    power, server_encrypt, server_decrypt = plain_operations(key, scale.plain_coordinates, plan)
     print(
-        f"Plain way: {power * plan.users} s a coordinate and silo, timed on "
-        f"{scale.plain_coordinates} coordinates; its totals are extrapolated\n"
+        f"Pool of zeros, once for each silo: {preparing} s in {arguments.workers} threads\n",
+        flush=True,
     )
-
-    def plain_seconds(plan: WeightingPlan) -> Seconds:
-        products = power * (plan.coordinates * plan.silos * plan.users)
-        return products + server_encrypt * plan.users + server_decrypt * plan.coordinates
-
-    side_by_side(plan, key, pool, arguments.workers, plain_seconds)
+    plan = replace(BASE, coordinates=scale.coordinates)
+    side_by_side(plan, key, pool, arguments.workers, scale)
     by_part(plan, key, pool, arguments.workers)
     growth(plan, key, pool, arguments.workers, scale)
 
 
-def plain_operations(
-    key: PrivateKey, coordinates: int, plan: WeightingPlan
-) -> tuple[Seconds, Seconds, Seconds]:
-    """Of one power, one encryption and one decryption, with phe."""
+def plain_seconds(key: PrivateKey, plan: WeightingPlan, coordinates: int) -> Seconds:
+    """A round of the plain way with phe, extrapolated from a few coordinates of one silo."""
     public = phe.PaillierPublicKey(int(key.public.n))
     private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
     users = min(plan.users, 20)
@@ -205,60 +196,56 @@ def plain_operations(
     multiplying, total = timed(multiply)
     decrypting, _ = timed(lambda: [private.raw_decrypt(total) for _ in range(10)])
     return (
-        multiplying * (1 / (coordinates * plan.users)),
-        encrypting * (1 / users),
-        decrypting * 0.1,
+        multiplying * (plan.silos * plan.coordinates / coordinates)
+        + encrypting * (plan.users / users)
+        + decrypting * (plan.coordinates / 10)
     )
 
 
 def side_by_side(
-    plan: WeightingPlan,
-    key: PrivateKey,
-    pool: ZeroPool,
-    workers: int,
-    plain_seconds: Callable[[WeightingPlan], Seconds],
+    plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
-    """Whole rounds, all parties together."""
+    """Whole rounds, all parties together; the plain way is timed anew beside each."""
+    packed = replace(plan, max_records_per_user=120)
+    small = replace(plan, users=10, coordinates=16)
     settings = (
         (plan, 1, True, True),
+        (packed, 1, True, True),
+        (small, 1, True, True),
         (plan, workers, True, True),
+        (packed, workers, True, True),
         (plan, workers, False, True),
         (plan, workers, True, False),
-        (replace(plan, max_records_per_user=120), workers, True, True),
-        (replace(plan, users=10, coordinates=16), 1, True, True),
-        (replace(plan, users=10, coordinates=16), workers, True, True),
     )
-    rows = []
-    for at, threads, fresh, pooled in settings:
-        parties = Parties(at, key, pool if pooled else None, threads)
-        if not fresh:
-            parties.round(1, fresh=False)
-        done = parties.round(2, fresh=fresh)
-        plain = plain_seconds(at)
-        plain_upload = at.coordinates * at.ciphertext_bytes
-        rows.append(
-            (
-                f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
-                threads,
-                ("fresh" if fresh else "kept") + (", pool" if pooled else ", no pool"),
-                f"{plain.processor:.0f}",
-                str(done.total),
-                plain.times(done.total),
-                f"{plain_upload / done.upload:.1f}",
-                f"{done.error:.1e}",
-            )
-        )
     header = (
         "round of 3 silos",
         "threads",
         "encryptions",
-        "plain, processor s",
+        "plain, s",
         "here, s",
         "times as fast",
         "upload, times smaller",
         "largest error",
     )
-    print(table(header, rows), "\n")
+    print(table(header, []), flush=True)
+    for at, threads, fresh, pooled in settings:
+        parties = Parties(at, key, pool if pooled else None, threads)
+        if not fresh:
+            parties.round(1, fresh=False)
+        plain = plain_seconds(key, at, scale.plain_coordinates)
+        done = parties.round(2, fresh=fresh)
+        row = (
+            f"{at.users} users, {at.coordinates} coordinates, N_max {at.max_records_per_user}",
+            threads,
+            ("fresh" if fresh else "kept") + (", pool" if pooled else ", no pool"),
+            plain,
+            done.total,
+            plain.times(done.total),
+            f"{at.coordinates * at.ciphertext_bytes / done.upload:.1f}",
+            f"{done.error:.1e}",
+        )
+        print(_row(row), flush=True)
+    print()
 
 
 def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
@@ -334,21 +321,18 @@ def growth(
     plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
     """Seconds against coordinates and users."""
-    rows = []
+    header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
+    print(table(header, []), flush=True)
     settings = [replace(plan, coordinates=count) for count in scale.growth]
     settings += [replace(plan, users=count) for count in scale.users]
     for at in settings:
         done = Parties(at, key, pool, workers).round(1)
-        rows.append(
-            (
-                at.users,
-                at.coordinates,
-                str(done.silos * (1 / at.silos)),
-                str(done.encrypt + done.decrypt),
-            )
-        )
-    header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
-    print(table(header, rows))
+        silo, server = done.silos * (1 / at.silos), done.encrypt + done.decrypt
+        print(_row((at.users, at.coordinates, silo, server)), flush=True)
+
+
+def _row(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def one_multiplication(modulus: mpz) -> float:
