@@ -57,6 +57,8 @@ class Clock:
         spots: tuple[tuple[Any, str, str], ...] = (
             (PrivateUldpAvg, "prepare", "set-up"),
             (WeightingServer, "open_round", "encryptions"),
+            (WeightingServer, "open_drawn_round", "encryptions"),
+            (WeightingSilo, "answer_draw", "silos"),
             (WeightingSilo, "weigh", "silos"),
             (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--key-bits", type=int, default=3072)
     parser.add_argument("--max-records", type=int, default=2000)
     parser.add_argument("--sampled", type=float, default=1.0, help="rate at which users are drawn")
+    parser.add_argument("--draw-choices", type=int, help="draw them by oblivious transfer")
     parser.add_argument("--cpu", action="store_true", help="seconds of all cores, not of the clock")
     arguments = parser.parse_args()
     for dataset in arguments.dataset:
@@ -112,6 +115,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     protocol = PrivateWeighting(
         key_bits=arguments.key_bits,
         max_records_per_user=arguments.max_records,
+        draw_choices=arguments.draw_choices,
         allow_insecure_key_size=arguments.key_bits < 3072,
     )
     rate = arguments.sampled

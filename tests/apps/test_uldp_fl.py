@@ -100,6 +100,18 @@ def test_private_weights_are_those_by_records(method, tmp_path):
     assert views[0] == pytest.approx(views[1], rel=1e-6)
 
 
+def test_users_whom_not_even_the_server_knows_are_drawn(tmp_path):
+    facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 2}
+    run_ = run(tmp_path / "run", method="uldp-avg-private", **facts)
+    assert [row["answered"] for row in run_.metrics()] == [5, 5]
+    assert not any("users" in row for row in run_.metrics())
+    models, sums = (
+        next(g.epsilon for g in run_.guarantees() if g.view is view and g.basis == "provable")
+        for view in (AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY)
+    )
+    assert models == sums
+
+
 def test_weighting_by_records_learns_under_the_privacy_of_users(tmp_path):
     facts = {"num_users": 100, "rounds": 15, "evaluate_every": 15, "seeded_noise": True}
     accuracies = {
