@@ -20,9 +20,9 @@ from flower_ext.reporting import RunDirectory
 from tests.apps.app import ULDP_FL
 from tests.apps.test_engines import BIN, Flower, free_port, wait_for_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2700)]
 
-SILOS, ROUNDS, VICTIM, FATAL = 3, 12, 1, 2
+SILOS, ROUNDS, VICTIM, FATAL = 3, 7, 1, 2
 SETTINGS = {
     "method": "uldp-avg-private",
     "num-users": 60,
@@ -186,12 +186,14 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
         cwd=flower.home,
         stdout=(flower.home / "run.log").open("wb"),
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
+    flower.started.append(run)
     assert watch.reached.wait(600), flower.logs()
     os.killpg(victim.pid, signal.SIGKILL)
     assert flower.last_round(VICTIM) == FATAL
     flower.start_node(VICTIM, SILOS)
-    assert run.wait(900) == 0, flower.logs()
+    assert run.wait(1800) == 0, flower.logs()
     watch.over = True
 
     entries = RunDirectory.open(tmp_path / "run").ledger()
