@@ -26,7 +26,7 @@ from flower_ext.algorithms import (
     Scaffold,
 )
 from flower_ext.algorithms.scaffold import STEPS
-from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg, private
+from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg, private_silo
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -204,12 +204,12 @@ _SUM = {
     "no ciphertext": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.full(a.shape, rng.choice([0, 255]), np.uint8)),
-        only=private.SUM,
+        only=private_silo.SUM,
     ),
     "number of another round": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.array(rng.choice([-1, 0, 10**6, 2**62]), np.int64)),
-        only=private.NUMBER,
+        only=private_silo.NUMBER,
     ),
 }
 PRIVATE = Case(

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from benchmarks.faults.grid import times
 from benchmarks.faults.malformed import announced, archive, copied
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, private
+from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
 from flower_ext.federation import (
     FederationNotReady,
@@ -431,7 +431,7 @@ def test_silos_make_no_room_for_more_users_than_there_can_be():
 
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])
 def test_lost_keys_are_told_in_one_form_only(data):
-    content = RecordDict({"update": records.to_record({private.LOST: data})})
+    content = RecordDict({"update": records.to_record({private_silo.LOST: data})})
     strategy = object.__new__(private.PrivateUldpAvg)
     with pytest.raises(RefusedReply, match="lost"):
         strategy._read_update(reply(content))
