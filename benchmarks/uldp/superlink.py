@@ -2,24 +2,15 @@
 
     python -m benchmarks.uldp.superlink heart-disease tcga-brca --data-folder DATA --output RESULTS
 
-Runs ``apps/uldp_fl`` with ``uldp-avg-private`` and 3072-bit keys on this machine. Every SuperNode
-has a folder of its own for secrets, and every message starts a process of its own, which finds
-nothing but what is in that folder and in the node's context. The model is held against
-``uldp-avg-w`` in this process, with the same seeded noise.
+Runs ``apps/uldp_fl`` with ``uldp-avg-private`` and 3072-bit keys on this machine. Every message
+starts a process of its own, which finds nothing but what is in the node's folder for secrets and in
+its context. The model is held against ``uldp-avg-w`` in this process, with the same seeded noise.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +19,11 @@ from safetensors.numpy import load_file
 
 from flower_ext.data import describe_silos
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.deployment import CONNECTION, Deployment
 from flower_ext.reporting.launch import launch
 from flower_ext.reporting.report import table
 
 APP = Path(__file__).parents[2] / "apps" / "uldp_fl"
-BIN = Path(sys.executable).parent
-CONNECTION = "loopback"
 _SILO = re.compile(r"silo (\d+), round (\d+): ([\d.]+) s of training, ([\d.]+) s of encryption")
 
 
@@ -71,8 +61,10 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     }
     paths = [arguments.output.absolute() / f"{dataset}-{name}" for name in ("private", "plain")]
     words = [[*_words(settings), f"run-directory={path}"] for path in paths]
-    with deployment(home, silos):
-        launch(APP, superlink=CONNECTION, settings=["method=uldp-avg-private", *words[0]])
+    own = {"secrets-folder": str(home / "secrets")}
+    with Deployment(home, nodes=silos, node_config=own) as deployment:
+        settings_of_run = ["method=uldp-avg-private", *words[0]]
+        launch(APP, superlink=CONNECTION, settings=settings_of_run, env=deployment.env)
     launch(APP, settings=["method=uldp-avg-w", *words[1]], in_process=True)
     private, plain = (load_file(path / "model.safetensors") for path in paths)
     error = max(float(np.abs(private[n] - plain[n]).max()) for n in plain)
@@ -85,7 +77,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
 def times(run: RunDirectory, home: Path) -> str:
     """Seconds by round and part: the server's, and those of the slowest silo."""
     silos: dict[int, list[tuple[float, float]]] = {}
-    for log in home.glob("node-*.log"):
+    for log in (home / "logs").glob("node-*.log"):
         for _, number, training, encryption in _SILO.findall(log.read_text()):
             silos.setdefault(int(number), []).append((float(training), float(encryption)))
     rows = []
@@ -113,78 +105,6 @@ def times(run: RunDirectory, home: Path) -> str:
         "MB up",
     )
     return table(header, rows)
-
-
-@contextmanager
-def deployment(home: Path, nodes: int) -> Iterator[None]:
-    """A SuperLink and SuperNodes on this machine, ended by their ids."""
-    home.mkdir()
-    os.environ |= {
-        "FLWR_HOME": str(home),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower starts its own commands
-    }
-    port = free_port()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-        f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(name: str, *command: str) -> None:
-        with (home / f"{name}.log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    [str(BIN / command[0]), "--insecure", *command[1:]],
-                    stdout=log,
-                    stderr=log,
-                    cwd=home,
-                    start_new_session=True,
-                )
-            )
-
-    try:
-        start("link", "flower-superlink", "--host", "127.0.0.1", "--port", str(port))
-        wait_for(port)
-        for node in range(nodes):
-            secrets = f"secrets-folder='{home / f'secrets-{node}'}'"
-            start(
-                f"node-{node}",
-                "flower-supernode",
-                *("--superlink", f"127.0.0.1:{port}"),
-                *("--host", "127.0.0.1", "--port", str(free_port())),
-                *("--node-config", f"partition-id={node} num-partitions={nodes} {secrets}"),
-            )
-        yield
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in started:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(port: int, seconds: float = 120) -> None:
-    """Until somebody listens."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.5)
-    raise TimeoutError(f"nothing listens on port {port} after {seconds:.0f} s")
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
