@@ -1,6 +1,7 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
+# make test-slow  and those that kill and restart whole deployments
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy test lint check format clean
+.PHONY: install demo deploy test test-slow lint check format clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +35,9 @@ deploy: install
 
 test: install
 	$(BIN)/pytest
+
+test-slow: install
+	$(BIN)/pytest -n 0 -m slow
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -29,7 +29,7 @@ from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.deployment import Deployment
 from tests.apps.app import DP2_FEDSAM
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TIMEOUT = 90  # of a round, in seconds: more than any healthy one takes
 

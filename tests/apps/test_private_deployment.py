@@ -10,7 +10,7 @@ from benchmarks.faults.processes import WatchedRun, kill_node
 from flower_ext.reporting.deployment import Deployment
 from tests.apps.app import ULDP_FL
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(2700)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
 
 SILOS, ROUNDS, VICTIM, FATAL = 3, 7, 1, 2
 SETTINGS = {
