@@ -61,7 +61,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     }
     paths = [arguments.output.absolute() / f"{dataset}-{name}" for name in ("private", "plain")]
     words = [[*_words(settings), f"run-directory={path}"] for path in paths]
-    own = {"secrets-folder": str(home / "secrets")}
+    own = {"state-folder": str(home / "secrets")}
     with Deployment(home, nodes=silos, node_config=own) as deployment:
         settings_of_run = ["method=uldp-avg-private", *words[0]]
         launch(APP, superlink=CONNECTION, settings=settings_of_run, env=deployment.env)

@@ -231,3 +231,11 @@ class Apple(FederatedStrategy):
             self._cores[partition] = records.to_record(moved)
         cores = [records.to_arrays(core) for core in self._cores.values()]
         return {name: np.mean([core[name] for core in cores], axis=0) for name in base}
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """The core models."""
+        return {str(client): records.to_arrays(core) for client, core in self._cores.items()}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Take the core models back."""
+        self._cores = {int(client): records.to_record(core) for client, core in state.items()}

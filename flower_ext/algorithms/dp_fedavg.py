@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any, cast
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx
@@ -81,6 +82,7 @@ class DPFedAvg(FederatedStrategy):
         local_update=local_update,
         local_model=local_model,
         memoryless=True,
+        keeps_memory=False,
         upload_phase="local",
     )
     any_client_app = True
@@ -236,6 +238,23 @@ class Hosted(DPFedAvg):
         arrays, _ = self.server.aggregate_train(self._round, replies)
         return base if arrays is None else records.to_arrays(arrays)
 
+    def state(self) -> Mapping[str, records.Arrays]:
+        """The server's moments and momenta: all that it holds in dicts or lists of arrays."""
+        state: dict[str, records.Arrays] = {}
+        for name, value in vars(self.server).items():
+            kind = type(value).__name__
+            members = dict(enumerate(value)) if isinstance(value, list) else value
+            if isinstance(members, dict) and members and _are_arrays(members.values()):
+                state[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
+        return state
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Give them back to the server."""
+        for group, members in state.items():
+            kind, _, name = group.partition(".")
+            value = list(members.values()) if kind == "list" else dict(members)
+            setattr(self.server, name, value)
+
     def summary(self) -> None:
         """Log the server and the plan."""
         log.info("%s · %s", type(self.server).__name__, self.plan.describe())
@@ -247,6 +266,10 @@ class Hosted(DPFedAvg):
                 f"metric {self.server.weighted_by_key!r} is missing or not above 0"
             )
         return update
+
+
+def _are_arrays(values: Iterable[object]) -> bool:
+    return all(isinstance(value, np.ndarray) for value in values)
 
 
 @dataclass(frozen=True)

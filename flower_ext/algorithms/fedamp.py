@@ -140,12 +140,27 @@ class FedAMP(FederatedStrategy):
         for partition, update in updates.items():
             sent = self.clouds.get(partition, base)
             self.models[partition] = {name: sent[name] + update.arrays[name] for name in base}
+        return self._mix()
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """The models; cloud models follow from them."""
+        return {str(partition): model for partition, model in self.models.items()}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Take the models back, and mix the cloud models of the next round."""
+        self.models = {int(partition): model for partition, model in state.items()}
+        if self.models:
+            self._mix()
+
+    def _mix(self) -> records.Arrays:
+        """Set the cloud models; returns the mean of all models."""
         clients = sorted(self.models)
+        like = self.models[clients[0]]
         flat = np.stack([_flat(self.models[client]) for client in clients])
         weights = attention(flat, step=self.attention_step, width=self.attention_width)
         mixed = dict(zip(clients, weights @ flat, strict=True))
-        self.clouds = {client: _shaped(vector, base) for client, vector in mixed.items()}
-        return _shaped(flat.mean(axis=0), base)
+        self.clouds = {client: _shaped(vector, like) for client, vector in mixed.items()}
+        return _shaped(flat.mean(axis=0), like)
 
 
 def _flat(arrays: records.Arrays) -> NDArray[np.float64]:

@@ -112,3 +112,11 @@ class FedDyn(FederatedStrategy):
         }
         moved = super().next_model(base, mean, updates)
         return {name: moved[name] - self.h[name] / self.regularization for name in base}
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """h."""
+        return {"h": self.h}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Take h back."""
+        self.h = dict(state["h"])

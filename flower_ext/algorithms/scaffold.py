@@ -40,6 +40,7 @@ from flower_ext.training import Linear, LocalTraining, Params, difference
 
 STEPS = "local-steps"
 CONTROL = "control"
+_BEFORE = "control-before"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -140,6 +141,14 @@ class Scaffold(FederatedStrategy):
             name: (c[name] + coefficient * (c[name] - before[name])).astype(c[name].dtype)
             for name in c
         }
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """c, and c before the last round."""
+        return {CONTROL: self.control, _BEFORE: self._control_before}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Take both back."""
+        self.control, self._control_before = dict(state[CONTROL]), dict(state[_BEFORE])
 
     def _read_update(self, reply: Message) -> records.Update:
         update = super()._read_update(reply)

@@ -16,7 +16,13 @@ from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.protection import HiddenSum
-from flower_ext.federation.recording import choice, recorded_run, save_outcome, settings_of
+from flower_ext.federation.recording import (
+    choice,
+    first_config,
+    recorded_run,
+    save_outcome,
+    settings_of,
+)
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.virtual import VirtualGrid, clients_of
@@ -41,6 +47,7 @@ __all__ = [
     "choice",
     "client_app",
     "clients_of",
+    "first_config",
     "objective_perturbation_term",
     "output_perturbation_mod",
     "recorded_run",

@@ -6,6 +6,7 @@ version that moves them.
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 
 from flwr.app import Message, RecordDict
@@ -20,8 +21,13 @@ def empty_run(run_id: int) -> Run:
     return Run.create_empty(run_id)
 
 
+_simulated_here = False
+
+
 def become_server_of(run_id: int) -> None:
     """Let this process create messages, which Flower allows only to the task of a run."""
+    global _simulated_here
+    _simulated_here = True
     TaskIdentity.task_id = 1
     TaskIdentity.run_id = run_id
     TaskIdentity.node_id = SERVER_NODE_ID
@@ -38,3 +44,9 @@ def message_like(message: Message, content: RecordDict, message_type: str) -> Me
     metadata.message_type = message_type
     like: Message = Message(content, metadata=metadata)  # type: ignore[call-overload]
     return like
+
+
+def in_simulation() -> bool:
+    """Whether the clients of this process are simulated: here, or by Flower's engine on Ray."""
+    ray = sys.modules.get("ray")
+    return _simulated_here or (ray is not None and bool(ray.is_initialized()))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
@@ -184,6 +185,8 @@ class ClientMethod:
     answer : Callable[[Question], Mapping[str, array]], optional
         What the client tells, un-noised, when the server asks a question before the first round
         (``query.<name>``).
+    keeps_memory : bool
+        Whether updates leave something in the client's memory: a run without it cannot go on.
     upload_phase : str, optional
         The phase of training that alone leads from the received model to the update, with terms
         that depend on no record: where it is noised, the update is. None where there is none.
@@ -194,6 +197,7 @@ class ClientMethod:
     local_model: Callable[[ClientWork], Params | Steps[Params]]
     memoryless: bool = False
     answer: Callable[[Question], Mapping[str, Any]] | None = None
+    keeps_memory: bool = True
     upload_phase: str | None = None
 
 
@@ -231,11 +235,11 @@ def client_app(
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
             return side.score([message], [context])[0]
 
-        if method.answer is not None:
-
-            @app.query(method.name)
-            def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
+        @app.query(method.name)
+        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
+            if records.QUESTION in message.content:
                 return side.tell(message, context)
+            return side.tell_state(message, context)
 
     return app
 
@@ -272,9 +276,12 @@ class _ClientSide:
         ]
         for result in results:
             _check_memory(result.memory)
-        for context, result in zip(contexts, results, strict=True):
+        # Stored before any reply is out of this function: what was released is remembered.
+        for context, one, result in zip(contexts, asked, results, strict=True):
             if result.memory is not None:
-                ClientMemory(context, self.method.name).store(result.memory)
+                if not self.method.keeps_memory:
+                    raise ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
+                ClientMemory(context, self.method.name, one.run).store(result.memory, one.round)
         return replies
 
     def score(
@@ -305,7 +312,8 @@ class _ClientSide:
 
     def tell(self, message: Message, context: Context) -> Message:
         """Answer a question of the method."""
-        assert self.method.answer is not None
+        if self.method.answer is None:
+            raise ValueError(f"{self.method.name} answers no questions")
         partition, content = partition_of(context.node_config), message.content
         question = Question(
             data=self._task(context).data(partition),
@@ -317,6 +325,21 @@ class _ClientSide:
         )
         told = records.to_record(self.method.answer(question))
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
+
+    def tell_state(self, message: Message, context: Context) -> Message:
+        """Which training round left what this client remembers, read to see whether it can be.
+
+        With ``report-size`` the number of its examples as well, as in a reply to a training.
+        """
+        facts = message.content.config_records[records.ROUND]
+        before = int(facts["number"]) + 1  # type: ignore[arg-type]
+        memory = ClientMemory(context, self.method.name, str(facts["run"]))
+        told = {"version": memory.newest(before) if memory.load(before) is not None else 0}
+        if facts.get("report-size"):
+            data = self._task(context).data(partition_of(context.node_config))
+            told["num-examples"] = len(data.train)
+        answer = records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
+        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def _task(self, context: Context) -> Task:
         task = self.task if isinstance(self.task, Task) else self.task(context)
@@ -381,7 +404,10 @@ class _ClientSide:
             task=task,
             data=data,
             received=asked.model,
-            memory=ClientMemory(context, self.method.name).load(),
+            memory=ClientMemory(context, self.method.name, asked.run).load(
+                # A training begins with what was before it, an evaluation sees what it left.
+                before=asked.round + (asked.kind == "evaluate")
+            ),
             vault=ClientVault(context, self.method.name),
             training=asked.training,
             round=asked.round,
@@ -413,6 +439,10 @@ class _Asked:
     training: Mapping[str, LocalTraining]
     settings: Mapping[str, float]
     config: Mapping[str, object]
+
+    @property
+    def run(self) -> str:
+        return str(self.facts.get("run", ""))
 
     @property
     def round(self) -> int:

@@ -1,78 +1,135 @@
 """What a client keeps between messages: personal head, personal model, control variate; keys.
 
-Kept in Flower's ``context.state``: for the length of a run in simulation, for the life of the
-process on a SuperNode. Nothing here is ever put into a reply.
+Kept in Flower's ``context.state``, for the length of a run in simulation and for the life of the
+process on a SuperNode; or in a folder of the client's owner (`state_folder`), which outlives both.
+Nothing here is ever put into a reply.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import Tensor
 
-from flower_ext.federation.records import to_params, to_record
+from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.packing import Damaged, pack, unpack
+from flower_ext.federation.records import to_arrays, to_params, to_record
+from flower_ext.federation.state_folder import StateFolder, safe_name
 from flower_ext.training import Params
+
+_KEPT = "memory"
+_EARLIER = 2
+"""A round may be done again whose checkpoint is harmed: then it begins one version earlier."""
 
 
 class ClientMemory:
-    """One client's memory of one method."""
+    """One client's memory of one method in one run.
 
-    def __init__(self, context: Context, method: str) -> None:
+    In a folder it is kept in versions, numbered by the training round that left them. A round that
+    is done again begins where it began the first time: with the newest version before it.
+
+    Parameters
+    ----------
+    context : Context
+    method : str
+    run : str
+        Identifies the run for longer than Flower's own id, which a resumed run does not keep.
+        Without one there is only the context's state.
+    """
+
+    def __init__(self, context: Context, method: str, run: str = "") -> None:
         self._state = context.state
         self._key = f"flower_ext.{method}"
+        self._folder = StateFolder.of(context) if run else None
+        if self._folder is not None:
+            self._path = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
 
-    def load(self) -> Params | None:
-        """What was stored last, or None in the client's first round."""
-        kept = self._state.get(self._key)
-        return to_params(kept) if isinstance(kept, ArrayRecord) else None
+    def load(self, before: int | None = None) -> Params | None:
+        """What training rounds below ``before`` left, or None if they left nothing.
 
-    def store(self, params: Mapping[str, Tensor]) -> None:
-        """Replace what is kept."""
+        Raises
+        ------
+        Damaged
+            The file was altered, or is encrypted with another key.
+        """
+        if self._folder is None:
+            kept = self._state.get(self._key)
+            return to_params(kept) if isinstance(kept, ArrayRecord) else None
+        version = self.newest(before)
+        if version == 0:
+            return None
+        name = self._name(version)
+        content = self._folder.read(name)
+        assert content is not None
+        try:
+            return to_params(to_record(unpack(content).arrays[_KEPT]))
+        except Damaged as error:
+            raise Damaged(f"{self._folder.path / name}: {error}") from None
+
+    def store(self, params: Mapping[str, Tensor], version: int = 1) -> None:
+        """Keep what training round ``version`` leaves, and the two versions before it; no others.
+
+        Raises
+        ------
+        OSError
+            It could not be written: nothing of this round may leave the client.
+        """
         own = {name: value.clone() for name, value in params.items()}  # not a row of a batch
-        self._state[self._key] = to_record(own)
+        if self._folder is None:
+            self._state[self._key] = to_record(own)
+            self._state[self._key + ".version"] = ConfigRecord({"round": version})
+            return
+        content = pack({"round": version}, {_KEPT: to_arrays(to_record(own))})
+        self._folder.write(self._name(version), content)
+        before = sorted(other for other in self._versions() if other < version)
+        for other in self._versions():
+            if other not in (*before[-_EARLIER:], version):
+                (self._folder.path / self._name(other)).unlink(missing_ok=True)
+
+    def newest(self, before: int | None = None) -> int:
+        """The last training round below ``before`` that left something; 0 if none did."""
+        if self._folder is None:
+            kept = self._state.get(self._key + ".version")
+            version = kept["round"] if isinstance(kept, ConfigRecord) else 0
+            return version if isinstance(version, int) else 0
+        versions = self._versions()
+        return max((v for v in versions if before is None or v < before), default=0)
+
+    def _name(self, version: int) -> str:
+        return f"{self._path}/{version}.memory"
+
+    def _versions(self) -> list[int]:
+        assert self._folder is not None
+        kept: Path = self._folder.path / self._path
+        return [int(file.stem) for file in kept.glob("[0-9]*.memory")]
 
 
 class ClientVault:
     """Bytes of one client and method that never leave it: secret keys, and what they were used for.
 
     A SuperNode takes over the context's state only after it took the reply, and forgets it when it
-    stops. Where its owner names a folder (``--node-config "secrets-folder='/path'"``), every change
+    stops. Where its owner names a folder (``--node-config "state-folder='/path'"``), every change
     is on disk before `store` returns, in a file that only its user can read, and outlives both.
     """
 
     def __init__(self, context: Context, method: str) -> None:
         self._state = context.state
         self._key = f"flower_ext.{method}.vault"
-        folder = context.node_config.get("secrets-folder")
-        name = f"{context.run_id}-{context.node_id}-{method}.secret"
-        self._file = Path(str(folder)).expanduser() / name if folder else None
+        self._folder = StateFolder.of(context)
+        self._name = f"{context.run_id}-{context.node_id}-{method}.secret"
 
     def load(self) -> bytes | None:
         """What was stored last, or None."""
-        if self._file is not None and self._file.exists():
-            return self._file.read_bytes()
+        if self._folder is not None and (stored := self._folder.read(self._name)) is not None:
+            return stored
         kept = self._state.get(self._key)
         secret = kept.get("secret") if isinstance(kept, ConfigRecord) else None
         return secret if isinstance(secret, bytes) else None
 
     def store(self, secret: bytes) -> None:
         """Replace what is kept."""
-        if self._file is not None:
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh = self._file.with_suffix(".new")
-            fresh.unlink(missing_ok=True)
-            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(secret)
-                stream.flush()
-                os.fsync(stream.fileno())
-            fresh.replace(self._file)
-            folder = os.open(self._file.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        if self._folder is not None:
+            self._folder.write(self._name, secret)
         self._state[self._key] = ConfigRecord({"secret": secret})

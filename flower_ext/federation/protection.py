@@ -48,6 +48,7 @@ _FORMS: tuple[frozenset[str], ...] = (
 """Protections that a server can ask for; a part of one is none."""
 _OTHER_FACTS = frozenset(
     {
+        "run",
         "number",
         "seed",
         "diagnostics",
@@ -191,6 +192,8 @@ def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> Non
     for name, least in (("number", 1), ("seed", 0)):
         if type(facts.get(name)) is not int or facts[name] < least:
             raise ValueError(f"{name}={facts.get(name)!r}: expected an integer >= {least}")
+    if type(facts.get("run", "")) is not str:
+        raise TypeError(f"run={facts['run']!r} in the server's message: expected a name")
     asked = frozenset(facts) - _OTHER_FACTS
     if asked not in _FORMS:
         raise ValueError(f"the server asks for a protection of {sorted(asked)}, which is none")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from logging import getLogger
 from pathlib import Path
 
 from flwr.app import Context, UserConfig
@@ -15,10 +16,38 @@ from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.reporting import RunDirectory, new_run_path, write_report
 from flower_ext.reporting.run import Status
 
+log = getLogger("flwr")
+
+
+CHANGEABLE = frozenset(
+    {
+        "rounds",
+        "resume",
+        "run-directory",
+        "data-folder",
+        "state-folder",
+        "connect-timeout",
+        "round-timeout",
+    }
+)
+"""Settings in which a start of a run may differ from the one before: its end, places, patience."""
+
+
+def first_config(config: UserConfig) -> UserConfig:
+    """The configuration that made the run's plan: ``config``, or the first of a resumed run.
+
+    They differ in ``rounds`` alone, as `recorded_run` checks: noise is calibrated for the rounds
+    that a run began with, however many are made in the end.
+    """
+    path = _path_to_resume(config)
+    return config if path is None else {**config, "rounds": _first(path)["rounds"]}
+
 
 @contextmanager
 def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
-    """A new run directory and, after the block, its report; a failure is recorded, then raised.
+    """A run directory and, after the block, its report; a failure is recorded, then raised.
+
+    With ``resume`` set, the run in ``run-directory`` goes on, if there is one.
 
     Parameters
     ----------
@@ -26,19 +55,64 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
         The run configuration; its ``run-directory`` names the directory, where it is not empty.
     name : str
         Part of the directory's name otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
+
+    Raises
+    ------
+    ValueError
+        The run that should go on began with other settings; the message names them.
     """
-    if config.get("run-directory"):
-        path = Path(str(config["run-directory"])).expanduser().absolute()
+    path = _path_to_resume(config)
+    if path is not None:
+        _check_same(config, _first(path), path)
+        run = RunDirectory.resume(path)
+    elif config.get("run-directory"):
+        run = RunDirectory.create(_named(config), config=config)
     else:
         root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()
-        path = new_run_path(root, name, datetime.now(UTC))
-    run = RunDirectory.create(path, config=config)
+        run = RunDirectory.create(new_run_path(root, name, datetime.now(UTC)), config=config)
     try:
         yield run
     except BaseException as error:
-        run.finish("failed", f"{type(error).__name__}: {error}")
+        try:
+            run.finish("failed", f"{type(error).__name__}: {error}")
+        except OSError as full:  # what ended the run is what counts
+            log.error("the run directory does not say that the run failed: %s", full)
         raise
+    finally:
+        run.close()
     print(f"Report: {write_report(run)}", flush=True)
+
+
+def _named(config: UserConfig) -> Path:
+    return Path(str(config["run-directory"])).expanduser().absolute()
+
+
+def _path_to_resume(config: UserConfig) -> Path | None:
+    """Where a run is that goes on; None if one begins."""
+    if not config.get("resume"):
+        return None
+    if not config.get("run-directory"):
+        raise ValueError("run-config resume=true: expected the run's path as run-directory")
+    path = _named(config)
+    return path if (path / "run.json").is_file() else None
+
+
+def _first(path: Path) -> UserConfig:
+    return RunDirectory.open(path).config
+
+
+def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
+    names = sorted((set(config) | set(first)) - CHANGEABLE)
+    differing = [
+        f"{name}={config.get(name)!r} (it began with {first.get(name)!r})"
+        for name in names
+        if config.get(name) != first.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the run in {path} cannot go on with other settings: {', '.join(differing)}; set "
+            "them as they were, or begin a new run"
+        )
 
 
 def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy, deepcopy
 from dataclasses import replace
 from logging import getLogger
 from typing import ClassVar, TypeVar
@@ -20,6 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
+from flower_ext.federation.checkpoint import Checkpoints
 from flower_ext.federation.client import ClientMethod, client_app
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers, shortened
@@ -33,10 +35,12 @@ from flower_ext.federation.protection import (
 )
 from flower_ext.privacy import (
     Aggregate,
+    Budget,
     BudgetExhausted,
     Guarantee,
     Ledger,
     NoiseSource,
+    NonPrivatePlan,
     Participations,
     PerturbationPlan,
     Plan,
@@ -88,8 +92,10 @@ class FederatedStrategy(Strategy):
         Seconds to wait for nodes to connect, and for replies.
     ledger : Ledger, optional
         Durable record of every release; stops the run at its budget.
+    budget : Budget, optional
+        Stops the run before a round with which its provable ε would exceed it, whatever the plan.
     run : RunDirectory, optional
-        Where metrics go.
+        Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
     """
 
     client: ClassVar[ClientMethod]
@@ -110,6 +116,7 @@ class FederatedStrategy(Strategy):
         diagnostics: bool = False,
         timeout: float = 600.0,
         ledger: Ledger | None = None,
+        budget: Budget | None = None,
         run: RunDirectory | None = None,
     ) -> None:
         if not 0 < server_learning_rate < float("inf"):
@@ -118,6 +125,11 @@ class FederatedStrategy(Strategy):
             raise ValueError(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
         if seeded_noise and seed is None:
             raise ValueError("seeded_noise=True needs a seed")
+        if budget is not None and getattr(plan, "delta", None) != budget.delta:
+            raise ValueError(
+                f"budget.delta={budget.delta!r}: expected that of the plan, "
+                f"{getattr(plan, 'delta', 'which promises no privacy')!r}"
+            )
         if isinstance(plan, RecordLevelPlan) and plan.steps and self.client.upload_phase is None:
             raise ValueError(
                 f"plan.steps: {type(self).__name__} uploads more of a record than its gradients in "
@@ -134,11 +146,15 @@ class FederatedStrategy(Strategy):
         self.diagnostics = diagnostics
         self.timeout = timeout
         self.ledger = ledger
+        self.budget = budget
         self.participations = Participations()
         self.progress = Progress(run)
         self._exchange = Exchange(self.client.name, self.progress)
+        self._checkpoints = Checkpoints(run)
         self.num_examples: dict[int, int] = {}
         self.client_metrics: dict[int, dict[str, float]] = {}
+        self.remembered: dict[int, int] = {}
+        """By partition, the training round whose memory the client has, as far as it answered."""
         self.stopped: str | None = None
         self._ready = False
         self._last_round: int | None = None
@@ -196,9 +212,36 @@ class FederatedStrategy(Strategy):
         """Records that travel to the clients next to the model; none by default."""
         return {}
 
+    @property
+    def participants(self) -> Sequence[int]:
+        """Units whose data go into the round: the clients, unless the plan's units are others."""
+        return self._cohort
+
     def count_participations(self, answered: int) -> None:
         """Count whose data went into the round; ``answered`` uploads can be used."""
-        self.participations.record(self._cohort, answered)
+        self.participations.record(self.participants, answered, asked=self.num_asked)
+
+    def count_abandoned(self, participants: Sequence[int], answered: int, *, asked: int) -> None:
+        """Count a round that was asked for and never finished, since its uploads may be known."""
+        self.participations.record(participants, answered, asked=asked)
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """What the method holds on the server between rounds, in named groups; none by default."""
+        return {}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """Take back what `state` returned, in a new process, after `prepare`."""
+
+    def give_up(self, reason: str) -> None:
+        """Close a round that was begun and will not be finished; what it reserved stays spent."""
+        self._reservation.discard(reason)
+        self._release.close()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a round that is done again is the same one, since all in it follows a seed."""
+        noiseless = isinstance(self.plan, NonPrivatePlan)
+        return self.seed is not None and (self.seeded_noise or noiseless)
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """Records for one client alone, besides or in place of what all get; none by default.
@@ -254,14 +297,17 @@ class FederatedStrategy(Strategy):
         Raises
         ------
         BudgetExhausted
-            This round would exceed the ledger's budget; nothing was sent.
+            This round would exceed the budget; nothing was sent.
         """
         self._base = records.shared_arrays(self._shared(arrays))
         self._connect(grid)
         number = self.next_training
         self._cohort = self.draw_cohort(number)
+        self._check_budget(server_round)
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
-            entry = self.ledger.reserve(self.plan.release, round=server_round)
+            entry = self.ledger.reserve(
+                self.plan.release, round=server_round, repeatable=self.repeats
+            )
             self._reservation = self._release.enter_context(entry)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
@@ -285,6 +331,7 @@ class FederatedStrategy(Strategy):
             if own := self.client_state(partition):
                 contents[partition] = {**content, **own}
         self.progress.row["cohort"] = len(self._cohort)
+        self._checkpoints.asked(self)
         return self._exchange.ask("train", contents, server_round)
 
     def aggregate_train(
@@ -295,7 +342,10 @@ class FederatedStrategy(Strategy):
             "train", server_round, replies, self._cohort, self._read_update
         )
         row = self.progress.row
+        self._checkpoints.answered(self, len(updates))
         self.count_participations(len(updates))
+        if self.client.keeps_memory:
+            self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         row["answered"] = len(updates)
         norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
         if norms:
@@ -401,43 +451,64 @@ class FederatedStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run ``num_rounds`` rounds, fewer where the budget ends first (see ``stopped``)."""
+        """Run up to round ``num_rounds``, less far where the budget ends first (see ``stopped``).
+
+        A run directory that was resumed is gone on with: ``initial_arrays`` then only say which
+        model it is.
+        """
         self.summary()
         self._last_round = num_rounds
         result = Result()
-        arrays = result.arrays = self._shared(initial_arrays)
-        for server_round in range(1, num_rounds + 1):
-            started = time.monotonic()
-            self.progress.begin()
-            try:
-                asked = self.configure_train(
-                    server_round, arrays, train_config or ConfigRecord(), grid
-                )
-            except BudgetExhausted as reason:
-                self.stopped = str(reason)
-                log.warning("stopped before round %d: %s", server_round, reason)
-                break
-            answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
-            moved, metrics = self.aggregate_train(server_round, answers)
-            if moved is not None:
-                arrays = result.arrays = moved
-            if metrics is not None:
-                result.train_metrics_clientapp[server_round] = metrics
-            self.progress.row["training_seconds"] = time.monotonic() - started
-            asked = self.configure_evaluate(
-                server_round, arrays, evaluate_config or ConfigRecord(), grid
-            )
-            answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
-            scores = self.aggregate_evaluate(server_round, answers) if asked else None
-            if scores is not None:
-                result.evaluate_metrics_clientapp[server_round] = scores
-            if evaluate_fn is not None and (own := evaluate_fn(server_round, arrays)) is not None:
-                result.evaluate_metrics_serverapp[server_round] = own
-            if scores is not None or server_round == num_rounds:
-                self.progress.row |= self._spent()
-            self.progress.row["seconds"] = time.monotonic() - started
-            self.progress.end(server_round, num_rounds)
+        result.arrays, done = self._checkpoints.resume(
+            self, self._shared(initial_arrays), grid, num_rounds
+        )
+        train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        with self._checkpoints.guarding(self):
+            for server_round in range(done + 1, num_rounds + 1):
+                try:
+                    self._play(server_round, grid, result, timeout, train, evaluate, evaluate_fn)
+                except BudgetExhausted as reason:
+                    self.stopped = str(reason)
+                    log.warning("stopped before round %d: %s", server_round, reason)
+                    break
         return result
+
+    def _play(
+        self,
+        server_round: int,
+        grid: Grid,
+        result: Result,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
+    ) -> None:
+        """One round: train, evaluate, write down."""
+        started = time.monotonic()
+        self.progress.begin()
+        asked = self.configure_train(server_round, result.arrays, train_config, grid)
+        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+        moved, metrics = self.aggregate_train(server_round, answers)
+        if moved is not None:
+            result.arrays = moved
+        if metrics is not None:
+            result.train_metrics_clientapp[server_round] = metrics
+        self.progress.row["training_seconds"] = time.monotonic() - started
+        asked = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
+        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+        scores = self.aggregate_evaluate(server_round, answers) if asked else None
+        if scores is not None:
+            result.evaluate_metrics_clientapp[server_round] = scores
+        if evaluate_fn is not None:
+            own = evaluate_fn(server_round, result.arrays)
+            if own is not None:
+                result.evaluate_metrics_serverapp[server_round] = own
+        if scores is not None or server_round == self._last_round:
+            self.progress.row |= self._spent()
+            self._checkpoints.save_guarantees(self)
+        self.progress.row["seconds"] = time.monotonic() - started
+        self.progress.end(server_round, self._last_round or server_round)
+        self._checkpoints.save(self, server_round, result.arrays)
 
     def summary(self) -> None:
         """Log the method and its plan."""
@@ -527,6 +598,20 @@ class FederatedStrategy(Strategy):
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
         return exposed
 
+    def _check_budget(self, server_round: int) -> None:
+        """Refuse a round with which the provable ε would exceed the budget."""
+        if self.budget is None:
+            return
+        ahead = copy(self)
+        ahead.participations = deepcopy(self.participations)
+        ahead.count_participations(self.num_asked)
+        epsilon = ahead._spent().get("epsilon_provable", float("inf"))
+        if epsilon > self.budget.epsilon:
+            raise BudgetExhausted(
+                f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, above "
+                f"the budget of {self.budget.epsilon:g}"
+            )
+
     def _protection(self) -> dict[str, float]:
         if isinstance(self.plan, ReleasePlan):
             return plan_facts(self.plan, len(self._cohort), seeded_noise=self.seeded_noise)
@@ -574,6 +659,11 @@ class FederatedStrategy(Strategy):
         return self.participations.rounds + 1
 
     @property
+    def num_asked(self) -> int:
+        """How many clients are asked in this training round."""
+        return len(self._cohort)
+
+    @property
     def refusals(self) -> list[str]:
         """Replies that were not used, and why."""
         return self._exchange.refusals
@@ -586,7 +676,22 @@ class FederatedStrategy(Strategy):
         if not self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known:
             self._check_foreign_clients()
         self.prepare(grid)
+        if isinstance(self.plan, PerturbationPlan) and self.budget is not None:
+            self._ask_sizes(grid)
         self._ready = True
+
+    def _ask_sizes(self, grid: Grid) -> None:
+        """Learn what else the first upload tells: only with it is a round's ε known beforehand."""
+        content = {records.ROUND: self._facts(0, {"report-size": True})}
+        everyone = dict.fromkeys(self._exchange.nodes, content)
+        told = self.ask_each(grid, everyone, records.read_answer)
+        self.num_examples |= {p: int(answer["num-examples"]) for p, answer in told.items()}
+
+    def reconnect(self, grid: Grid, arrays: ArrayRecord) -> bool:
+        """Meet the clients of a run that goes on; whether they can tell their partitions."""
+        self._base = records.shared_arrays(self._shared(arrays))
+        self._connect(grid)
+        return self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known
 
     def _check_foreign_clients(self) -> None:
         fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
@@ -625,15 +730,25 @@ class FederatedStrategy(Strategy):
         FederationNotReady
             A node does not answer, or not what ``read`` accepts.
         """
-        nodes = list(self._exchange.nodes if partitions is None else partitions)
         content: Content = {records.QUESTION: question}
-        contents = dict.fromkeys(nodes, content)
-        for partition, alone in (own or {}).items():
-            contents[partition] = {**content, **alone}
+        nodes = self._exchange.nodes if partitions is None else partitions
+        special = {partition: {**content, **alone} for partition, alone in (own or {}).items()}
+        return self.ask_each(grid, {**dict.fromkeys(nodes, content), **special}, read)
+
+    def ask_each(
+        self, grid: Grid, contents: Mapping[int, Content], read: Callable[[Message], T]
+    ) -> dict[int, T]:
+        """What clients answer to a query each, by partition.
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or not what ``read`` accepts.
+        """
         asked = self._exchange.ask("query", contents, 0)
         replies = grid.send_and_receive(asked, timeout=self.timeout)
-        answers = self._exchange.accepted("query", 0, replies, nodes, read)
-        if missing := sorted(set(nodes) - set(answers)):
+        answers = self._exchange.accepted("query", 0, replies, list(contents), read)
+        if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
             )
@@ -654,7 +769,12 @@ class FederatedStrategy(Strategy):
         return SecureNoise()
 
     def _facts(self, training_round: int, more: Mapping[str, float]) -> ConfigRecord:
-        own = {"number": training_round, "seed": self.seed or 0, "diagnostics": self.diagnostics}
+        own: dict[str, float | str] = {
+            "run": self._checkpoints.run_id,
+            "number": training_round,
+            "seed": self.seed or 0,
+            "diagnostics": self.diagnostics,
+        }
         return ConfigRecord({**own, **more})
 
 

@@ -112,12 +112,22 @@ class Ledger:
             raise
         self._next = len(entries)
         self._last_hash = entries[-1]["hash"] if entries else GENESIS
-        self._spent = _reserved(entries)
+        self._reserved = _reserved(entries)
         _sync_directory(self.path.parent)
 
     @contextmanager
-    def reserve(self, release: Release, *, round: int) -> Iterator[Reservation]:
+    def reserve(
+        self, release: Release, *, round: int, repeatable: bool = False
+    ) -> Iterator[Reservation]:
         """Make a spend durable, then let the body release.
+
+        Parameters
+        ----------
+        release : Release
+        round : int
+        repeatable : bool
+            The release is the same, bit for bit, whenever it is done for this round: a second one
+            tells nothing new, and is noted without being counted. Never with secure noise.
 
         Raises
         ------
@@ -127,9 +137,12 @@ class Ledger:
             The ledger was closed, or could not be written: nothing may be released.
         """
         self._check_usable()
-        self._check_budget(release, round)
-        self._append("reserve", {"round": round, "release": release.to_dict()})
-        self._spent[release] += 1
+        if repeatable and (round, release) in self._reserved:
+            self._append("repeat", {"round": round})
+        else:
+            self._check_budget(release, round)
+            self._append("reserve", {"round": round, "release": release.to_dict()})
+            self._reserved.append((round, release))
         reservation = Reservation()
         try:
             yield reservation
@@ -146,17 +159,22 @@ class Ledger:
     @property
     def releases(self) -> int:
         """How many releases were reserved."""
-        return sum(self._spent.values())
+        return len(self._reserved)
 
     def spent(self, delta: float) -> PrivacyLoss:
         """(ε, δ) of everything reserved so far."""
-        return privacy_loss_of(self._spent, delta=delta, accountant=self.accountant)
+        return privacy_loss_of(self._counted, delta=delta, accountant=self.accountant)
 
     def close(self) -> None:
         """Release the lock; nothing can be reserved any more."""
-        self._check_usable()
+        if self._unusable == "was closed":
+            self._check_usable()
         self._unusable = "was closed"
         os.close(self._file)
+
+    @property
+    def _counted(self) -> Counter[Release]:
+        return Counter(release for _, release in self._reserved)
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -176,7 +194,7 @@ class Ledger:
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
             return
-        after = Counter(self._spent)
+        after = self._counted
         after[release] += 1
         delta = self.budget.delta
         epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
@@ -196,9 +214,14 @@ class Ledger:
             while line:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)
-        except OSError:
+        except OSError as error:
             self._unusable = "could not be written"
-            raise
+            raise OSError(
+                error.errno,
+                f"{error.strerror or error}: the ledger cannot be written, so nothing more is "
+                "released",
+                str(self.path),
+            ) from error
         self._next += 1
         self._last_hash = entry["hash"]
 
@@ -249,10 +272,12 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
     return entries, whole
 
 
-def _reserved(entries: list[dict[str, Any]]) -> Counter[Release]:
-    return Counter(
-        Release.from_dict(entry["release"]) for entry in entries if entry["kind"] == "reserve"
-    )
+def _reserved(entries: list[dict[str, Any]]) -> list[tuple[int, Release]]:
+    return [
+        (entry["round"], Release.from_dict(entry["release"]))
+        for entry in entries
+        if entry["kind"] == "reserve"
+    ]
 
 
 def _sync_directory(folder: Path) -> None:

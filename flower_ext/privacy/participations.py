@@ -7,7 +7,8 @@ for the schedule that really happened.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class Participations:
@@ -57,6 +58,40 @@ class Participations:
     def in_uploads(self) -> float:
         """Largest weight of any unit for one who sees each upload."""
         return max(self._in_uploads.values(), default=0.0)
+
+    def level(self, units: Iterable[int]) -> None:
+        """Count for each of ``units`` what counts for the one that took part most.
+
+        For when it is no longer known which of them is which.
+        """
+        units = list(units)
+        most = max(self.uploads.values(), default=0)
+        in_sums, in_uploads = self.in_sums, self.in_uploads
+        self.uploads = Counter(dict.fromkeys(units, most))
+        self._in_sums = defaultdict(float, dict.fromkeys(units, in_sums))
+        self._in_uploads = defaultdict(float, dict.fromkeys(units, in_uploads))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for `from_dict`."""
+        return {
+            "rounds": self.rounds,
+            "units": [
+                [unit, count, self._in_sums.get(unit), self._in_uploads[unit]]
+                for unit, count in self.uploads.items()
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Participations:
+        """Undo `to_dict`."""
+        found = cls()
+        found.rounds = facts["rounds"]
+        for unit, count, in_sums, in_uploads in facts["units"]:
+            found.uploads[unit] = count
+            found._in_uploads[unit] = in_uploads
+            if in_sums is not None:
+                found._in_sums[unit] = in_sums
+        return found
 
     @classmethod
     def worst_case(cls, rounds: int, cohort_size: int) -> Participations:

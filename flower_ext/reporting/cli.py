@@ -331,6 +331,10 @@ def run(
     clients: Annotated[
         int | None, typer.Option(min=1, help="So many clients, in one process.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
+    ] = None,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
@@ -344,6 +348,7 @@ def run(
             settings=settings,
             runs=runs,
             in_process=in_process or clients is not None,
+            resume=resume,
         )
     except LaunchFailed as error:
         Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.reporting.report import write_report
-from flower_ext.reporting.run import RunDirectory, new_run_path
+from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
@@ -39,6 +39,7 @@ def launch(
     runs: Path = Path("runs"),
     in_process: bool = False,
     env: Mapping[str, str] | None = None,
+    resume: Path | None = None,
 ) -> Path | None:
     """Run an app, streaming its log; returns its run directory, where the app has one.
 
@@ -59,6 +60,8 @@ def launch(
         All clients in one process, without Ray: what is trained in a round is trained together.
     env : Mapping[str, str], optional
         Variables for Flower's commands; by default `environment`.
+    resume : Path, optional
+        Run directory of the app that is gone on with, under the settings that it began with.
 
     Raises
     ------
@@ -69,6 +72,8 @@ def launch(
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     defaults = _defaults(app)
     changes = dict(_override(setting, defaults) for setting in settings)
+    if resume is not None:
+        changes = {**_begun_with(resume, defaults), **changes}
     if nodes is not None and (name := clients_setting(defaults)) is not None:
         per_node = int({**defaults, **changes}.get("clients-per-node", 1))
         changes = {name: nodes * per_node, **changes}
@@ -78,6 +83,8 @@ def launch(
     empty = not {**defaults, **changes}.get("data-folder", True)
     if superlink is None and empty and FOLDER_VARIABLE in os.environ:
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
+    if changes.get("state-folder"):
+        changes["state-folder"] = str(Path(changes["state-folder"]).expanduser().absolute())
     config = {**defaults, **changes}
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if in_process:
@@ -168,6 +175,18 @@ def _defaults(app: Path) -> dict[str, Any]:
     flwr = tomllib.loads(project.read_text()).get("tool", {}).get("flwr", {})
     config: dict[str, Any] = flwr.get("app", {}).get("config", {})
     return config
+
+
+def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that goes on."""
+    if "resume" not in defaults:
+        raise LaunchFailed("the app has no setting 'resume': its runs cannot go on")
+    try:
+        began = RunDirectory.open(run).config
+    except NotARun as error:
+        raise LaunchFailed(str(error)) from None
+    known = {name: value for name, value in began.items() if name in defaults}
+    return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
 
 
 def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:

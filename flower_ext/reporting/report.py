@@ -90,6 +90,8 @@ def _outcome(run: RunDirectory) -> list[str]:
         if facts["status"] == "running":
             reason = ", or was ended before it could say so"
         lines.append(f"> **This run is {facts['status']}**{reason}")
+    if later := [str(start["after_round"]) for start in facts.get("starts", [])[1:]]:
+        lines.append(f"Resumed after round {', '.join(later)}.")
     clients = [row for row in run.client_metrics() if "accuracy" in row]
     if clients:
         spread = summarize([row["accuracy"] for row in clients])
@@ -144,6 +146,8 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
         ),
         "Sign the line whose adversary is yours, and only if its conditions and assumptions hold.",
     ]
+    if not finished:
+        parts.insert(0, _until(run))
     published = [g for g in guarantees if g.basis == "published"]
     if published and not all(g.conditions_hold for g in published):
         parts.append(
@@ -167,6 +171,22 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
     return parts
 
 
+def _until(run: RunDirectory) -> str:
+    """What the guarantees of a run that did not come to its end speak of."""
+    if run.facts["status"] == "failed":
+        return "This run failed: the guarantee covers what clients had been asked for until then."
+    written = max((row["round"] for row in run.metrics() if _has_epsilon(row)), default=0)
+    return (
+        f"> **This run has no end yet**: the lines below were written after round {written:.0f}, "
+        "or when it was last resumed. Later rounds are in none of them; resume the run, if only up "
+        "to the rounds that it has, to account for all."
+    )
+
+
+def _has_epsilon(row: dict[str, float]) -> bool:
+    return any(name.startswith("epsilon_") for name in row)
+
+
 def _spent_beyond(run: RunDirectory, guarantees: list[Guarantee]) -> float | None:
     """ε of everything on the ledger, where that is more than the guarantees state."""
     releases = Counter(
@@ -185,7 +205,11 @@ def _ledger(run: RunDirectory) -> list[str]:
         return []
     kinds = Counter(entry["kind"] for entry in entries)
     short = [e for e in entries if e.get("topped_up_stddev", 0) > 0]
-    open_ = kinds["reserve"] - kinds["commit"] - kinds["discard"]
+    after = [entry["kind"] for entry in entries[1:]] + ["nothing"]
+    open_ = sum(
+        entry["kind"] in ("reserve", "repeat") and then in ("reserve", "nothing")
+        for entry, then in zip(entries, after, strict=True)
+    )
     return [
         "### Ledger",
         table(

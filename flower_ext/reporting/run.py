@@ -1,9 +1,9 @@
 """The directory that a run leaves behind.
 
-``run.json`` (configuration, versions, status), ``metrics.jsonl`` (one line a round),
+``run.json`` (configuration, versions, starts, status), ``metrics.jsonl`` (one line a round),
 ``missing.jsonl`` (who was asked and gave no usable answer),
 ``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
-silo), ``model.safetensors``, and the report.
+silo), ``model.safetensors``, what a later start goes on from (``checkpoints/``), and the report.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
+from uuid import uuid4
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from flower_ext.privacy import Guarantee, Ledger
+from flower_ext.privacy import Budget, Guarantee, Ledger
+from flower_ext.reporting.files import append_line, lock, whole_lines, write_whole
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
+_LOCK = ".lock"
+_BEFORE_A_RUN = (_LOCK, ".run.json.draft")
+"""What a run leaves that was ended before its ``run.json`` was there."""
+_ENDED = ("reason", "finished", "summary")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
@@ -36,34 +40,78 @@ class NotARun(ValueError):
 
 
 class RunDirectory:
-    """Files of one run; make with `create`, read with `open`."""
+    """Files of one run; make with `create`, go on with `resume`, read with `open`.
 
-    def __init__(self, path: Path) -> None:
+    ``resumed`` says whether the run began earlier.
+    """
+
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
         self.path = path
+        self.resumed = resumed
+        self._lock: IO[bytes] | None = None
+        self._ledgers: list[Ledger] = []
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
-        """Make a new run directory.
+        """Make a new run directory, which nobody else writes to before it is closed.
 
         Raises
         ------
         NotARun
             The path exists and is not an empty directory: nothing is ever overwritten.
+        InUse
+            Another run has just begun there.
         """
         path = Path(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (
+            not path.is_dir() or any(entry.name not in _BEFORE_A_RUN for entry in path.iterdir())
+        ):
             raise NotARun(f"run directory {path} is not empty; name a new one")
         path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
+        run._lock = lock(path / _LOCK)
         run._write_facts(
             {
+                "id": uuid4().hex,
                 "config": dict(config),
                 "status": "running",
-                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "started": _now(),
+                "starts": [{"started": _now()}],
                 "versions": _versions(),
             }
         )
         return run
+
+    @classmethod
+    def resume(cls, path: Path) -> RunDirectory:
+        """Go on with a run that was ended, or has come to its end.
+
+        Raises
+        ------
+        NotARun
+            There is no ``run.json``.
+        InUse
+            The run is still going on.
+        """
+        run = cls.open(path)
+        run.resumed = True
+        run._lock = lock(run.path / _LOCK)
+        facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
+        starts = facts.get("starts", [{"started": facts["started"]}])
+        start = {"started": _now(), "after_round": len(run.metrics())}
+        if (versions := _versions()) != facts["versions"]:
+            start["versions"] = versions
+        run._write_facts({**facts, "status": "running", "starts": [*starts, start]})
+        return run
+
+    def close(self) -> None:
+        """Let another run go on here; the ledgers that were opened are closed too."""
+        for ledger in self._ledgers:
+            ledger.close()
+        self._ledgers.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -91,6 +139,17 @@ class RunDirectory:
         return config
 
     @property
+    def id(self) -> str:
+        """Identifies the run over all its starts."""
+        return str(self.facts.get("id", ""))
+
+    def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
+        """The run's ledger, until the directory is closed (see `Ledger`)."""
+        ledger = Ledger(self.ledger_path, budget=budget)
+        self._ledgers.append(ledger)
+        return ledger
+
+    @property
     def ledger_path(self) -> Path:
         """Where the run's ledger is."""
         return self.path / "ledger.jsonl"
@@ -106,24 +165,39 @@ class RunDirectory:
         ------
         ValueError
             A metric is not finite.
+        OSError
+            The line could not be written.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metric {name}={value!r} of round {round} is not finite")
-        with (self.path / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps({"round": round, **metrics}) + "\n")
+        line = json.dumps({"round": round, **metrics}).encode()
+        append_line(self.metrics_path, line, sync=False, private=False)
+
+    @property
+    def metrics_path(self) -> Path:
+        """Where the rounds' metrics are."""
+        return self.path / "metrics.jsonl"
 
     def metrics(self) -> list[dict[str, float]]:
         """All rounds' metrics, in order; a last line torn by a crash is left out."""
-        return self._lines("metrics.jsonl")
+        return self._lines(self.metrics_path.name)
+
+    def forget_rounds(self, after: int) -> None:
+        """Drop what is known of later rounds, which are done again."""
+        for file in (self.metrics_path, self.path / "missing.jsonl"):
+            if file.exists():
+                kept = [line for line in whole_lines(file) if json.loads(line)["round"] <= after]
+                content = b"".join(line + b"\n" for line in kept)
+                write_whole(file, content, private=False)
 
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
         """Append who was asked in a phase and gave no usable answer, and what was refused there."""
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
-        with (self.path / "missing.jsonl").open("a") as stream:
-            stream.write(json.dumps({**line, "refusals": list(refusals)}) + "\n")
+        content = json.dumps({**line, "refusals": list(refusals)}).encode()
+        append_line(self.path / "missing.jsonl", content, sync=False, private=False)
 
     def missing(self) -> list[dict[str, Any]]:
         """Phases in which somebody did not answer: round, kind, partitions, refusals."""
@@ -184,34 +258,22 @@ class RunDirectory:
             name: torch.as_tensor(value).detach().cpu().clone().contiguous()
             for name, value in params.items()
         }
-        with tempfile.TemporaryDirectory(dir=self.path) as folder:
-            draft = Path(folder) / "model"
-            save_file(tensors, draft)
-            draft.replace(self.path / "model.safetensors")
+        write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
         """Record how the run ended."""
-        finished = datetime.now(UTC).isoformat(timespec="seconds")
-        facts = {"status": status, "reason": reason, "finished": finished, "summary": summary}
+        facts = {"status": status, "reason": reason, "finished": _now(), "summary": summary}
         self._write_facts({**self.facts, **facts})
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.path / name
-        if not path.exists():
-            return []
-        text = path.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [json.loads(line) for line in whole_lines(self.path / name)]
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
         self._write_json("run.json", facts)
 
     def _write_json(self, name: str, value: Any) -> None:
-        draft = self.path / f".{name}.draft"
-        with draft.open("w") as stream:
-            json.dump(value, stream, indent=2, ensure_ascii=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(self.path / name)
+        content = json.dumps(value, indent=2, ensure_ascii=False).encode()
+        write_whole(self.path / name, content, private=False)
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:
@@ -219,6 +281,10 @@ def new_run_path(root: Path, name: str, started: datetime) -> Path:
     stem = f"{started:%Y%m%d-%H%M%S}-{name}"
     candidates = (root / (stem if n == 0 else f"{stem}-{n}") for n in range(1000))
     return next(path for path in candidates if not path.exists())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

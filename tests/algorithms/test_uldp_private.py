@@ -634,7 +634,7 @@ class Owned(Forgetful):
     def __init__(self, *args, folder, **options):
         super().__init__(*args, **options)
         for context in self.contexts.values():
-            context.node_config["secrets-folder"] = str(folder / str(context.node_id))
+            context.node_config["state-folder"] = str(folder / str(context.node_id))
 
 
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):

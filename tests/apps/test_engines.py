@@ -124,6 +124,20 @@ def test_several_clients_on_a_node_of_ray_are_the_same_run(flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(DP_DITTO, tmp_path / "reference"))
 
 
+def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_remember(
+    flower, tmp_path
+):
+    state = {"state_folder": tmp_path / "state"}
+    flower.run(DP2_FEDSAM, run_directory=tmp_path / "run", **{**state, "rounds": 1})
+    assert len(list((tmp_path / "state").rglob("*.memory"))) == 3
+    command = ("run", str(DP2_FEDSAM.folder), "--resume", str(tmp_path / "run"))
+    done = flower.command("flower-ext", *command, "--set", "rounds=3")
+    assert done.returncode == 0, done.stdout + done.stderr + flower.logs()
+    run = RunDirectory.open(tmp_path / "run")
+    assert [start.get("after_round") for start in run.facts["starts"]] == [None, 1]
+    same_run(run, in_process(DP2_FEDSAM, tmp_path / "whole", rounds=3))
+
+
 def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]

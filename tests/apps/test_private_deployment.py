@@ -53,7 +53,7 @@ class Watch(threading.Thread):
 def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no_mask(tmp_path):
     """SIGKILL after the round was put on record and before its sum could leave."""
     watch = Watch(secrets := tmp_path / "secrets")
-    own = {"secrets-folder": str(secrets)}
+    own = {"state-folder": str(secrets)}
     with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
         watch.start()
         settings = {**ULDP_FL.small, **SETTINGS}

@@ -4,13 +4,171 @@ import os
 import stat
 
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 
-from flower_ext.federation import ClientVault
+from flower_ext.federation import ClientMemory, ClientVault
+from flower_ext.federation import _flower_private as private
+from flower_ext.federation.packing import Damaged
 
 
-def context(**node_config) -> Context:
-    return Context(run_id=7, node_id=3, node_config=node_config, state=RecordDict(), run_config={})
+def context(run_config=None, **node_config) -> Context:
+    facts = {"partition-id": 2, **{n.replace("_", "-"): v for n, v in node_config.items()}}
+    return Context(
+        run_id=7, node_id=3, node_config=facts, state=RecordDict(), run_config=run_config or {}
+    )
+
+
+def params(value: float) -> dict[str, torch.Tensor]:
+    return {"b": torch.full((3,), value), "a": torch.tensor(value, dtype=torch.float64)}
+
+
+def key_file(folder, content=b"k" * 32, mode=0o600):
+    file = folder / "key"
+    file.write_bytes(content)
+    file.chmod(mode)
+    return str(file)
+
+
+# Memory ------------------------------------------------------------------------------------
+
+
+def test_memory_outlives_the_context_in_a_folder_that_the_owner_names(tmp_path):
+    folder = str(tmp_path / "state")
+    ClientMemory(context(state_folder=folder), "one", "run").store(params(1.5), 4)
+    again = ClientMemory(context(state_folder=folder), "one", "run")
+    assert again.newest() == 4
+    loaded = again.load()
+    assert list(loaded) == ["b", "a"]
+    for name, value in params(1.5).items():
+        assert loaded[name].dtype == value.dtype
+        assert torch.equal(loaded[name], value)
+    assert ClientMemory(context(state_folder=folder), "one", "other").load() is None
+    assert ClientMemory(context(state_folder=folder), "two", "run").load() is None
+    elsewhere = ClientMemory(context(state_folder=folder, partition_id=3), "one", "run")
+    assert elsewhere.load() is None
+
+
+def test_a_round_that_is_done_again_begins_where_it_began(tmp_path):
+    memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
+    for version in (2, 5, 6, 9):
+        memory.store(params(float(version)), version)
+    assert [memory.newest(before) for before in (10, 9, 7, 6, 5)] == [9, 6, 6, 5, 0]
+    assert float(memory.load(9)["a"]) == 6.0
+    memory.store(params(-6.0), 6)
+    assert memory.newest() == 6
+    assert float(memory.load()["a"]) == -6.0
+    assert float(memory.load(6)["a"]) == 5.0
+
+
+def test_nobody_else_reads_a_clients_files(tmp_path):
+    folder = tmp_path / "made" / "here"
+    kept = context(state_folder=str(folder))
+    ClientMemory(kept, "one", "run").store(params(1.0), 1)
+    ClientVault(kept, "one").store(b"secret")
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*") if p.is_file()}
+    assert modes == {0o600}
+    folders = [folder, *(p for p in folder.rglob("*") if p.is_dir())]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in folders} == {0o700}
+    assert len(folders) == 3
+
+
+@pytest.mark.parametrize("name", ["", "../other", "a/b", "a" * 65, ".", "a b"])
+def test_a_server_names_no_paths(tmp_path, name):
+    kept = context(state_folder=str(tmp_path / "state"))
+    if name == "":
+        ClientMemory(kept, "one", name).store(params(1.0))
+    else:
+        with pytest.raises(ValueError, match="in the server's message"):
+            ClientMemory(kept, "one", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_supernode_does_not_listen_to_the_runs_folder_a_simulation_does(tmp_path, monkeypatch):
+    run_config = {"state-folder": str(tmp_path / "state")}
+    monkeypatch.setattr(private, "in_simulation", lambda: False)
+    ClientMemory(context(run_config), "one", "run").store(params(1.0))
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(private, "in_simulation", lambda: True)
+    ClientMemory(context(run_config), "one", "run").store(params(1.0))
+    assert ClientMemory(context(run_config), "one", "run").newest() == 1
+
+
+@pytest.mark.parametrize("at", [0, 20, -1])
+def test_a_harmed_file_is_named_and_not_used(tmp_path, at):
+    memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
+    memory.store(params(1.0), 1)
+    (file,) = tmp_path.rglob("*.memory")
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(Damaged, match=r"1\.memory: torn or altered"):
+        memory.load()
+
+
+def test_encrypted_memory_shows_nothing_and_needs_its_key(tmp_path):
+    folder, key = str(tmp_path / "state"), key_file(tmp_path)
+    sealed = context(state_folder=folder, state_key_file=key)
+    ClientMemory(sealed, "one", "run").store({"weight": torch.zeros(64)}, 1)
+    ClientVault(sealed, "one").store(b"secret")
+    assert torch.equal(ClientMemory(sealed, "one", "run").load()["weight"], torch.zeros(64))
+    assert ClientVault(sealed, "one").load() == b"secret"
+    for file in (tmp_path / "state").rglob("*.*"):
+        content = file.read_bytes()
+        assert not any(clear in content for clear in (b"weight", b"secret", bytes(16)))
+    with pytest.raises(Damaged, match="is encrypted: name its key"):
+        ClientMemory(context(state_folder=folder), "one", "run").load()
+    key_file(tmp_path, b"j" * 32)
+    with pytest.raises(Damaged, match="encrypted with another key"):
+        ClientMemory(sealed, "one", "run").load()
+
+
+def test_an_encrypted_file_in_anothers_place_is_refused(tmp_path):
+    sealed = context(state_folder=str(tmp_path), state_key_file=key_file(tmp_path))
+    memory = ClientMemory(sealed, "one", "run")
+    memory.store(params(1.0), 1)
+    memory.store(params(2.0), 2)
+    first, second = (tmp_path / f"run/one-2/{version}.memory" for version in (1, 2))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(Damaged, match="moved"):
+        memory.load()
+
+
+def test_clear_memory_is_refused_where_there_is_a_key(tmp_path):
+    ClientMemory(context(state_folder=str(tmp_path)), "one", "run").store(params(1.0), 1)
+    sealed = context(state_folder=str(tmp_path), state_key_file=key_file(tmp_path))
+    with pytest.raises(Damaged, match="is not encrypted"):
+        ClientMemory(sealed, "one", "run").load()
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "error", "said"),
+    [
+        (b"short", 0o600, ValueError, "holds 5 bytes: expected 32"),
+        (b"k" * 32, 0o644, PermissionError, "chmod 600"),
+    ],
+)
+def test_a_key_that_is_none_or_no_secret_is_refused(tmp_path, content, mode, error, said):
+    file = key_file(tmp_path, content, mode)
+    with pytest.raises(error, match=said):
+        ClientMemory(context(state_folder=str(tmp_path), state_key_file=file), "one", "run")
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    memory = ClientMemory(context(state_folder=str(tmp_path)), "one", "run")
+    memory.store(params(1.0), 1)
+    monkeypatch.setattr(os, "fsync", _full)
+    with pytest.raises(OSError, match="disk is full"):
+        memory.store(params(2.0), 2)
+    assert memory.newest() == 1
+    assert float(memory.load()["a"]) == 1.0
+
+
+def _full(descriptor):
+    raise OSError("disk is full")
+
+
+# The vault ---------------------------------------------------------------------------------
 
 
 def test_a_vault_holds_what_was_stored_last_for_one_method():
@@ -22,31 +180,23 @@ def test_a_vault_holds_what_was_stored_last_for_one_method():
     assert ClientVault(kept, "other").load() is None
 
 
-def test_with_a_folder_a_vault_outlives_the_context_and_nobody_else_reads_it(tmp_path):
-    folder = tmp_path / "made" / "here"
-    ClientVault(context(**{"secrets-folder": str(folder)}), "one").store(b"secret")
-    again = ClientVault(context(**{"secrets-folder": str(folder)}), "one")
-    assert again.load() == b"secret"
-    (file,) = folder.iterdir()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+def test_with_a_folder_a_vault_outlives_the_context(tmp_path):
+    folder = str(tmp_path / "made" / "here")
+    ClientVault(context(state_folder=folder), "one").store(b"secret")
+    assert ClientVault(context(state_folder=folder), "one").load() == b"secret"
 
 
 def test_a_folder_is_ahead_of_a_context_that_was_not_handed_on(tmp_path):
-    kept = context(**{"secrets-folder": str(tmp_path)})
+    kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"round 1")
-    ClientVault(context(**{"secrets-folder": str(tmp_path)}), "one").store(b"round 2")
+    ClientVault(context(state_folder=str(tmp_path)), "one").store(b"round 2")
     assert ClientVault(kept, "one").load() == b"round 2"
 
 
 def test_what_cannot_be_written_is_not_kept_in_the_context_either(tmp_path, monkeypatch):
-    kept = context(**{"secrets-folder": str(tmp_path)})
+    kept = context(state_folder=str(tmp_path))
     ClientVault(kept, "one").store(b"round 1")
-
-    def full(descriptor):
-        raise OSError("disk is full")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", _full)
     with pytest.raises(OSError, match="disk is full"):
         ClientVault(kept, "one").store(b"round 2")
     assert ClientVault(kept, "one").load() == b"round 1"

@@ -120,6 +120,14 @@ def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
     assert RunDirectory.open(run).facts["config"]["clients"] == 7
 
 
+def test_resuming_what_is_no_run_fails(tmp_path):
+    from tests.apps.app import DP2_FEDSAM
+
+    done = call("run", str(DP2_FEDSAM.folder), "--resume", str(tmp_path))
+    assert done.exit_code == 1
+    assert "holds no run.json" in done.stderr
+
+
 def test_run_of_something_else_fails(tmp_path):
     done = call("run", str(tmp_path))
     assert done.exit_code == 1

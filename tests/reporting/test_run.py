@@ -54,7 +54,7 @@ def test_models_of_tensors_and_arrays_are_saved_whole(run):
     saved = load_file(run.path / "model.safetensors")
     np.testing.assert_array_equal(saved["a"], [0.0, 2.0])
     np.testing.assert_array_equal(saved["b"], np.ones((2, 2)))
-    assert sorted(p.name for p in run.path.iterdir()) == ["model.safetensors", "run.json"]
+    assert {p.name for p in run.path.iterdir()} == {".lock", "model.safetensors", "run.json"}
 
 
 def test_client_metrics_come_back_as_numbers(run):

@@ -14,7 +14,14 @@ from flower_ext.algorithms import (
     DPFedSAM,
     DPFedSAMFT,
 )
-from flower_ext.federation import FederatedStrategy, choice, clients_of, recorded_run, save_outcome
+from flower_ext.federation import (
+    FederatedStrategy,
+    choice,
+    clients_of,
+    first_config,
+    recorded_run,
+    save_outcome,
+)
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
@@ -46,7 +53,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = context.run_config
+    config = first_config(context.run_config)
     method = choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD))
     plan = plan_of(config)
     task = task_of(context)
@@ -59,7 +66,7 @@ def main(grid: Grid, context: Context) -> None:
         result = strategy.start(
             clients_of(grid, config),
             ArrayRecord(initial),
-            num_rounds=int(config["rounds"]),
+            num_rounds=int(context.run_config["rounds"]),
             timeout=float(config["round-timeout"]),
         )
         save_outcome(run, strategy, result)
@@ -150,4 +157,4 @@ def ledger_of(
         return None
     asked = config["calibration"] == "provable" and float(config["noise-multiplier"]) == 0
     budget = Budget(epsilon=float(config["epsilon"]), delta=plan.delta) if asked else None
-    return Ledger(run.ledger_path, budget=budget)
+    return run.open_ledger(budget=budget)

@@ -8,9 +8,22 @@ from flwr.serverapp import Grid, ServerApp
 
 from dp_ditto_app.task import model_name, task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
-from flower_ext.federation import FederatedStrategy, choice, clients_of, recorded_run, save_outcome
+from flower_ext.federation import (
+    FederatedStrategy,
+    choice,
+    clients_of,
+    first_config,
+    recorded_run,
+    save_outcome,
+)
 from flower_ext.planning import DittoProblem, best_rounds
-from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
+from flower_ext.privacy import (
+    Budget,
+    ClippedSteps,
+    FullParticipation,
+    NonPrivatePlan,
+    RecordLevelPlan,
+)
 from flower_ext.reporting import RunDirectory
 from flower_ext.training import LocalTraining, check_shareable
 from flower_ext.training.models import build, parameter_count
@@ -24,7 +37,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = context.run_config
+    config = first_config(context.run_config)
     method = choice(config, "method", METHODS)
     task = task_of(context)
     for client in range(int(config["clients"])):
@@ -36,10 +49,11 @@ def main(grid: Grid, context: Context) -> None:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
+        more = int(context.run_config["rounds"]) - int(config["rounds"])
         result = strategy.start(
             clients_of(grid, config),
             initial,
-            num_rounds=rounds,
+            num_rounds=rounds + more,
             timeout=float(config["round-timeout"]),
         )
         save_outcome(run, strategy, result)
@@ -116,6 +130,13 @@ def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan
     )
 
 
+def budget_of(config: UserConfig) -> Budget | None:
+    """The provable epsilon that noise was calibrated for: more rounds than planned end at it."""
+    if config["method"] in WITHOUT_PRIVACY or config["calibration"] != "provable":
+        return None
+    return Budget(epsilon=float(config["epsilon"]), delta=float(config["delta"]))
+
+
 def local_training(config: UserConfig) -> LocalTraining:
     """Of the model that is uploaded, whatever the method."""
     return LocalTraining(
@@ -138,6 +159,7 @@ def strategy_of(
         "evaluate_every": int(config["evaluate-every"]),
         "training_loss": bool(config["training-loss"]),
         "timeout": float(config["connect-timeout"]),
+        "budget": budget_of(config),
         "run": run,
     }
     rate = float(config["personal-learning-rate"])

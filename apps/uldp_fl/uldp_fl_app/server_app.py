@@ -8,10 +8,16 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.data import histogram
-from flower_ext.federation import FederatedStrategy, choice, recorded_run, save_outcome
+from flower_ext.federation import (
+    FederatedStrategy,
+    choice,
+    first_config,
+    recorded_run,
+    save_outcome,
+)
 from flower_ext.privacy import (
+    Budget,
     FullParticipation,
-    Ledger,
     NonPrivatePlan,
     PoissonSampling,
     PrivacyUnit,
@@ -36,7 +42,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = context.run_config
+    config = first_config(context.run_config)
     method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
     if method == "uldp-group" and config["dataset"] == SURVIVAL:
         raise ValueError(
@@ -54,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
         result = strategy.start(
             grid,
             ArrayRecord(initial),
-            num_rounds=int(config["rounds"]),
+            num_rounds=int(context.run_config["rounds"]),
             timeout=float(config["round-timeout"]),
         )
         save_outcome(run, strategy, result)
@@ -69,6 +75,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         "seeded_noise": bool(config["seeded-noise"]),
         "evaluate_every": int(config["evaluate-every"]),
         "timeout": float(config["connect-timeout"]),
+        "budget": budget_of(config),
         "run": run,
     }
     local = LocalTraining(
@@ -90,7 +97,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
             delta=float(config["delta"]),
             **options,
         )
-    options |= {"plan": plan_of(config), "num_silos": silos, "ledger": Ledger(run.ledger_path)}
+    options |= {"plan": plan_of(config), "num_silos": silos, "ledger": run.open_ledger()}
     if method == "uldp-naive":
         return UldpNaive(local=local, **options)
     if method in PRIVATE:
@@ -149,6 +156,13 @@ def plan_of(config: UserConfig) -> ReleasePlan:
         rounds=int(config["rounds"]),
         delta=float(config["delta"]),
     )
+
+
+def budget_of(config: UserConfig) -> Budget | None:
+    """The provable epsilon at which the run ends, where one is set."""
+    if config["method"] == "default" or not (epsilon := float(config["budget"])):
+        return None
+    return Budget(epsilon=epsilon, delta=float(config["delta"]))
 
 
 def dropout_policy_of(config: UserConfig) -> str:

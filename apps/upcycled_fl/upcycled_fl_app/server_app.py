@@ -19,10 +19,12 @@ from flower_ext.federation import (
     Stragglers,
     choice,
     clients_of,
+    first_config,
     recorded_run,
     save_outcome,
 )
 from flower_ext.privacy import (
+    Budget,
     FixedSizeSampling,
     LocalObjective,
     NonPrivatePlan,
@@ -57,7 +59,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
-    config = context.run_config
+    config = first_config(context.run_config)
     method = choice(config, "method", METHODS)
     coefficient, plan = schedule_of(config), plan_of(config)
     task = task_of(context)
@@ -72,7 +74,7 @@ def main(grid: Grid, context: Context) -> None:
         result = strategy.start(
             clients_of(grid, config),
             initial,
-            num_rounds=int(config["rounds"]),
+            num_rounds=int(context.run_config["rounds"]),
             timeout=float(config["round-timeout"]),
         )
         save_outcome(run, base, result)
@@ -128,6 +130,13 @@ def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
     )
 
 
+def budget_of(config: UserConfig) -> Budget | None:
+    """The provable epsilon at which the run ends, where one is set."""
+    if config["perturbation"] == "none" or not (epsilon := float(config["budget"])):
+        return None
+    return Budget(epsilon=epsilon, delta=float(config["delta"]))
+
+
 def local_training(config: UserConfig) -> LocalTraining:
     """What every client does, whatever the method."""
     method, exact = config["method"], choice(config, "solver", ("sgd", "newton")) == "newton"
@@ -158,6 +167,7 @@ def strategy_of(
         "seeded_noise": bool(config["seeded-noise"]),
         "evaluate_every": int(config["evaluate-every"]),
         "timeout": float(config["connect-timeout"]),
+        "budget": budget_of(config),
         "run": run,
     }
     size = round(plan.sampling.expected_cohort_size)

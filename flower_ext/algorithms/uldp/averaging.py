@@ -210,6 +210,7 @@ class UldpAvg(FederatedStrategy):
         local_model=local_model,
         memoryless=True,
         answer=answer,
+        keeps_memory=False,
     )
 
     def __init__(
@@ -273,9 +274,10 @@ class UldpAvg(FederatedStrategy):
         weights = self._users_records[partition][WEIGHTS].numpy()
         return float(weights.sum()) * (1 if weights.size > 1 else len(self._users))
 
-    def count_participations(self, answered: int) -> None:
-        """The sampled users took part; the noise came from the silos that answered."""
-        self.participations.record(self._users, answered, asked=self.num_silos)
+    @property
+    def participants(self) -> Sequence[int]:
+        """The sampled users; the noise comes from the silos that answer."""
+        return self._users
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]

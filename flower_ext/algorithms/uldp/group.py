@@ -114,6 +114,7 @@ class UldpGroup(FederatedStrategy):
         local_model=local_model,
         memoryless=True,
         answer=answer,
+        keeps_memory=False,
     )
 
     def __init__(
@@ -164,6 +165,14 @@ class UldpGroup(FederatedStrategy):
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """How many records of each user the silo may use."""
         return {LIMITS: records.to_record({LIMITS: self._limits[partition]})}
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """The limits, and the k that they were drawn for."""
+        return {LIMITS: {LIMITS: self._limits, "k": np.asarray(self.group_size)}}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """The limits that were drawn first are those of the whole run."""
+        self._limits, self.group_size = state[LIMITS][LIMITS], int(state[LIMITS]["k"])
 
     def guarantees(self) -> list[Guarantee]:
         """Theorem 4, and what is provable against a server that sees each upload."""

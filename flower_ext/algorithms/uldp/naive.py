@@ -72,7 +72,11 @@ class UldpNaive(FederatedStrategy):
 
     plan: ReleasePlan
     client = ClientMethod(
-        name="uldp_naive", local_update=local_update, local_model=local_model, memoryless=True
+        name="uldp_naive",
+        local_update=local_update,
+        local_model=local_model,
+        memoryless=True,
+        keeps_memory=False,
     )
 
     def __init__(

@@ -87,6 +87,7 @@ from flower_ext.secure.oblivious import ELEMENT_BYTES
 
 log = getLogger("flwr")
 
+_SENSITIVITY = "sensitivity"
 _KEY_BYTES = 32
 _SEALED_BYTES = 60
 _NOISE_ROOM = 64.0
@@ -116,6 +117,7 @@ class PrivateUldpAvg(UldpAvg):
         local_model=local_model,
         memoryless=True,
         answer=answer,
+        keeps_memory=False,  # of rounds: keys and blinds are set up anew where a run goes on
     )
 
     def __init__(
@@ -286,7 +288,32 @@ class PrivateUldpAvg(UldpAvg):
 
     def count_participations(self, answered: int) -> None:
         """The sampled places took part. Who missed a silo's part of a sum saw no sum at all."""
-        self.participations.record(self._users, self.num_silos, asked=self.num_silos)
+        super().count_participations(self.num_silos)
+
+    def count_abandoned(self, participants: Sequence[int], answered: int, *, asked: int) -> None:
+        """As the places that were asked for were those of an order which is lost."""
+        self._forget_order()
+        super().count_abandoned(participants, asked, asked=asked)
+        self._forget_order()
+
+    def state(self) -> Mapping[str, records.Arrays]:
+        """How far one user moves the sum, as encoding has it."""
+        return {_SENSITIVITY: {_SENSITIVITY: np.asarray(self.plan.sensitivity)}}
+
+    def restore(self, state: Mapping[str, records.Arrays]) -> None:
+        """The set-up was made anew: places are those of a new order."""
+        sensitivity = float(state[_SENSITIVITY][_SENSITIVITY])
+        self.plan = replace(self.plan, sensitivity=sensitivity)
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        if not isinstance(self.plan.sampling, FullParticipation):
+            self.participations.level(range(self.plan.sampling.population))
+
+    @property
+    def repeats(self) -> bool:
+        """Never: keys, blinds and dither are secret, whatever the seed."""
+        return False
 
     @property
     def secure_sum(self) -> str:

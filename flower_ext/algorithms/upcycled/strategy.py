@@ -7,7 +7,7 @@ post-processing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -19,9 +19,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.algorithms.upcycled.coefficients import Constant, Schedule
-from flower_ext.federation.records import payload_bytes
+from flower_ext.federation.records import Arrays, payload_bytes, to_arrays, to_record
 
 log = getLogger("flwr")
+
+_BEFORE = "upcycled.before"
 
 
 @runtime_checkable
@@ -78,6 +80,8 @@ class Upcycled(Strategy):
         # Bound now: while the base runs its own loop, these names lead to this wrapper.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
+        self._base_state = getattr(base, "state", dict)  # other strategies do not go on
+        self._base_restore = getattr(base, "restore", lambda state: None)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):
@@ -120,6 +124,15 @@ class Upcycled(Strategy):
             self.base.extrapolate(coefficient)
         return extrapolated(self._before, self._after, coefficient), metrics
 
+    def state(self) -> Mapping[str, Arrays]:
+        """The base's, and the model before its last training round."""
+        return {**self._base_state(), _BEFORE: to_arrays(self._before)}
+
+    def restore(self, state: Mapping[str, Arrays]) -> None:
+        """Take both back."""
+        self._before = to_record(state[_BEFORE])
+        self._base_restore({name: group for name, group in state.items() if name != _BEFORE})
+
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -150,7 +163,11 @@ class Upcycled(Strategy):
         """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody."""
         log.info("Upcycled · coefficient %s", self.coefficient)
         with _routed(
-            self.base, configure_train=self.configure_train, aggregate_train=self.aggregate_train
+            self.base,
+            configure_train=self.configure_train,
+            aggregate_train=self.aggregate_train,
+            state=self.state,
+            restore=self.restore,
         ):
             result = self.base.start(
                 grid,

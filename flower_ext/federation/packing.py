@@ -1,0 +1,65 @@
+"""Arrays and facts as bytes that show whether they were torn or altered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from flower_ext.federation.records import Arrays
+
+_MAGIC = b"flower_ext 1\n"
+_START = len(_MAGIC) + hashlib.sha256().digest_size
+
+
+class Damaged(ValueError):
+    """Stored bytes are not what was written."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Plain facts, and arrays by group and name, all in the order in which they were given."""
+
+    facts: dict[str, Any]
+    arrays: dict[str, Arrays]
+
+
+def pack(facts: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
+    """Facts (as JSON has them) and groups of arrays as checksummed bytes."""
+    groups = {group: list(members) for group, members in arrays.items()}
+    every = [array for members in arrays.values() for array in members.values()]
+    body = save(
+        {str(number): np.asarray(array, order="C") for number, array in enumerate(every)},
+        {"facts": json.dumps(dict(facts)), "groups": json.dumps(groups)},
+    )
+    return _MAGIC + hashlib.sha256(body).digest() + body
+
+
+def unpack(content: bytes) -> Packed:
+    """Undo `pack`.
+
+    Raises
+    ------
+    Damaged
+        A byte is missing, or another one.
+    """
+    body = content[_START:]
+    if not content.startswith(_MAGIC) or content[len(_MAGIC) : _START] != _digest(body):
+        raise Damaged("torn or altered: its checksum does not match")
+    header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+    arrays = load(body)
+    numbers = iter(range(len(arrays)))
+    groups = {
+        group: {name: arrays[str(next(numbers))] for name in names}
+        for group, names in json.loads(header["groups"]).items()
+    }
+    return Packed(json.loads(header["facts"]), groups)
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()

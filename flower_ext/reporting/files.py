@@ -1,0 +1,108 @@
+"""Files that are whole or not there, that only their user reads, and that one run alone writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+
+class InUse(RuntimeError):
+    """Another run holds the lock."""
+
+
+def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
+    """Replace a file: whatever happens, the old or the new content is there.
+
+    Parameters
+    ----------
+    path : Path
+    content : bytes
+    sync : bool
+        Whether the new content must outlive the machine's power, not only this process.
+    private : bool
+        Mode 0600, else as the user's umask has it.
+
+    Raises
+    ------
+    OSError
+        It could not be written, and the old content is still there; the message names the file.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(private))
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+        draft.replace(path)
+        if sync:
+            sync_to_disk(path.parent)
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
+    """Add a line to a file. A crash may tear this line, none before it.
+
+    Raises
+    ------
+    OSError
+        It could not be written; the message names the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _mode(private))
+        with os.fdopen(descriptor, "ab") as stream:
+            stream.write(line + b"\n")
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Lines of a file; a last one that a crash has torn is left out. None where it is missing."""
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def sync_to_disk(path: Path) -> None:
+    """Make what was written to a file, or into a folder, outlive the machine's power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(path: Path) -> IO[bytes]:
+    """Take a lock that ends when the returned file is closed, at the latest with this process.
+
+    Raises
+    ------
+    InUse
+        Somebody else has it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    stream = os.fdopen(descriptor, "r+b")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise InUse(
+            f"{path.parent} is in use by another run: wait for its end, or name another directory"
+        ) from None
+    return stream
+
+
+def not_written(path: Path, error: OSError) -> OSError:
+    """The same error, saying which file it was."""
+    return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
+
+
+def _mode(private: bool) -> int:
+    return 0o600 if private else 0o666

@@ -1,0 +1,54 @@
+"""Every method that keeps something: its app is killed with SIGKILL, resumed, and compared."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.faults.kill import Trial, changed, differences, kill, short_of
+from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+RUNS = [
+    (DP2_FEDSAM, {"method": "dp2-fedsam", "sampling": "poisson", "sampling-rate": 0.7}),
+    (DP2_FEDSAM, {"method": "dp-fedsam-ft"}),
+    (DP_DITTO, {"method": "dp-ditto"}),
+    (DP_DITTO, {"method": "dp-pfedme"}),
+    (DP_DITTO, {"method": "dp-fedamp"}),
+    (DP_DITTO, {"method": "dp-apple"}),
+    (DP_DITTO, {"method": "dp-fedala"}),
+    (DP_DITTO, {"method": "fedamp", "seeded-noise": False}),
+    (UPCYCLED_FL, {"method": "fedavgm"}),
+    (UPCYCLED_FL, {"method": "fedyogi"}),
+    (UPCYCLED_FL, {"method": "scaffold", "perturbation": "none", "seeded-noise": False}),
+    (UPCYCLED_FL, {"method": "feddyn"}),
+    (UPCYCLED_FL, {"method": "pfedme", "upcycled": False}),
+    (ULDP_FL, {"method": "uldp-avg-w"}),
+    (ULDP_FL, {"method": "uldp-group"}),
+    (ULDP_FL, {"method": "uldp-naive", "user-sampling-rate": 1.0}),
+]
+
+
+def trial(app, folder, **settings):
+    return Trial(app=app.folder, folder=folder, config={**app.small_config(), **settings})
+
+
+@pytest.mark.parametrize(("app", "own"), RUNS, ids=[own["method"] for _, own in RUNS])
+def test_a_seeded_run_that_was_killed_twice_ends_as_if_it_had_not(tmp_path, app, own):
+    whole = trial(app, tmp_path / "whole", **{**own, "rounds": 4})
+    whole.finish()
+    parts = replace(whole, folder=tmp_path / "parts")
+    assert kill(parts.start(), changed(parts.folder, "metrics.jsonl", 1))
+    assert kill(parts.start(), changed(parts.folder, "*.checkpoint", 2))
+    parts.finish()
+    assert differences(whole.run, parts.run) == []
+
+
+def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
+    settings = {"method": "uldp-sgd-private", "key-bits": 512, "allow-insecure-keys": True}
+    one = trial(ULDP_FL, tmp_path, **{**settings, "rounds": 3})
+    assert kill(one.start(), changed(one.folder, "asked.jsonl", 2))
+    one.finish()
+    released = {number for number, _ in one.released()}
+    assert len(released) >= 3
+    assert short_of(one, ended=False) == []

@@ -1,0 +1,421 @@
+"""Runs that go on: in a new strategy, over a new grid, as a new process would."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from safetensors.numpy import load_file
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn
+from flower_ext.federation import (
+    FederationNotReady,
+    InProcessGrid,
+    first_config,
+    recorded_run,
+    save_outcome,
+)
+from flower_ext.federation.packing import Damaged
+from flower_ext.privacy import (
+    Budget,
+    FixedSizeSampling,
+    FullParticipation,
+    NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
+    PoissonSampling,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.reporting import RunDirectory, write_report
+from flower_ext.reporting.files import InUse
+from flower_ext.training import LocalTraining
+from tests.worlds import task
+
+CLIENTS = 4
+SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
+
+
+def plan(**changes) -> ReleasePlan:
+    facts = {
+        "sampling": PoissonSampling(population=CLIENTS, rate=0.7),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 5,
+        "delta": 0.01,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+class Died(BaseException):
+    """Stands for the end of the process: nothing of this package catches it to go on."""
+
+
+def play(
+    folder: Path,
+    *,
+    rounds: int = 5,
+    dies_in: int | None = None,
+    at: str = "answers",
+    strategy=DP2FedSAM,
+    ledger: bool = True,
+    memory: bool = True,
+    rounds_set: int | None = None,
+    budget: Budget | None = None,
+    **options,
+):
+    """One start of a run; ``dies_in`` a round, between its questions and answers or after them."""
+    facts = {"seed": 1, "seeded_noise": True, "plan": plan(), "evaluate_every": 2, **options}
+    config = {
+        "run-directory": str(folder / "run"),
+        "resume": True,
+        "rounds": rounds_set or rounds,
+        "seeded": facts["seeded_noise"],
+    }
+    with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:
+        one = strategy(
+            run=run,
+            ledger=run.open_ledger(budget=budget) if ledger else None,
+            **facts,
+        )
+        settings = {"state-folder": str(folder / "state")} if memory else {}
+        grid = DyingGrid(strategy.client_app(task(), allow_seeded_noise=True), CLIENTS, settings)
+        grid.dies_in, grid.at = dies_in, at
+        result = one.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+        save_outcome(run, one, result)
+    return RunDirectory.open(folder / "run"), one
+
+
+class DyingGrid(InProcessGrid):
+    dies_in: int | None = None
+    at = "answers"
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        kind = messages[0].metadata.message_type if messages else ""
+        dying = kind.startswith("train") and messages[0].metadata.group_id == str(self.dies_in)
+        if dying and self.at == "questions":
+            raise Died
+        answers = super().send_and_receive(messages, timeout=timeout)
+        if dying:
+            raise Died
+        return answers
+
+
+def rows(run: RunDirectory):
+    return [{n: v for n, v in row.items() if not n.endswith("seconds")} for row in run.metrics()]
+
+
+def same(one: RunDirectory, other: RunDirectory) -> bool:
+    models = [load_file(run.path / "model.safetensors") for run in (one, other)]
+    return (
+        all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+        and rows(one) == rows(other)
+        and one.guarantees() == other.guarantees()
+        and one.client_metrics() == other.client_metrics()
+        and sum(row["answered"] for row in one.metrics()) > 0
+        and one.facts["summary"]["refused"] == 0
+    )
+
+
+@pytest.mark.parametrize("at", ["questions", "answers"])
+@pytest.mark.parametrize("dies_in", [1, 3, 5])
+def test_a_seeded_run_goes_on_as_if_nothing_had_happened(tmp_path, dies_in, at):
+    whole, _ = play(tmp_path / "whole")
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=dies_in, at=at)
+    parts, _ = play(tmp_path / "parts")
+    assert same(parts, whole)
+    kinds = [entry["kind"] for entry in parts.ledger()]
+    assert kinds.count("reserve") == 5
+    assert kinds.count("repeat") == 1
+
+
+def test_it_may_die_again_and_again(tmp_path):
+    whole, _ = play(tmp_path / "whole")
+    for dies_in in (2, 2, 3, 5):
+        with pytest.raises(Died):
+            play(tmp_path / "parts", dies_in=dies_in)
+    parts, _ = play(tmp_path / "parts")
+    assert same(parts, whole)
+    starts = parts.facts["starts"]
+    assert [start.get("after_round") for start in starts] == [None, 1, 1, 2, 4]
+    assert "Resumed after round 1, 1, 2, 4" in (parts.path / "report.md").read_text()
+
+
+def test_a_run_at_its_end_goes_on_to_a_later_one_and_noise_stays_that_of_its_plan(tmp_path):
+    play(tmp_path / "parts", rounds=2)
+    parts, strategy = play(tmp_path / "parts", rounds=5)
+    whole, _ = play(tmp_path / "whole", rounds=5)
+    assert parts.config["rounds"] == 2
+    models = [load_file(run.path / "model.safetensors") for run in (parts, whole)]
+    assert all(np.array_equal(models[0][name], models[1][name]) for name in models[0])
+    assert strategy.participations.rounds == 5
+
+
+def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
+    before, _ = play(tmp_path, rounds=2)
+    facts = rows(before), before.guarantees()
+    (before.path / "guarantee.json").unlink()
+    again, strategy = play(tmp_path, rounds=2, memory=False)
+    assert (rows(again), again.guarantees()) == facts
+    assert strategy._exchange.nodes == {}
+
+
+def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
+    tmp_path,
+):
+    secure = {"seeded_noise": False}
+    for dies_in, at in ((3, "questions"), (3, "answers"), (3, "answers"), (3, "answers")):
+        with pytest.raises(Died):
+            play(tmp_path, dies_in=dies_in, at=at, **secure)
+    run, strategy = play(tmp_path, **secure)
+    assert strategy.participations.rounds == 9
+    kinds = [entry["kind"] for entry in run.ledger()]
+    assert [kinds.count(kind) for kind in ("reserve", "commit", "discard")] == [9, 5, 4]
+    asked = [json.loads(line) for line in (run.path / "checkpoints/asked.jsonl").open()]
+    numbers = [line["training"] for line in asked if "asked" in line]
+    assert numbers == list(range(1, 10))
+    uploads = [unit for line in asked if "asked" in line for unit in line["participants"]]
+    assert {u: uploads.count(u) for u in set(uploads)} == dict(strategy.participations.uploads)
+    assert [row["round"] for row in run.metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_a_failed_run_leaves_a_guarantee_for_what_was_asked_and_says_so(tmp_path):
+    with pytest.raises(Died):
+        play(tmp_path, dies_in=3, seeded_noise=False)
+    run = RunDirectory.open(tmp_path / "run")
+    assert run.facts["status"] == "failed"
+    failed = {(g.basis, g.view): g.epsilon for g in run.guarantees()}
+    complete, _ = play(tmp_path / "three", rounds=3, seeded_noise=False)
+    assert failed.keys() == {(g.basis, g.view) for g in complete.guarantees()} != set()
+    released = next(g for g in complete.guarantees() if g.basis == "provable")
+    assert failed["provable", released.view] == pytest.approx(released.epsilon)
+    write_report(run)
+    assert "This run failed: the guarantee covers" in (run.path / "report.md").read_text()
+
+
+def test_without_its_memory_a_run_that_needs_it_does_not_go_on(tmp_path):
+    with pytest.raises(Died):
+        play(tmp_path, dies_in=4, memory=False)
+    with pytest.raises(FederationNotReady, match="no longer have the memory that DP2FedSAM needs"):
+        play(tmp_path, memory=False)
+
+
+def test_without_memory_a_run_that_needs_none_goes_on(tmp_path):
+    options = {"strategy": DPFedAvg, "memory": False, "local": SGD}
+    whole, _ = play(tmp_path / "whole", **options)
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=4, **options)
+    parts, _ = play(tmp_path / "parts", **options)
+    assert same(parts, whole)
+
+
+@pytest.mark.parametrize("harm", ["torn", "altered", "emptied"])
+def test_a_checkpoint_that_was_harmed_is_named_and_the_one_before_it_used(tmp_path, harm, caplog):
+    whole, _ = play(tmp_path / "whole")
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=4)
+    _harm(tmp_path / "parts/run/checkpoints/3.checkpoint", harm)
+    parts, _ = play(tmp_path / "parts")
+    assert "3.checkpoint: torn or altered" in caplog.text
+    assert same(parts, whole)
+
+
+def test_with_no_sound_checkpoint_nothing_begins_anew_by_itself(tmp_path):
+    with pytest.raises(Died):
+        play(tmp_path, dies_in=4)
+    for file in (tmp_path / "run/checkpoints").glob("*.checkpoint"):
+        _harm(file, "altered")
+    with pytest.raises(Damaged, match="begin a new run"):
+        play(tmp_path)
+
+
+def _harm(file: Path, harm: str) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    torn = {"torn": content[:-7], "altered": content, "emptied": b""}
+    file.write_bytes(bytes(torn[harm]))
+
+
+def test_checkpoints_are_two_and_private(tmp_path):
+    run, _ = play(tmp_path, seeded_noise=False)
+    folder = run.path / "checkpoints"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {f.name for f in folder.iterdir()} == {"4.checkpoint", "5.checkpoint", "asked.jsonl"}
+    assert {stat.S_IMODE(f.stat().st_mode) for f in folder.iterdir()} == {0o600}
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    play(tmp_path, rounds=1)
+    with pytest.raises(ValueError, match=r"seeded=False \(it began with True\)"):
+        play(tmp_path, rounds=2, seeded_noise=False)
+
+
+def test_another_model_is_refused(tmp_path):
+    play(
+        tmp_path,
+        rounds=1,
+        strategy=FedDyn,
+        plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
+        ledger=False,
+    )
+    with pytest.raises(ValueError, match="another model"):
+        play(tmp_path, rounds=2, ledger=False)
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    config = {"run-directory": str(tmp_path / "run"), "resume": True}
+    with (
+        recorded_run(config, "one"),
+        pytest.raises(InUse, match="in use by another run"),
+        recorded_run(config, "two"),
+    ):
+        raise AssertionError
+    with recorded_run(config, "three") as run:
+        assert run.resumed
+
+
+def test_resuming_needs_a_directory():
+    with (
+        pytest.raises(ValueError, match="expected the run's path as run-directory"),
+        recorded_run({"resume": True, "run-directory": ""}, "toy"),
+    ):
+        raise AssertionError
+
+
+def test_a_metrics_line_that_was_torn_is_written_again(tmp_path):
+    whole, _ = play(tmp_path / "whole")
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=4)
+    with (tmp_path / "parts/run/metrics.jsonl").open("a") as stream:
+        stream.write('{"round": 4, "tor')
+    parts, _ = play(tmp_path / "parts")
+    assert same(parts, whole)
+
+
+# Budgets -----------------------------------------------------------------------------------
+
+FIXED = FixedSizeSampling(population=CLIENTS, size=2)
+PLANS = {
+    "release": (DPFedAvg, plan(), {}),
+    "output": (
+        DPFedAvg,
+        PerturbationPlan(
+            sampling=FIXED,
+            perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=2.0),
+            delta=0.01,
+        ),
+        {},
+    ),
+    "record": (
+        DPFedAvg,
+        RecordLevelPlan.for_target(
+            epsilon=2.0,
+            delta=0.01,
+            sampling=FullParticipation(CLIENTS),
+            num_examples=30,
+            rounds=4,
+            clipping_norm=1.0,
+            basis="provable",
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_resumed(
+    tmp_path, name
+):
+    strategy, own, more = PLANS[name]
+    options = {"strategy": strategy, "plan": own, "ledger": False, "local": SGD, **more}
+    free, _ = play(tmp_path / "free", rounds=3, **{**options, "evaluate_every": 1})
+    spent = [row["epsilon_provable"] for row in free.metrics()]
+    assert spent == sorted(spent)
+    limit = (spent[1] + spent[2]) / 2 if spent[2] > spent[1] else spent[0]
+    stops_after = sum(epsilon <= limit for epsilon in spent)
+    ending = {**options, "evaluate_every": 1}
+    run, stopped = _with_budget(tmp_path / "paid", limit, rounds=5, **ending)
+    assert run.facts["status"] == "budget-exhausted"
+    assert "above the budget" in run.facts["reason"]
+    assert len(run.metrics()) == stops_after
+    assert max(row["epsilon_provable"] for row in run.metrics()) <= limit
+    again, stopped = _with_budget(tmp_path / "paid", limit, rounds=5, **ending)
+    assert again.facts["status"] == "budget-exhausted"
+    assert len(again.metrics()) == stops_after
+    assert stopped.stopped is not None
+
+
+def _with_budget(folder, epsilon, **options):
+    strategy = options.pop("strategy")
+
+    class Limited(strategy):
+        def __init__(self, **facts):
+            super().__init__(budget=Budget(epsilon=epsilon, delta=0.01), **facts)
+
+    return play(folder, strategy=Limited, **options)
+
+
+def test_a_calibrated_plan_makes_all_its_rounds_within_its_budget(tmp_path):
+    strategy, own, more = PLANS["record"]
+    run, one = _with_budget(
+        tmp_path, 2.0, rounds=6, strategy=strategy, plan=own, ledger=False, local=SGD, **more
+    )
+    assert len(run.metrics()) == 4
+    assert "round 5" in one.stopped
+
+
+def test_a_ledger_ends_a_resumed_seeded_run_where_it_ends_the_whole_one(tmp_path):
+    options = {"rounds": 9, "seeded_noise": True, "budget": Budget(epsilon=6.0, delta=0.01)}
+    whole, _ = play(tmp_path / "whole", **options)
+    done = len(whole.metrics())
+    assert 2 <= done < 9
+    with pytest.raises(Died):
+        play(tmp_path / "parts", dies_in=2, **options)
+    parts, _ = play(tmp_path / "parts", **options)
+    assert same(parts, whole)
+    assert parts.facts["status"] == "budget-exhausted"
+
+
+def test_a_budget_at_another_delta_or_without_privacy_is_refused():
+    with pytest.raises(ValueError, match=r"budget\.delta=0\.1: expected that of the plan, 0\.01"):
+        DPFedAvg(plan=plan(), budget=Budget(epsilon=1.0, delta=0.1))
+    with pytest.raises(ValueError, match="promises no privacy"):
+        DPFedAvg(
+            plan=NonPrivatePlan(sampling=FullParticipation(CLIENTS)),
+            budget=Budget(epsilon=1.0, delta=0.1),
+        )
+
+
+# A full disk -------------------------------------------------------------------------------
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from tests.federation.test_resume import play
+size = int(sys.argv[2])
+play(Path(sys.argv[1]), rounds=1, seeded_noise=False)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+play(Path(sys.argv[1]), rounds=40, seeded_noise=False)
+"""
+
+
+@pytest.mark.parametrize("size", [1500, 4000])
+def test_where_nothing_can_be_written_any_more_the_run_ends_and_nobody_is_asked(tmp_path, size):
+    command = [sys.executable, "-c", FULL, str(tmp_path), str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode != 0
+    assert "File too large" in done.stderr
+    run = RunDirectory.open(tmp_path / "run")
+    reserved = [entry["kind"] for entry in run.ledger()].count("reserve")
+    lines = (run.path / "checkpoints/asked.jsonl").read_text().splitlines()
+    asked = sum('"asked"' in line for line in lines)
+    assert asked <= reserved < 40
+    assert RunDirectory.open(tmp_path / "run").facts["status"] in ("failed", "running")
