@@ -187,7 +187,7 @@ class Checkpoints:
         if not strategy.client.keeps_memory:
             return
         known = ConfigRecord({"run": self.run_id, "number": strategy.participations.rounds})
-        everyone = dict.fromkeys(range(strategy.num_nodes), {records.ROUND: known})
+        everyone = {partition: {records.ROUND: known} for partition in range(strategy.num_nodes)}
         told = strategy.ask_each(grid, everyone, _read_version)
         needed = strategy.remembered
         lost = [p for p, version in sorted(told.items()) if version < needed.get(p, 0)]

@@ -275,6 +275,11 @@ class UldpAvg(FederatedStrategy):
         return float(weights.sum()) * (1 if weights.size > 1 else len(self._users))
 
     @property
+    def num_asked(self) -> int:
+        """All silos."""
+        return self.num_silos
+
+    @property
     def participants(self) -> Sequence[int]:
         """The sampled users; the noise comes from the silos that answer."""
         return self._users
