@@ -218,9 +218,10 @@ def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_
     # Steps that take exactly the mean number, 25: by Jensen's inequality the mixture loses more.
     shift = group_size * silo.sampling_rate / silo.noise_multiplier * math.sqrt(silo.steps)
     assert shift**2 / 2 < tight(silo, group_size) < 2 * shift**2
-    assert tight(silo, group_size) < uldp_group_guarantees(
-        [silo], group_size=group_size, delta=DELTA
-    )[0].epsilon
+    assert (
+        tight(silo, group_size)
+        < uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0].epsilon
+    )
 
 
 def test_where_one_step_gives_everything_away_sampling_is_not_counted():
