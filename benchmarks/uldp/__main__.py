@@ -44,13 +44,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
+    parser.add_argument("--all-panels", action="store_true", help="users and distributions")
     parser.add_argument("--seeds", type=int, help="runs of each method")
     parser.add_argument("--rounds", type=int, help="of every run but those of the search")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
 
     scale = FULL if arguments.full else DEFAULT
-    given = {"seeds": arguments.seeds, "rounds": arguments.rounds}
+    given = {
+        "seeds": arguments.seeds,
+        "rounds": arguments.rounds,
+        "all_panels": arguments.all_panels,
+    }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()
     experiment = Experiment(

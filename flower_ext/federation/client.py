@@ -300,7 +300,7 @@ class _ClientSide:
         for message, work, scores in zip(messages, works, every, strict=True):
             if len(work.data.test) == 0:
                 scores.clear()
-            # A metric that few examples leave undefined says nothing; a loss that is no number does.
+            # A metric may be undefined for these examples; a loss that is no number has diverged.
             scores = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
             scores["num-examples"] = float(len(work.data.test))
             content = RecordDict({records.METRICS: records.metrics_record(scores)})
