@@ -170,8 +170,8 @@ def candidates(problem: Problem, label: str) -> list[Config]:
         "ULDP-NAIVE": [{"server-learning-rate": rate} for rate in (0.01, 0.1)],
         "ULDP-GROUP-8": [{"record-clipping-norm": norm} for norm in (0.1, 1.0)],
     }
-    shares = [averaging(problem, problem.epochs, share) for share in (0.3, 1.0)]
-    second |= {"ULDP-AVG": shares, "ULDP-AVG-w": shares}
+    averages = [averaging(problem, problem.epochs, share) for share in (0.3, 1.0)]
+    second |= {"ULDP-AVG": averages, "ULDP-AVG-w": averages}
     factor = 4 if label == "ULDP-GROUP-8" else 1
     return [
         {**epochs, "learning-rate": factor * rate, **more}

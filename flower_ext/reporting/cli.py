@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flower_ext.planning import DittoProblem, LinearFairness
+from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.privacy import (
     Accountant,
     ClippedSteps,
@@ -160,15 +160,26 @@ def plan(
     learning_rate: Annotated[
         float, typer.Option(help="η_G: of the local model.", rich_help_panel=_BUDGET)
     ],
-    dimension: Annotated[int, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)],
-    strong_convexity: Annotated[float, typer.Option(help="μ.", rich_help_panel=_LOSSES)],
-    smoothness: Annotated[float, typer.Option(help="L.", rich_help_panel=_LOSSES)],
+    pilot: Annotated[
+        Path | None,
+        typer.Option(
+            help="pilot.json of a pilot run, for the losses; options below come first.",
+            rich_help_panel=_LOSSES,
+        ),
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)
+    ] = None,
+    strong_convexity: Annotated[
+        float | None, typer.Option(help="μ.", rich_help_panel=_LOSSES)
+    ] = None,
+    smoothness: Annotated[float | None, typer.Option(help="L.", rich_help_panel=_LOSSES)] = None,
     initial_gap: Annotated[
-        float, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
-    ],
+        float | None, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
+    ] = None,
     initial_distance: Annotated[
-        float, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
-    ],
+        float | None, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
+    ] = None,
     gradient_bound: Annotated[
         float | None,
         typer.Option(help="G₀; without it no published bound.", rich_help_panel=_LOSSES),
@@ -257,26 +268,30 @@ def plan(
             clipping_norm=clipping_norm,
             steps=steps,
         )
-        problem = DittoProblem(
+        losses = _losses(
+            pilot,
+            dimension=dimension,
             strong_convexity=strong_convexity,
             smoothness=smoothness,
             initial_gap=initial_gap,
             initial_distance=initial_distance,
-            dimension=dimension,
+            gradient_bound=gradient_bound,
+            model_spread=model_spread,
+        )
+        problem = DittoProblem(
+            **losses,
             num_clients=clients,
             learning_rate=learning_rate,
             personal_learning_rate=learning_rate
             if personal_learning_rate is None
             else personal_learning_rate,
-            gradient_bound=math.inf if gradient_bound is None else gradient_bound,
-            model_spread=math.inf if model_spread is None else model_spread,
         )
         fairness = None
         if not missing:
             fairness = LinearFairness.expected(
                 num_clients=clients,
                 num_examples=size,
-                dimension=dimension,
+                dimension=problem.dimension,
                 feature_energy=feature_energy or 0.0,
                 label_variance=label_variance or 0.0,
                 model_variance=model_variance or 0.0,
@@ -434,6 +449,19 @@ def _equal_size(examples: list[int], clients: int) -> int:
             "the smallest and let every client use that many records"
         )
     return examples[0]
+
+
+def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
+    """What `DittoProblem` has to know of the losses: from a pilot run, or as given."""
+    known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
+    if pilot is not None:
+        estimates, dimension = PilotEstimates.load(pilot)
+        known |= {**asdict(estimates), "dimension": dimension}
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := [name for name in given if name not in known]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"give {options}, or --pilot with a file that has them")
+    return known
 
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:
