@@ -154,8 +154,8 @@ def figure_7(experiment: Experiment) -> str:
 
     plan = alternating_search(outcome, rounds=every, global_weights=weights, start=1.0)
     best = (
-        f"(T*, λ*) = ({plan.rounds}, {plan.global_weight:g}) by turns, from {len(plan.outcomes)} of "
-        f"{len(changes)} pairs, settled: {plan.settled}; the paper has (80, 0.1)."
+        f"(T*, λ*) = ({plan.rounds}, {plan.global_weight:g}) by turns, from {len(plan.outcomes)} "
+        f"of {len(changes)} pairs, settled: {plan.settled}; the paper has (80, 0.1)."
     )
     return "\n\n".join(["# Figure 7", text, _best_weights(runs, weights, every), best])
 
@@ -169,11 +169,10 @@ def _best_weights(
     for name, metric, pick in (*measures, ("accuracy", ACCURACY, max)):
         cells = []
         for T in every:
-            values = {w: over_seeds(runs[f"λ = {w:g}"][T], metric) for w in weights}
-            seeds = range(len(values[weights[0]]))
-            each = (pick(weights, key=lambda w, s=seed: values[w][s]) for seed in seeds)
-            best = pick(weights, key=lambda w: float(np.mean(values[w])))
-            cells.append(f"{best:g} ({', '.join(f'{w:g}' for w in each)})")
+            found = [over_seeds(runs[f"λ = {weight:g}"][T], metric) for weight in weights]
+            by_seed = np.array([np.mean(found, axis=1), *np.transpose(found)])
+            best, *each = by_seed.argmin(axis=1) if pick is min else by_seed.argmax(axis=1)
+            cells.append(f"{weights[best]:g} ({', '.join(f'{weights[w]:g}' for w in each)})")
         rows.append((name, *cells))
     return table(("λ*(T) by", *(f"T = {T}" for T in every)), rows)
 
