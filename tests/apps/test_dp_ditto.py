@@ -111,6 +111,8 @@ def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path)
         "batch_size": 0,
         "epsilon": 1000.0,
         "global_weight": 1.0,
+        "learning_rate": 0.5,
+        "personal_learning_rate": 0.5,
         "rounds": 4,
     }
     run_ = run(tmp_path / "run", **facts)
