@@ -27,7 +27,7 @@ from benchmarks.uldp.weighting import weighting
 
 FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
     2: group_conversion,
-    **{figure: utility(problem) for figure, problem in PROBLEMS.items()},
+    **{figure: utility(problems) for figure, problems in PROBLEMS.items()},
     8: weighting,
     10: sampling_rates,
 }
