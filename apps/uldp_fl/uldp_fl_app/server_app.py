@@ -40,8 +40,8 @@ def main(grid: Grid, context: Context) -> None:
     method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
     if method == "uldp-group" and config["dataset"] in SURVIVAL:
         raise ValueError(
-            f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares patients, "
-            "and DP-SGD needs one that is a mean over them; expected another method"
+            f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
+            "patients, and DP-SGD needs one that is a mean over them; expected another method"
         )
     task = task_of(context)  # a missing data set ends the run here, with its message
 
