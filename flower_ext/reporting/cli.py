@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run``, ``deploy``, ``calibrate``, ``plan`` and ``report``."""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | report``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ from flower_ext.reporting.ditto_plan import (
     curve_rows,
     draw_plan,
 )
+from flower_ext.reporting.ditto_search import search_by_runs
 from flower_ext.reporting.launch import LaunchFailed, launch
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory
@@ -407,6 +408,52 @@ def deploy(
             raise typer.Exit(1) from error
     if path is not None:
         console.print(f"Report: {path / 'report.html'}", soft_wrap=True)
+
+
+@app.command()
+def search(
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp_ditto.")],
+    rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
+    global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
+        "search"
+    ),
+) -> None:
+    """T and λ for a budget by short runs in one process: for models that no bound speaks of.
+
+    In turns: the T with the smallest training loss of personal models at the λ so far, the λ under
+    which these losses are most alike at that T, until both stay. Losses are read without noise: for
+    simulations and public stand-ins.
+
+    Example: flower-ext search apps/dp_ditto --rounds 5 --rounds 20 --global-weight 0
+    --global-weight 0.5 --set epsilon=10
+    """
+    try:
+        found = search_by_runs(
+            app_folder,
+            rounds=rounds,
+            global_weights=global_weight,
+            seeds=range(1, seeds + 1),
+            settings=settings or (),
+            folder=runs,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except LaunchFailed as error:
+        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    table = Table(title="Training losses of personal models", title_justify="left")
+    for column in ("T", "λ", "mean", "std over clients"):
+        table.add_column(column)
+    for (T, weight), outcome in sorted(found.outcomes.items()):
+        table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
+    console.print(table)
+    how = "both stay" if found.settled else "they go round in a circle; its smallest loss"
+    console.print(f"T* = {found.rounds}, λ* = {found.global_weight:g} ({how})")
 
 
 @app.command()
