@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.uldp.experiment import DEFAULT, FULL, Experiment, Scale, base_config
+from benchmarks.runs import Experiment
+from benchmarks.uldp.experiment import APP, DEFAULT, FULL, Scale, base_config
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
 from benchmarks.uldp.utility import PROBLEMS, utility
@@ -59,7 +60,7 @@ def main() -> None:
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()
     experiment = Experiment(
-        folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
+        app=APP, folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
     )
     folder.mkdir(parents=True, exist_ok=True)
     for figure in arguments.figures:

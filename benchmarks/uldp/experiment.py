@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs import Config, run_all, settings
+from benchmarks.runs import Config, Experiment, settings
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.reporting import RunDirectory
 
@@ -107,27 +107,6 @@ class Scale:
 
 DEFAULT = Scale(full=False, seeds=3)
 FULL = Scale(full=True, seeds=5, all_panels=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Runs of one app configuration in one folder."""
-
-    folder: Path
-    base: Config
-    workers: int
-
-    def config(self, name: str, *changes: Config) -> Config:
-        """The base with changes, recorded as ``name``."""
-        merged = dict(self.base)
-        for more in changes:
-            assert set(more) <= set(self.base), set(more) - set(self.base)
-            merged |= more
-        return {**merged, "run-directory": str(self.folder / "runs" / name)}
-
-    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run what is missing."""
-        return run_all(APP, configs, workers=self.workers, title=title)
 
 
 def base_config(data_folder: str) -> Config:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.runs import Config
+from benchmarks.runs import Config, Experiment
 from benchmarks.uldp.experiment import (
     METHODS,
     NOISE_MULTIPLIER,
-    Experiment,
     Problem,
     Scale,
     choose,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.uldp.experiment import Experiment, Problem, Scale, choose, last, search_text
+from benchmarks.runs import Experiment
+from benchmarks.uldp.experiment import Problem, Scale, choose, last, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
 from flower_ext.reporting.comparison import mean_and_std
 from flower_ext.reporting.figures import draw_comparison
