@@ -56,7 +56,7 @@ def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
     return pilot_run(
         task,
         task.initial_params(int(config["seed"])),
-        [task.data(client).train for client in range(clients_of(config))],
+        [task.data(client).train for client in range(int(config["clients"]))],
         rounds=int(config["pilot-rounds"]),
         learning_rate=float(config["pilot-learning-rate"]),
     )
