@@ -77,10 +77,10 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
 
 
 def qualities(run: RunDirectory) -> list[str]:
-    """What clients' models were scored by in any round, losses aside."""
+    """What clients' models may have been scored by, losses aside; accuracy in any case."""
     tail = "_worst_decile"
     names = {name for row in run.metrics() for name in row if name.endswith(tail)}
-    names = {name.removesuffix(tail) for name in names}
+    names = {"accuracy", *(name.removesuffix(tail) for name in names)}
     names |= {name for row in run.client_metrics() for name in row}
     return sorted(names - {"partition", "num-examples", "loss", "training_loss"})
 
