@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
 from flower_ext.federation.run_app import load_app
+from flower_ext.planning import best_rounds
+from flower_ext.privacy.claims import Basis
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.figures import Line
 
@@ -26,10 +28,10 @@ WORLDS: dict[str, Config] = {
     "mnist-dnn": {"dataset": "mnist", "model": "mnist-dnn"},
     "fashion-mnist-dnn": {"dataset": "fashion-mnist", "model": "mnist-dnn"},
     "fashion-mnist-cnn": {"dataset": "fashion-mnist", "model": "mnist-cnn-32-64"},
-    "cifar10-small": {"dataset": "cifar10", "model": "cifar10-cnn", "examples-per-client": 200},
+    "cifar10-small": {"dataset": "cifar10", "model": "cifar10-cnn", "examples-per-client": 100},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
 }
-"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-small`` are what one core can train."""
+"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-small`` are smaller ones."""
 SEARCH_SEED = 1001
 """Tried learning rates see other clients, initial models and noise than reported runs."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
@@ -64,7 +66,7 @@ class Scale:
 
 
 DEFAULT = Scale(
-    worlds=("mnist-dnn", "fashion-mnist-dnn", "cifar10-small"),
+    worlds=("mnist-dnn", "fashion-mnist-dnn"),
     training_worlds=("mnist-dnn", "mnist-mlr"),
     examples=1000,
     rounds=(10, 30),
@@ -115,15 +117,26 @@ class Experiment:
         runs = iter(self.run(list(changes.values()), title))
         return {name: [next(runs) for _ in self.scale.seeds] for name in changes}
 
-    def planned_rounds(self, change: Config) -> list[int]:
-        """T* that the app's planner finds for each seed; nothing is trained but its pilot run."""
+    def planned_rounds(self, change: Config, basis: Basis, most: int) -> list[int]:
+        """T* of the bound for each seed, under the app's noise; nothing is trained but a pilot run.
+
+        0 where no number of rounds improves the bound on the start.
+        """
         load_app(APP)
         server = import_module("dp_ditto_app.server_app")
         found = []
         for seed in self.scale.seeds:
-            config = self._config({**change, "seed": seed})
-            task = server.task_of(SimpleNamespace(run_config=config))
-            found.append(server.rounds_of(config, server.pilot_of(config, task)))
+            config = self._config({**change, "planner": "pilot", "seed": seed})
+            task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
+            problem = server.problem_of(config, server.pilot_of(config, task))
+            plan = best_rounds(
+                problem,
+                global_weight=float(config["global-weight"]),
+                variance_per_round=server.plan_of(config, 1).upload_stddev ** 2,
+                max_rounds=most,
+                basis=basis,
+            )
+            found.append(plan.rounds)
         return found
 
     def _each(self, changes: Iterable[Config]) -> Iterable[tuple[Config, int]]:

@@ -84,16 +84,8 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
     plan = plan_of(config, 1)
     if isinstance(plan, NonPrivatePlan):
         raise ValueError(f"run-config planner={planner!r}: expected a method with privacy")
-    constants = asdict(pilot or configured_constants(config))
-    problem = DittoProblem(
-        **constants,
-        dimension=dimension_of(config),
-        num_clients=int(config["clients"]),
-        learning_rate=float(config["learning-rate"]),
-        personal_learning_rate=float(config["personal-learning-rate"]),
-    )
     planned = best_rounds(
-        problem,
+        problem_of(config, pilot),
         global_weight=float(config["global-weight"]),
         variance_per_round=plan.upload_stddev**2,
         max_rounds=most,
@@ -105,6 +97,17 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
             "start: expected a larger epsilon or other constants"
         )
     return planned.rounds
+
+
+def problem_of(config: UserConfig, pilot: PilotEstimates | None) -> DittoProblem:
+    """What Theorem 1 has to know: from the pilot run, or as configured."""
+    return DittoProblem(
+        **asdict(pilot or configured_constants(config)),
+        dimension=dimension_of(config),
+        num_clients=int(config["clients"]),
+        learning_rate=float(config["learning-rate"]),
+        personal_learning_rate=float(config["personal-learning-rate"]),
+    )
 
 
 def configured_constants(config: UserConfig) -> PilotEstimates:
