@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -41,6 +42,28 @@ def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
         kind = type(config[name])
         changed[name] = value == "true" if kind is bool else kind(value)
     return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Runs of one app in one folder, ``workers`` at a time."""
+
+    app: Path
+    folder: Path
+    base: Config
+    workers: int
+
+    def config(self, name: str, *changes: Config) -> Config:
+        """The base with changes, recorded as ``name``."""
+        merged = dict(self.base)
+        for more in changes:
+            assert set(more) <= set(self.base), set(more) - set(self.base)
+            merged |= more
+        return {**merged, "run-directory": str(self.folder / "runs" / name)}
+
+    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
+        """Run what is missing."""
+        return run_all(self.app, configs, workers=self.workers, title=title)
 
 
 def run(app: Path, config: Config) -> RunDirectory:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
+from flower_ext.federation.run_app import load_app
+from flower_ext.planning import best_rounds
+from flower_ext.privacy.claims import Basis
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.figures import Line
 
@@ -21,9 +26,14 @@ METHODS = {
 WORLDS: dict[str, Config] = {
     "mnist-mlr": {"dataset": "mnist", "model": "mnist-logistic"},
     "mnist-dnn": {"dataset": "mnist", "model": "mnist-dnn"},
+    "fashion-mnist-dnn": {"dataset": "fashion-mnist", "model": "mnist-dnn"},
     "fashion-mnist-cnn": {"dataset": "fashion-mnist", "model": "mnist-cnn-32-64"},
+    "cifar10-small": {"dataset": "cifar10", "model": "cifar10-cnn", "examples-per-client": 100},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
 }
+"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-small`` are smaller ones."""
+SEARCH_SEED = 1001
+"""Tried learning rates see other clients, initial models and noise than reported runs."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
 """λ* that the paper found for each ε of Figures 3 and 4."""
 
@@ -42,6 +52,8 @@ class Scale:
         Every T of Figures 3, 4 and 5: each is a run with noise for that many rounds.
     planned_rounds : tuple[int, ...]
         Every T of Figure 7.
+    learning_rates : tuple[float, ...]
+        Tried for every method of Figures 3 and 4 alike; without any, all have the paper's.
     """
 
     worlds: tuple[str, ...]
@@ -49,15 +61,17 @@ class Scale:
     examples: int
     rounds: tuple[int, ...]
     planned_rounds: tuple[int, ...]
+    learning_rates: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
 DEFAULT = Scale(
-    worlds=("mnist-dnn",),
+    worlds=("mnist-dnn", "fashion-mnist-dnn"),
     training_worlds=("mnist-dnn", "mnist-mlr"),
     examples=1000,
     rounds=(10, 30),
-    planned_rounds=(10, 30, 60),
+    planned_rounds=(5, 10, 20, 30),
+    learning_rates=(0.005, 0.02, 0.08),
 )
 FULL = Scale(
     worlds=("mnist-dnn", "fashion-mnist-cnn", "cifar10-cnn"),
@@ -83,10 +97,47 @@ class Experiment:
         configs = [self._config({**change, "seed": seed}) for change, seed in self._each(changes)]
         return run_all(APP, configs, workers=self.workers, title=title)
 
+    def best_learning_rates(self, changes: Mapping[str, Config], title: str) -> dict[str, float]:
+        """For each name the rate with the best mean accuracy in a run under `SEARCH_SEED`."""
+        tried = [(name, rate) for name in changes for rate in self.scale.learning_rates]
+        configs = [
+            self._config({**changes[name], **learning_rate(rate), "seed": SEARCH_SEED})
+            for name, rate in tried
+        ]
+        runs = run_all(APP, configs, workers=self.workers, title=f"searching, {title}")
+        best: dict[str, tuple[float, float]] = {}
+        for (name, rate), run in zip(tried, runs, strict=True):
+            # A run that diverged has no accuracy.
+            accuracy = run.metrics()[-1].get("accuracy_mean", 0.0)
+            best[name] = max(best.get(name, (-1.0, rate)), (accuracy, rate))
+        return {name: rate for name, (_, rate) in best.items()}
+
     def grouped(self, changes: Mapping[str, Config], title: str) -> dict[str, list[RunDirectory]]:
         """`run` by name: the runs of a change over its seeds."""
         runs = iter(self.run(list(changes.values()), title))
         return {name: [next(runs) for _ in self.scale.seeds] for name in changes}
+
+    def planned_rounds(self, change: Config, basis: Basis, most: int) -> list[int]:
+        """T* of the bound for each seed, under the app's noise; nothing is trained but a pilot run.
+
+        0 where no number of rounds improves the bound on the start.
+        """
+        load_app(APP)
+        server = import_module("dp_ditto_app.server_app")
+        found = []
+        for seed in self.scale.seeds:
+            config = self._config({**change, "planner": "pilot", "seed": seed})
+            task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
+            problem = server.problem_of(config, server.pilot_of(config, task))
+            plan = best_rounds(
+                problem,
+                global_weight=float(config["global-weight"]),
+                variance_per_round=server.plan_of(config, 1).upload_stddev ** 2,
+                max_rounds=most,
+                basis=basis,
+            )
+            found.append(plan.rounds)
+        return found
 
     def _each(self, changes: Iterable[Config]) -> Iterable[tuple[Config, int]]:
         return ((change, seed) for change in changes for seed in self.scale.seeds)
@@ -111,6 +162,11 @@ class Experiment:
         words = [f"{name}={value}" for name, value in sorted(change.items())]
         name = "-".join(word.replace("/", "_") for word in words)
         return {**merged, "run-directory": str(self.folder / "runs" / name)}
+
+
+def learning_rate(rate: float) -> Config:
+    """Of the model that is shared and of the personal one alike."""
+    return {"learning-rate": rate, "personal-learning-rate": rate}
 
 
 def at_the_end(runs: Mapping[int, Sequence[RunDirectory]], metric: str) -> list[Line]:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.uldp.experiment import DEFAULT, FULL, Experiment, Scale, base_config
+from benchmarks.runs import Experiment
+from benchmarks.uldp.experiment import APP, DEFAULT, FULL, Scale, base_config
 from benchmarks.uldp.groups import group_conversion
 from benchmarks.uldp.sampling import sampling_rates
 from benchmarks.uldp.utility import PROBLEMS, utility
@@ -27,7 +28,7 @@ from benchmarks.uldp.weighting import weighting
 
 FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
     2: group_conversion,
-    **{figure: utility(problem) for figure, problem in PROBLEMS.items()},
+    **{figure: utility(problems) for figure, problems in PROBLEMS.items()},
     8: weighting,
     10: sampling_rates,
 }
@@ -44,17 +45,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--figures", nargs="+", type=int, default=[*FIGURES], choices=FIGURES)
+    parser.add_argument("--all-panels", action="store_true", help="users and distributions")
     parser.add_argument("--seeds", type=int, help="runs of each method")
     parser.add_argument("--rounds", type=int, help="of every run but those of the search")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()
 
     scale = FULL if arguments.full else DEFAULT
-    given = {"seeds": arguments.seeds, "rounds": arguments.rounds}
+    given = {
+        "seeds": arguments.seeds,
+        "rounds": arguments.rounds,
+        "all_panels": arguments.all_panels,
+    }
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()
     experiment = Experiment(
-        folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
+        app=APP, folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
     )
     folder.mkdir(parents=True, exist_ok=True)
     for figure in arguments.figures:

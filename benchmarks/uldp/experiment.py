@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.runs import Config, run_all, settings
+from benchmarks.runs import Config, Experiment, settings
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.reporting import RunDirectory
 
@@ -27,13 +27,14 @@ SHARED = {
     "ULDP-GROUP-2": "ULDP-GROUP-8",
     "ULDP-GROUP-median": "ULDP-GROUP-8",
     "ULDP-GROUP-max": "ULDP-GROUP-8",
-    "ULDP-AVG-w": "ULDP-AVG",
 }
-"""Methods that take the settings found for another one: ULDP-AVG-w is never searched."""
+"""Methods that take the settings found for another one."""
 NOISE_MULTIPLIER, DELTA, CLIPPING_NORM = 5.0, 1e-5, 0.1
 BATCH = 64
 SEARCH_SEED = 1001
-"""Tried settings see another allocation, initial model and noise than reported ones."""
+"""Tried settings see other allocations, initial models and noise than reported ones."""
+SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Server rates that are tried for ULDP-SGD, as shares of theory's: the last of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,9 @@ class Problem:
     records : int
         For training, about: what a silo holds of them sets the rate of DP-SGD.
     learning_rates : tuple of float
-        Tried ones.
+        Tried ones, each with two values of another setting.
+    search_seeds : int
+        Runs whose mean loss decides between settings.
     rounds, search_rounds, epochs : int
         Scaled down.
     full_rounds, full_epochs, full_learning_rate, record_clipping_norm
@@ -61,7 +64,8 @@ class Problem:
     users: int
     distribution: str = "zipf"
     labels_per_user: int = 0
-    learning_rates: tuple[float, float] = (0.05, 0.2)
+    learning_rates: tuple[float, ...] = (0.05, 0.2)
+    search_seeds: int = 1
     rounds: int
     search_rounds: int
     epochs: int
@@ -87,11 +91,14 @@ class Scale:
     ----------
     rounds : int
         0 for each problem's own.
+    all_panels : bool
+        Whether a data set is shown under each of the paper's numbers of users and distributions.
     """
 
     full: bool
     seeds: int
     rounds: int = 0
+    all_panels: bool = False
 
     def length(self, problem: Problem) -> int:
         """Rounds of a reported run."""
@@ -99,28 +106,7 @@ class Scale:
 
 
 DEFAULT = Scale(full=False, seeds=3)
-FULL = Scale(full=True, seeds=5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Runs of one app configuration in one folder."""
-
-    folder: Path
-    base: Config
-    workers: int
-
-    def config(self, name: str, *changes: Config) -> Config:
-        """The base with changes, recorded as ``name``."""
-        merged = dict(self.base)
-        for more in changes:
-            assert set(more) <= set(self.base), set(more) - set(self.base)
-            merged |= more
-        return {**merged, "run-directory": str(self.folder / "runs" / name)}
-
-    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run what is missing."""
-        return run_all(APP, configs, workers=self.workers, title=title)
+FULL = Scale(full=True, seeds=5, all_panels=True)
 
 
 def base_config(data_folder: str) -> Config:
@@ -149,20 +135,22 @@ def of_problem(problem: Problem, rounds: int) -> Config:
 
 
 def candidates(problem: Problem, label: str) -> list[Config]:
-    """Four settings of each method, scaled down; server rates of averages are shares of theory's.
+    """As many of each method, scaled down; server rates of averages are shares of theory's.
 
     ULDP-NAIVE's noise is as large as its clipping norm whatever that is, so only how far the server
     moves is left to choose. DP-SGD takes larger steps, as what it averages is clipped.
     """
     epochs: Config = {"local-epochs": problem.epochs}
     if label == "ULDP-SGD":
-        return [averaging(problem, 1, share) for share in (0.1, 0.3, 1.0, 3.0)]
-    second: Mapping[str, Sequence[Config]] = {
+        shares = SHARES[-2 * len(problem.learning_rates) :]
+        return [averaging(problem, 1, share) for share in shares]
+    second: dict[str, Sequence[Config]] = {
         "DEFAULT": [{"server-learning-rate": rate} for rate in (1.0, 1.5)],
         "ULDP-NAIVE": [{"server-learning-rate": rate} for rate in (0.01, 0.1)],
         "ULDP-GROUP-8": [{"record-clipping-norm": norm} for norm in (0.1, 1.0)],
-        "ULDP-AVG": [averaging(problem, problem.epochs, share) for share in (0.3, 1.0)],
     }
+    averages = [averaging(problem, problem.epochs, share) for share in (0.3, 1.0)]
+    second |= {"ULDP-AVG": averages, "ULDP-AVG-w": averages}
     factor = 4 if label == "ULDP-GROUP-8" else 1
     return [
         {**epochs, "learning-rate": factor * rate, **more}
@@ -187,7 +175,7 @@ def published(problem: Problem, label: str) -> Config:
     }
     if label == "ULDP-SGD":
         chosen["server-learning-rate"] = 10.0
-    if label == "ULDP-AVG":
+    if label.startswith("ULDP-AVG"):
         chosen |= {
             "local-epochs": problem.averaging_epochs,
             "server-learning-rate": problem.averaging_rate,
@@ -220,20 +208,23 @@ def choose(
         found = {label: published(problem, label) for label in needed}
         return {label: found[SHARED.get(label, label)] for label in labels}
     tried = [(label, one) for label in needed for one in candidates(problem, label)]
+    seeds = range(SEARCH_SEED, SEARCH_SEED + problem.search_seeds)
     configs = [
         experiment.config(
-            f"search/{problem.name}/{label}-{'-'.join(f'{value:g}' for value in _numbers(one))}",
+            f"search/{problem.name}/{label}-{'-'.join(f'{value:g}' for value in _numbers(one))}"
+            + ("" if seed == SEARCH_SEED else f"-{seed}"),
             of_problem(problem, problem.search_rounds),
             of_method(problem, label),
             one,
-            {"seed": SEARCH_SEED},
+            {"seed": seed},
         )
         for label, one in tried
+        for seed in seeds
     ]
-    runs = experiment.run(configs, f"searching, {problem.name}")
+    runs = iter(experiment.run(configs, f"searching, {problem.name}"))
     best: dict[str, tuple[float, Config]] = {}
-    for (label, one), run in zip(tried, runs, strict=True):
-        loss = last(run, "loss_pooled")
+    for label, one in tried:
+        loss = sum(last(next(runs), "loss_pooled") for _ in seeds)
         if label not in best or loss < best[label][0]:
             best[label] = (math.inf if math.isnan(loss) else loss), one
     return {label: best[SHARED.get(label, label)][1] for label in labels}
@@ -263,8 +254,10 @@ def search_text(scale: Scale, problem: Problem) -> str:
     """How settings were chosen."""
     if scale.full:
         return "Settings: those of the authors' scripts."
+    seeds = problem.search_seeds
     return (
-        f"Settings: of four for each of DEFAULT, NAIVE, GROUP-8, SGD and AVG the one with the "
-        f"lowest loss after {problem.search_rounds} rounds under another seed; the other groups "
-        "take GROUP-8's, AVG-w takes AVG's."
+        f"Settings: of {2 * len(problem.learning_rates)} for each of DEFAULT, NAIVE, GROUP-8, SGD, "
+        f"AVG and AVG-w the one with the lowest loss after {problem.search_rounds} rounds under "
+        f"{'another seed' if seeds == 1 else f'{seeds} other seeds'}; the other groups take "
+        "GROUP-8's."
     )

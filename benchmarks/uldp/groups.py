@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Experiment, Scale
+from benchmarks.runs import Experiment
+from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import (
     DpSgd,
     PrivacyLoss,

@@ -198,7 +198,7 @@ def task_of(dataset: str, users: int) -> Task:
     """The data set's own model and loss, on the paper's uniform allocation."""
     info = describe_silos(dataset)
     silos = load_silos(dataset, num_users=users, seed=1)
-    survival = dataset == "tcga-brca"
+    survival = dataset.startswith("tcga-brca")
     return Task(
         model=lambda: build(info.model, num_classes=info.num_classes),
         data=lambda silo: silos[silo],

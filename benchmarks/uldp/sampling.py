@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.runs import Experiment
 from benchmarks.uldp.experiment import (
-    Experiment,
     Problem,
     Scale,
     choose,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.uldp.experiment import Experiment, Problem, Scale, choose, last, search_text
+from benchmarks.runs import Experiment
+from benchmarks.uldp.experiment import Problem, Scale, choose, last, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
 from flower_ext.reporting.comparison import mean_and_std
 from flower_ext.reporting.figures import draw_comparison
@@ -16,7 +17,8 @@ SILOS = (5, 20, 50)
 
 def weighting(experiment: Experiment, scale: Scale) -> str:
     """ULDP-AVG against ULDP-AVG-w on Creditcard with 1,000 users; returns the table."""
-    found = choose(experiment, scale, CREDITCARD, LABELS)
+    (settings,) = choose(experiment, scale, CREDITCARD, LABELS[:1]).values()
+    found = dict.fromkeys(LABELS, settings)
     rows = []
     figures = []
     for distribution in ("uniform", "zipf"):

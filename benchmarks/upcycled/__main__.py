@@ -17,7 +17,8 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.upcycled.experiment import DEFAULT, FULL, Experiment, base_config
+from benchmarks.runs import Experiment
+from benchmarks.upcycled.experiment import APP, DEFAULT, FULL, base_config
 from benchmarks.upcycled.figures import figures
 from benchmarks.upcycled.table1 import accuracies
 from benchmarks.upcycled.table5 import times, warm_up
@@ -64,7 +65,7 @@ def main() -> None:
     scale = replace(scale, **{name: value for name, value in given.items() if value})
     folder = arguments.output.absolute()
     experiment = Experiment(
-        folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
+        app=APP, folder=folder, base=base_config(arguments.data_folder), workers=arguments.workers
     )
     folder.mkdir(parents=True, exist_ok=True)
     if "time" in arguments.parts:  # before the cores are busy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from benchmarks.runs import Config, run_all, settings
+from benchmarks.runs import Config, Experiment, settings
 from flower_ext.reporting import RunDirectory
 
 APP = Path(__file__).parents[2] / "apps" / "upcycled_fl"
@@ -84,27 +84,6 @@ FULL = Scale(
     private_rounds=80,
     timed_rounds=80,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """Runs of one app configuration in one folder."""
-
-    folder: Path
-    base: Config
-    workers: int
-
-    def config(self, name: str, *changes: Config) -> Config:
-        """The base with changes, recorded as ``name``."""
-        merged = dict(self.base)
-        for more in changes:
-            assert set(more) <= set(self.base), set(more) - set(self.base)
-            merged |= more
-        return {**merged, "run-directory": str(self.folder / "runs" / name)}
-
-    def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run what is missing."""
-        return run_all(APP, configs, workers=self.workers, title=title)
 
 
 def base_config(data_folder: str) -> Config:

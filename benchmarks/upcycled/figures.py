@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.runs import Config
+from benchmarks.runs import Config, Experiment
 from benchmarks.upcycled.experiment import (
     METHODS,
-    Experiment,
     Scale,
     choice_name,
     in_rounds,

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.runs import Config
+from benchmarks.runs import Config, Experiment
 from benchmarks.upcycled.experiment import (
     METHODS,
     SYNTHETIC,
-    Experiment,
     Scale,
     choice_name,
     in_rounds,

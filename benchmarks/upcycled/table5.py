@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 
-from benchmarks.runs import Config, run
-from benchmarks.upcycled.experiment import APP, METHODS, Experiment, Scale, method_config
+from benchmarks.runs import Config, Experiment, run
+from benchmarks.upcycled.experiment import APP, METHODS, Scale, method_config
 from flower_ext.reporting.report import table
 
 PAPER = {  # seconds, plain and upcycled

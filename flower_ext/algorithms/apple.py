@@ -162,6 +162,7 @@ class Apple(FederatedStrategy):
     """
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
+    one_model = False
 
     def __init__(
         self,

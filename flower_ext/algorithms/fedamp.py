@@ -83,6 +83,7 @@ class FedAMP(FederatedStrategy):
     """
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=local_model)
+    one_model = False
 
     def __init__(
         self,

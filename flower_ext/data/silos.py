@@ -99,6 +99,15 @@ _SILOS = {
         model="tcga-brca-cox",
         records_per_user=2,
     ),
+    "tcga-brca-scaled": SilosInfo(
+        num_classes=1,
+        feature_shape=(tabular.TCGA_BRCA_FEATURES,),
+        num_silos=tabular.TCGA_BRCA_REGIONS,
+        fixed_silos=True,
+        num_users=50,
+        model="tcga-brca-cox",
+        records_per_user=2,
+    ),
 }
 
 
@@ -170,9 +179,10 @@ def load_silos(
         raise ValueError(
             f"labels_per_user={labels_per_user!r}: expected None, as the silos of {name} are fixed"
         )
-    centres = (
-        tabular.heart_disease(folder) if name == "heart-disease" else tabular.tcga_brca(folder)
-    )
+    if name == "heart-disease":
+        centres = tabular.heart_disease(folder)
+    else:
+        centres = tabular.tcga_brca(folder, scaled=name == "tcga-brca-scaled")
     allocation = allocate_within(
         distribution,
         [len(centre.train) for centre in centres],

@@ -2,5 +2,6 @@
 
 from flower_ext.evaluation.concordance import concordance_index
 from flower_ext.evaluation.fairness import Distribution, summarize
+from flower_ext.evaluation.ranking import average_precision, roc_auc
 
-__all__ = ["Distribution", "concordance_index", "summarize"]
+__all__ = ["Distribution", "average_precision", "concordance_index", "roc_auc", "summarize"]

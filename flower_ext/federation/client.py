@@ -10,6 +10,7 @@ wait for a local training, these trainings are one batch (`training.train_many`)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ from flower_ext.training import (
 )
 
 T = TypeVar("T")
+_LOSSES = ("loss", "training_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +307,8 @@ class _ClientSide:
         for message, work, scores in zip(messages, works, every, strict=True):
             if len(work.data.test) == 0:
                 scores.clear()
+            # A metric may be undefined for these examples; a loss that is no number has diverged.
+            scores = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
             scores["num-examples"] = float(len(work.data.test))
             content = RecordDict({records.METRICS: records.metrics_record(scores)})
             replies.append(Message(content, reply_to=message))

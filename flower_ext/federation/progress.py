@@ -57,7 +57,8 @@ class Progress:
         """Mean, spread, variance, worst tenth and Jain's index over clients, which count alike.
 
         ``…_pooled`` is the mean over all test examples instead: large clients count more. A score
-        is one that most clients report; the others have no say in it.
+        is one that most clients report; the others have no say in it, and ``…_clients`` tells how
+        many do, where not all.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -74,6 +75,8 @@ class Progress:
                 f"{name}_worst_decile": spread.worst_decile,
                 f"{name}_jain": spread.jain_index,
             }
+            if len(by_client) < len(everyone):
+                summary[f"{name}_clients"] = len(by_client)
             sizes = [scores.get("num-examples", 0.0) for scores in by_client]
             # Sizes are those of test sets; losses on training examples are not pooled by them.
             if name != "training_loss" and all(size > 0 for size in sizes):

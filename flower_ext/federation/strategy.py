@@ -100,6 +100,8 @@ class FederatedStrategy(Strategy):
 
     client: ClassVar[ClientMethod]
     any_client_app: ClassVar[bool] = False
+    one_model: ClassVar[bool] = True
+    """Whether all clients are sent the same shared model; see `client_state`."""
     """Whether a ClientApp that knows nothing of this package can take part."""
 
     def __init__(

@@ -6,7 +6,11 @@ true μ only smaller, and G₀ and M as well can only be larger elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,6 +26,33 @@ class PilotEstimates:
     model_spread: float
     initial_gap: float
     initial_distance: float
+
+    def save(self, path: Path, *, dimension: int) -> None:
+        """Write the estimates, and d, as JSON; ``flower-ext plan --pilot`` reads it."""
+        path.write_text(json.dumps({**asdict(self), "dimension": dimension}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> tuple[Self, int]:
+        """What `save` wrote: the estimates, and d.
+
+        Raises
+        ------
+        ValueError
+            The file is missing or holds something else.
+        """
+        names = [field.name for field in fields(cls)]
+        try:
+            facts = json.loads(path.read_text())
+            numbers = {name: float(facts[name]) for name in names}
+            dimension = int(facts["dimension"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"pilot={str(path)!r}: expected a JSON file with the numbers "
+                f"{', '.join([*names, 'dimension'])}, as a pilot run writes it ({error!r})"
+            ) from error
+        if not all(math.isfinite(number) for number in numbers.values()):
+            raise ValueError(f"pilot={str(path)!r}: expected finite numbers")
+        return cls(**numbers), dimension
 
 
 def estimate_problem(

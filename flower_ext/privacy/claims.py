@@ -20,6 +20,13 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 Basis = Literal["published", "provable"]
 
 
+def noise_assumption(secure: bool) -> str:
+    """What a guarantee assumes of its noise: a cryptographic generator, or a seed."""
+    if secure:
+        return "noise from a cryptographic generator keyed by the operating system"
+    return "SIMULATION: noise is reproducible from the seed, which must stay secret"
+
+
 @dataclass(frozen=True)
 class Condition:
     """A precondition of a theorem and whether this run meets it."""
@@ -204,8 +211,6 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     "Gaussian noise in floating point (not proof against attacks on low-order bits)",
 )
-_SECURE = "noise from a cryptographic generator keyed by the operating system"
-_SEEDED = "SIMULATION: noise is reproducible from the seed, which must stay secret"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which must stay secret"
 
@@ -227,7 +232,7 @@ def client_level_guarantees(
       with the noise that clients really supplied (the server knows what it topped up itself).
     * Each upload: one client's share of the noise alone, σ/√cohort.
     """
-    common = (*_ALWAYS, _SECURE if secure_noise else _SEEDED)
+    common = (*_ALWAYS, noise_assumption(secure_noise))
     by_clients = plan.noise_placement == "client"
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
     relation = plan.release.relation

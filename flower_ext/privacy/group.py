@@ -23,12 +23,19 @@ from functools import lru_cache
 
 import dp_accounting
 import numpy as np
-from dp_accounting import pld, rdp
+from dp_accounting import pld
+from scipy import special, stats
 
 from flower_ext.privacy.accounting import PrivacyLoss, gaussian_loss
 
 _NEGLIGIBLE = 1e-30
 """Probability below which a step's outcome is counted as the largest one instead."""
+_COMPONENTS = 128
+"""Of a mixture at most: where there are more, several numbers of records count as their largest."""
+_NO_PRIVACY = 1e4
+"""ε of a single step above which sampling is no longer counted: no grid holds such numbers."""
+_WIDEST_INTERVAL = 100.0
+"""Of a grid of privacy losses: the exponential of it must be a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +92,13 @@ def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> Priv
 def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
     # Were all records in every step, it would be a Gaussian: never less than the mixture.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
-    if silo.steps == 0 or silo.sampling_rate == 1:
+    one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
+    if silo.steps == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
         return plain
     taken, probabilities = _binomial(group_size, silo.sampling_rate)
     # A grid of width w adds about steps·w²/8 to ε; this one adds some thousandths of it.
     rough = min(plain.epsilon, _by_central_limit(silo, group_size, delta))
-    interval = min(math.sqrt(8e-3 * rough / silo.steps), 1e-2 * rough)
+    interval = min(math.sqrt(8e-3 * rough / silo.steps), 1e-2 * rough, _WIDEST_INTERVAL)
     accountant = pld.PLDAccountant(value_discretization_interval=interval)
     mixture = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
         silo.noise_multiplier, taken, probabilities
@@ -102,18 +110,22 @@ def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
 
 
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
-    """Values and probabilities of Binomial(count, rate); negligible large ones become ``count``."""
+    """Values and probabilities that are Binomial(count, rate), or larger values in their place.
+
+    A mixture over larger shifts loses no less. Negligible large values become ``count``.
+    """
     values = np.arange(count + 1)
-    factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
-    logs = factorial[-1] - factorial - factorial[::-1]
-    logs += values * math.log(rate) + (count - values) * math.log1p(-rate)
-    probabilities = np.exp(logs)
+    probabilities = stats.binom.pmf(values, count, rate)
     kept = probabilities > _NEGLIGIBLE
     kept[-1] = True
     probabilities[-1] += probabilities[~kept].sum()
-    probabilities[-1] += max(0.0, 1.0 - probabilities[kept].sum())
-    chosen = probabilities[kept] / probabilities[kept].sum()
-    return values[kept].astype(float).tolist(), chosen.tolist()
+    values, probabilities = values[kept], probabilities[kept]
+    width = math.ceil(len(values) / _COMPONENTS)
+    # Counted from the largest down, so that every group ends in its largest value.
+    starts = np.arange((len(values) - 1) % width + 1 - width, len(values), width).clip(0)
+    ends = np.append(starts[1:], len(values)) - 1
+    chosen = np.add.reduceat(probabilities, starts)
+    return values[ends].astype(float).tolist(), (chosen / chosen.sum()).tolist()
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
@@ -195,20 +207,36 @@ def lemma_9(
 
 def _renyi(silos: Sequence[DpSgd], orders: Sequence[int] | np.ndarray) -> np.ndarray:
     """The largest ρ of any silo at each order α, for one record: it lies in one silo only."""
-    curves = [_renyi_of(silo, tuple(int(order) for order in orders)) for silo in set(silos)]
+    alphas = tuple(int(order) for order in orders)
+    curves = [
+        silo.steps * _renyi_of_step(silo.noise_multiplier, silo.sampling_rate, alphas)
+        for silo in set(silos)
+    ]
     largest: np.ndarray = np.max(curves, axis=0)
     return largest
 
 
 @lru_cache(maxsize=256)
-def _renyi_of(silo: DpSgd, orders: tuple[int, ...]) -> np.ndarray:
-    accountant = rdp.RdpAccountant(orders)
-    event = dp_accounting.PoissonSampledDpEvent(
-        silo.sampling_rate, dp_accounting.GaussianDpEvent(silo.noise_multiplier)
-    )
-    accountant.compose(event)
-    curve: np.ndarray = silo.steps * np.asarray(accountant.rdp, dtype=np.float64)
-    return curve
+def _renyi_of_step(
+    noise_multiplier: float, sampling_rate: float, orders: tuple[int, ...]
+) -> np.ndarray:
+    """ρ of one step at integer orders α: the α-th moment of 1 - γ + γ exp((2x - 1)/2σ²), exactly.
+
+    Mironov, Talwar and Zhang (2019), Equation 9: Σ_i C(α, i) (1-γ)^(α-i) γ^i exp((i² - i)/2σ²), a
+    row of NumPy for each order; dp-accounting adds the terms one by one.
+    """
+    alphas = np.asarray(orders, dtype=np.float64)
+    if sampling_rate == 1:
+        return alphas / (2 * noise_multiplier**2)
+    i = np.arange(alphas.max() + 1)
+    factorial = special.gammaln(i + 1)
+    each = i * math.log(sampling_rate) + (i * i - i) / (2 * noise_multiplier**2) - factorial
+    rest = i * math.log1p(-sampling_rate) - factorial
+    moments = [
+        special.logsumexp(each[: order + 1] + rest[order::-1]) + factorial[order]
+        for order in orders
+    ]
+    return np.asarray(moments) / (alphas - 1)
 
 
 def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.bounds import Update, check_arrays, clip
-from flower_ext.privacy.claims import Basis, Condition, Guarantee
+from flower_ext.privacy.claims import Basis, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -390,9 +390,7 @@ def perturbation_guarantees(
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every record that could be there",
         "arithmetic and noise in floating point (not proof against attacks on low-order bits)",
-        "noise from a cryptographic generator keyed by the operating system"
-        if secure_noise
-        else "SIMULATION: noise is reproducible from the seed, which must stay secret",
+        noise_assumption(secure_noise),
     )
     return [
         guarantee(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -30,7 +31,7 @@ from flower_ext.privacy.accounting import (
     participations_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.claims import Condition, Guarantee
+from flower_ext.privacy.claims import Condition, Guarantee, noise_assumption
 from flower_ext.privacy.group import DpSgd, check_group, group_loss, lemma_9
 from flower_ext.privacy.plan import PlainAverage, ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
@@ -45,10 +46,11 @@ _ALWAYS = (
     "silos train, clip and add noise as told, and do not collude",
     "noise in floating point (not proof against attacks on low-order bits)",
 )
-_SECURE = "noise from a cryptographic generator keyed by the operating system"
-_SEEDED = "SIMULATION: noise is reproducible from the seed, which must stay secret"
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which must stay secret"
+_of_one_user = partial(
+    Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
+)
 SECURE_SUM = "secure aggregation: the server sees no silo's upload"
 """Assumption of what is said about sums, where silos send their uploads as they are."""
 
@@ -97,9 +99,7 @@ def uldp_naive_guarantees(
     published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
     loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
     return [
-        Guarantee(
-            unit=PrivacyUnit.USER,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        _of_one_user(
             view=AdversaryView.SUM_ONLY,
             epsilon=published,
             delta=delta,
@@ -115,9 +115,7 @@ def uldp_naive_guarantees(
                 ),
             ),
         ),
-        Guarantee(
-            unit=PrivacyUnit.USER,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        _of_one_user(
             view=AdversaryView.EACH_UPLOAD,
             epsilon=loss.epsilon,
             delta=delta,
@@ -125,7 +123,7 @@ def uldp_naive_guarantees(
             accountant=loss.accountant,
             source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
             "every silo's update",
-            assumptions=(*_ALWAYS, _SECURE if secure_noise else _SEEDED),
+            assumptions=(*_ALWAYS, noise_assumption(secure_noise)),
             not_covered=tuple(not_covered),
         ),
     ]
@@ -157,9 +155,7 @@ def uldp_group_guarantees(
     epsilon, order = lemma_9(silos, doublings, delta, orders=orders)
     loss = group_loss(silos, group_size=group_size, delta=delta)
     return [
-        Guarantee(
-            unit=PrivacyUnit.USER,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        _of_one_user(
             view=AdversaryView.EACH_UPLOAD,
             epsilon=epsilon,
             delta=delta,
@@ -182,9 +178,7 @@ def uldp_group_guarantees(
                 ),
             ),
         ),
-        Guarantee(
-            unit=PrivacyUnit.USER,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        _of_one_user(
             view=AdversaryView.EACH_UPLOAD,
             epsilon=loss.epsilon,
             delta=delta,
@@ -197,7 +191,7 @@ def uldp_group_guarantees(
                 "in every round; which ones are kept depends on that user's records alone",
                 "the group size, the sampling rates and the numbers of steps are public",
                 "every step takes each record independently, in secret",
-                _SECURE if secure_noise else _SEEDED,
+                noise_assumption(secure_noise),
             ),
             not_covered=(
                 "which records are kept, and that the group size comes from the data where it is "
@@ -329,7 +323,7 @@ def uldp_avg_guarantees(
         *_ALWAYS,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
-        _SECURE if secure_noise else _SEEDED,
+        noise_assumption(secure_noise),
     )
 
     def provable(
@@ -395,9 +389,7 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
         epsilon = privacy_loss_of(
             {replace(plan, sensitivity=1.0).release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
-    return Guarantee(
-        unit=PrivacyUnit.USER,
-        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+    return _of_one_user(
         view=view,
         epsilon=epsilon,
         delta=plan.delta,

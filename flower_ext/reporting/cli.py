@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run``, ``deploy``, ``calibrate``, ``plan`` and ``report``."""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | report``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flower_ext.planning import DittoProblem, LinearFairness
+from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.privacy import (
     Accountant,
     ClippedSteps,
@@ -45,6 +45,7 @@ from flower_ext.reporting.ditto_plan import (
     curve_rows,
     draw_plan,
 )
+from flower_ext.reporting.ditto_search import search_by_runs
 from flower_ext.reporting.launch import LaunchFailed, launch
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory
@@ -160,15 +161,26 @@ def plan(
     learning_rate: Annotated[
         float, typer.Option(help="η_G: of the local model.", rich_help_panel=_BUDGET)
     ],
-    dimension: Annotated[int, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)],
-    strong_convexity: Annotated[float, typer.Option(help="μ.", rich_help_panel=_LOSSES)],
-    smoothness: Annotated[float, typer.Option(help="L.", rich_help_panel=_LOSSES)],
+    pilot: Annotated[
+        Path | None,
+        typer.Option(
+            help="pilot.json of a pilot run, for the losses; options below come first.",
+            rich_help_panel=_LOSSES,
+        ),
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)
+    ] = None,
+    strong_convexity: Annotated[
+        float | None, typer.Option(help="μ.", rich_help_panel=_LOSSES)
+    ] = None,
+    smoothness: Annotated[float | None, typer.Option(help="L.", rich_help_panel=_LOSSES)] = None,
     initial_gap: Annotated[
-        float, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
-    ],
+        float | None, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
+    ] = None,
     initial_distance: Annotated[
-        float, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
-    ],
+        float | None, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
+    ] = None,
     gradient_bound: Annotated[
         float | None,
         typer.Option(help="G₀; without it no published bound.", rich_help_panel=_LOSSES),
@@ -257,26 +269,30 @@ def plan(
             clipping_norm=clipping_norm,
             steps=steps,
         )
-        problem = DittoProblem(
+        losses = _losses(
+            pilot,
+            dimension=dimension,
             strong_convexity=strong_convexity,
             smoothness=smoothness,
             initial_gap=initial_gap,
             initial_distance=initial_distance,
-            dimension=dimension,
+            gradient_bound=gradient_bound,
+            model_spread=model_spread,
+        )
+        problem = DittoProblem(
+            **losses,
             num_clients=clients,
             learning_rate=learning_rate,
             personal_learning_rate=learning_rate
             if personal_learning_rate is None
             else personal_learning_rate,
-            gradient_bound=math.inf if gradient_bound is None else gradient_bound,
-            model_spread=math.inf if model_spread is None else model_spread,
         )
         fairness = None
         if not missing:
             fairness = LinearFairness.expected(
                 num_clients=clients,
                 num_examples=size,
-                dimension=dimension,
+                dimension=problem.dimension,
                 feature_energy=feature_energy or 0.0,
                 label_variance=label_variance or 0.0,
                 model_variance=model_variance or 0.0,
@@ -400,6 +416,52 @@ def deploy(
 
 
 @app.command()
+def search(
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp_ditto.")],
+    rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
+    global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
+        "search"
+    ),
+) -> None:
+    """T and λ for a budget by short runs in one process: for models that no bound speaks of.
+
+    In turns: the T with the smallest training loss of personal models at the λ so far, the λ under
+    which these losses are most alike at that T, until both stay. Losses are read without noise: for
+    simulations and public stand-ins.
+
+    Example: flower-ext search apps/dp_ditto --rounds 5 --rounds 20 --global-weight 0
+    --global-weight 0.5 --set epsilon=10
+    """
+    try:
+        found = search_by_runs(
+            app_folder,
+            rounds=rounds,
+            global_weights=global_weight,
+            seeds=range(1, seeds + 1),
+            settings=settings or (),
+            folder=runs,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except LaunchFailed as error:
+        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    table = Table(title="Training losses of personal models", title_justify="left")
+    for column in ("T", "λ", "mean", "std over clients"):
+        table.add_column(column)
+    for (T, weight), outcome in sorted(found.outcomes.items()):
+        table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
+    console.print(table)
+    how = "both stay" if found.settled else "they go round in a circle; its smallest loss"
+    console.print(f"T* = {found.rounds}, λ* = {found.global_weight:g} ({how})")
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
     output: Annotated[Path, typer.Option(help="Where a comparison of several runs goes.")] = Path(
@@ -439,6 +501,19 @@ def _equal_size(examples: list[int], clients: int) -> int:
             "the smallest and let every client use that many records"
         )
     return examples[0]
+
+
+def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
+    """What `DittoProblem` has to know of the losses: from a pilot run, or as given."""
+    known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
+    if pilot is not None:
+        estimates, dimension = PilotEstimates.load(pilot)
+        known |= {**asdict(estimates), "dimension": dimension}
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := [name for name in given if name not in known]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"give {options}, or --pilot with a file that has them")
+    return known
 
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:

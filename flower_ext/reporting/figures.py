@@ -36,11 +36,12 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
             draw_lines(folder, name, title, ylabel, lines, log=log)
             drawn[title] = f"{name}.svg"
 
-    accuracy = {
-        "mean over clients": run.series("accuracy_mean"),
-        "worst tenth of clients": run.series("accuracy_worst_decile"),
-    }
-    add("accuracy", "Test accuracy of the clients' models", "accuracy", accuracy)
+    for name in qualities(run):
+        quality = {
+            "mean over clients": run.series(f"{name}_mean"),
+            "worst tenth of clients": run.series(f"{name}_worst_decile"),
+        }
+        add(name, f"Test {in_words(name)} of the clients' models", in_words(name), quality)
     epsilon = epsilon_lines(run)
     last = [values[-1] for _, values in epsilon.values()]
     add("epsilon", "Privacy spent", "ε", epsilon, log=bool(last) and max(last) > 20 * min(last))
@@ -61,13 +62,32 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     add("training_loss_spread", title, "loss", spread)
     norm = {"mean over the cohort": run.series("update_norm_mean")}
     add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
-    if scores := [row["accuracy"] for row in run.client_metrics() if "accuracy" in row]:
-        _histogram(folder, "fairness", "How accuracy is spread over clients", "accuracy", scores)
-        drawn["How accuracy is spread over clients"] = "fairness.svg"
+    for name in qualities(run):
+        scores = [row[name] for row in run.client_metrics() if name in row]
+        if not scores:
+            continue
+        file = "fairness" if name == "accuracy" else f"{name}_spread"
+        title = f"How {in_words(name)} is spread over clients"
+        _histogram(folder, file, title, in_words(name), scores)
+        drawn[title] = f"{file}.svg"
     if (held := run.user_records()) is not None:
         _user_records(folder, "user_records", "Records of each user, by silo", held)
         drawn["Records of each user, by silo"] = "user_records.svg"
     return drawn
+
+
+def qualities(run: RunDirectory) -> list[str]:
+    """What clients' models may have been scored by, losses aside; accuracy in any case."""
+    tail = "_worst_decile"
+    names = {name for row in run.metrics() for name in row if name.endswith(tail)}
+    names = {"accuracy", *(name.removesuffix(tail) for name in names)}
+    names |= {name for row in run.client_metrics() for name in row}
+    return sorted(names - {"partition", "num-examples", "loss", "training_loss"})
+
+
+def in_words(metric: str) -> str:
+    """A metric's name in a sentence."""
+    return metric.replace("_", " ").replace("roc auc", "ROC-AUC")
 
 
 def epsilon_lines(run: RunDirectory) -> dict[str, Line]:

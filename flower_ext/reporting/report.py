@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, privacy_loss_of
-from flower_ext.reporting.figures import draw_figures
+from flower_ext.reporting.figures import draw_figures, in_words, qualities
 from flower_ext.reporting.run import RunDirectory
 
 _STYLE = """
@@ -92,19 +92,21 @@ def _outcome(run: RunDirectory) -> list[str]:
         lines.append(f"> **This run is {facts['status']}**{reason}")
     if later := [str(start["after_round"]) for start in facts.get("starts", [])[1:]]:
         lines.append(f"Resumed after round {', '.join(later)}.")
-    clients = [row for row in run.client_metrics() if "accuracy" in row]
-    if clients:
-        spread = summarize([row["accuracy"] for row in clients])
+    for name in qualities(run):
+        scores = [row[name] for row in run.client_metrics() if name in row]
+        if not scores:
+            continue
+        spread = summarize(scores)
         facts = {"mean over clients": f"{spread.mean:.4f}"}
-        if (pooled := pooled_accuracy(run)) is not None:
+        if name == "accuracy" and (pooled := pooled_accuracy(run)) is not None:
             facts["over all test examples"] = f"{pooled:.4f}"
         facts |= {
             "standard deviation over clients": f"{spread.std:.4f}",
             "worst tenth of clients": f"{spread.worst_decile:.4f}",
             "Jain's fairness index": f"{spread.jain_index:.4f}",
-            "clients": str(len(clients)),
+            "clients": str(len(scores)),
         }
-        lines.append(table(("accuracy of the clients' models", "value"), facts.items()))
+        lines.append(table((f"{in_words(name)} of the clients' models", "value"), facts.items()))
     return lines
 
 

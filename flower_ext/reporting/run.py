@@ -220,11 +220,11 @@ class RunDirectory:
         return [Guarantee.from_dict(facts) for facts in json.loads(path.read_text())]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write ``clients.csv``: the last evaluation, one row a client."""
+        """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""
         if not rows:
             return
         with (self.path / "clients.csv").open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+            writer = csv.DictWriter(stream, list(dict.fromkeys(n for row in rows for n in row)))
             writer.writeheader()
             writer.writerows(rows)
 
@@ -234,7 +234,7 @@ class RunDirectory:
         if not path.exists():
             return []
         with path.open(newline="") as stream:
-            return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(stream)]
+            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
 
     def save_user_records(self, histogram: np.ndarray) -> None:
         """Write ``users.csv`` from numbers of records (silos, users): one row a user."""

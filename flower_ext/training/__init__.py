@@ -22,6 +22,7 @@ from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_gro
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
+from flower_ext.training.pilot import pilot_run
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
@@ -56,6 +57,7 @@ __all__ = [
     "minimise",
     "newton",
     "part",
+    "pilot_run",
     "replace_batch_norm",
     "split",
     "tagged",

@@ -42,6 +42,11 @@ def digits_mlp(num_classes: int = 10) -> HeadedModel:
     return _perceptron(64, (32,), num_classes)
 
 
+def digits_logistic(num_classes: int = 10) -> HeadedModel:
+    """Softmax regression 64–classes for 8×8 digits: 650 parameters with ten classes."""
+    return HeadedModel(nn.Flatten(), nn.Linear(64, num_classes))
+
+
 def mnist_mlp(num_classes: int = 10) -> HeadedModel:
     """784–64–32–classes for 28×28 grey images: 52,650 parameters with ten classes."""
     return _perceptron(784, (64, 32), num_classes)
@@ -271,6 +276,7 @@ def sent140_bilstm(
 
 _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "digits-mlp": digits_mlp,
+    "digits-logistic": digits_logistic,
     "mnist-mlp": mnist_mlp,
     "mnist-logistic": mnist_logistic,
     "mnist-dnn": mnist_dnn,

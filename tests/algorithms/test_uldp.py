@@ -623,6 +623,32 @@ def test_a_silo_without_test_examples_is_left_out_of_the_scores():
     assert set(strategy.client_metrics) == {0, 2}
 
 
+def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_over_the_others():
+    def share_of_class_0(outputs, targets):
+        wanted = targets == 0
+        return float(wanted.float().mean()) if wanted.any() else math.nan
+
+    data = silos()
+    none = data[1].test.targets != 0
+    lacking = data[1].test.subset(torch.nonzero(none).flatten().numpy())
+    data[1] = SiloData(train=data[1].train, test=lacking, owners=data[1].owners)
+    problem = replace(task(data), metrics={"share": share_of_class_0})
+    strategy = UldpAvg(plan=plan(), local=LOCAL, **COMMON)
+    app = UldpAvg.client_app(problem, allow_seeded_noise=True)
+    grid = InProcessGrid(app, num_clients=SILOS)
+    strategy.start(grid, ArrayRecord(problem.initial_params(SEED)), num_rounds=1)
+    assert strategy.refusals == []
+    assert [sorted(scores) for scores in strategy.client_metrics.values()] == [
+        ["loss", "num-examples", "share"],
+        ["loss", "num-examples"],
+        ["loss", "num-examples", "share"],
+    ]
+    row = strategy.progress.row
+    shares = [share_of_class_0(None, data[number].test.targets) for number in (0, 2)]
+    assert row["share_mean"] == pytest.approx(np.mean(shares))
+    assert row["share_clients"] == 2
+
+
 class Liar(InProcessGrid):
     """Silo 1 tells another histogram than it has."""
 

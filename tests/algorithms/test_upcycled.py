@@ -23,7 +23,18 @@ from flwr.serverapp.strategy import (
     QFedAvg,
 )
 
-from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, Hosted, Scaffold, Upcycled
+from flower_ext.algorithms import (
+    Apple,
+    DP2FedSAM,
+    DPDitto,
+    DPFedAvg,
+    FedALA,
+    FedAMP,
+    FedDyn,
+    Hosted,
+    Scaffold,
+    Upcycled,
+)
 from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
 from flower_ext.algorithms.upcycled.strategy import Traffic, extrapolated
 from flower_ext.federation import InProcessGrid, Stragglers, client_app, records
@@ -890,3 +901,16 @@ def test_a_client_that_does_not_tell_its_weight_is_refused_by_a_hosted_server():
     (refusal,) = strategy.refusals
     assert "'num-examples' is missing or not above 0" in refusal
     same(model, np.mean([towards_own_point(START, i) for i in (0, 1, 3, 4)], axis=0))
+
+
+@pytest.mark.parametrize("method", [FedAMP, Apple])
+def test_a_base_whose_clients_each_get_a_model_of_their_own_is_refused(method):
+    base = method(plan=NonPrivatePlan(sampling=FullParticipation(3)))
+    with pytest.raises(TypeError, match=f"base={method.__name__}: it sends each client a model"):
+        Upcycled(base)
+
+
+@pytest.mark.parametrize("method", [DPDitto, FedALA])
+def test_a_personalised_base_with_one_shared_model_is_not(method):
+    strategy = Upcycled(method(plan=NonPrivatePlan(sampling=FullParticipation(3))))
+    assert isinstance(strategy.base, method)

@@ -8,7 +8,9 @@ from safetensors.numpy import load_file
 
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
+from flower_ext.planning import PilotEstimates
 from flower_ext.reporting import RunDirectory
+from flower_ext.training.models import build, parameter_count
 from tests.apps.app import DP_DITTO
 
 METHODS = ("ditto", "pfedme", "fedamp", "apple", "fedala")
@@ -99,6 +101,36 @@ def test_the_planner_chooses_fewer_rounds_where_the_budget_is_small(tmp_path):
         assert run_.guarantees()[1].epsilon == pytest.approx(epsilon, rel=1e-3)
 
 
+def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path):
+    facts = {
+        "model": "digits-logistic",
+        "planner": "pilot",
+        "pilot_rounds": 3,
+        "calibration": "provable",
+        "noise": "steps",
+        "batch_size": 0,
+        "epsilon": 1000.0,
+        "global_weight": 1.0,
+        "learning_rate": 0.5,
+        "personal_learning_rate": 0.5,
+        "rounds": 4,
+    }
+    run_ = run(tmp_path / "run", **facts)
+    found, dimension = PilotEstimates.load(run_.path / "pilot.json")
+    assert dimension == parameter_count(build("digits-logistic", num_classes=10))
+    assert 0 < found.strong_convexity <= found.smoothness
+    again = {
+        "planner": "bound",
+        "strong_convexity": found.strong_convexity,
+        "smoothness": found.smoothness,
+        "initial_gap": found.initial_gap,
+        "initial_distance": found.initial_distance,
+    }
+    same = run(tmp_path / "same", **{**facts, **again})
+    assert same.config["planned-rounds"] == run_.config["planned-rounds"] >= 1
+    assert not (same.path / "pilot.json").exists()
+
+
 def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):
     facts = {"planner": "bound", "calibration": "provable", "initial_distance": 0.0}
     with pytest.raises(ValueError, match="no number of rounds improves the bound"):
@@ -132,6 +164,8 @@ def test_the_shared_model_differs_by_method(tmp_path):
         ({"calibration": "guess"}, "calibration='guess'"),
         ({"planner": "oracle"}, "planner='oracle'"),
         ({"method": "ditto", "planner": "bound"}, "expected a method with privacy"),
+        ({"planner": "pilot"}, "the losses are not strongly convex"),
+        ({"planner": "pilot", "pilot_rounds": 1}, "rounds=1 of the pilot"),
         ({"method": "dp-apple", "noise": "steps"}, r"plan\.steps: Apple uploads more"),
         ({"noise": "steps", "gradient_clipping_norm": 0.0}, r"gradient_clipping_norm=0\.0"),
         ({"method": "fedala", "sample_share": 0.0}, r"sample_share=0\.0"),

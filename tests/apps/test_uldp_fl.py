@@ -134,6 +134,7 @@ def test_groups_of_any_size(size, tmp_path):
         ({"dataset": "iris"}, "name='iris': expected one of digits"),
         ({"distribution": "even"}, "distribution='even': expected uniform or zipf"),
         ({"num_users": -1}, "num_users=-1"),
+        ({"rounds": 0}, "rounds=0: expected an integer >= 1"),
         ({"num_silos": 0}, "num_silos=0|num_clients=0"),
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
         ({"noise_multiplier": 0.0}, r"noise_multiplier=0\.0"),

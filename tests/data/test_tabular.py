@@ -120,6 +120,16 @@ def test_tcga_has_six_regions_time_first_and_the_split_of_the_file(tmp_path):
     assert regions[2].train.targets.dtype == torch.float32
 
 
+def test_tcga_is_scaled_by_numbers_that_no_record_changes(tmp_path):
+    write_tcga(tmp_path / "tcga_brca")
+    pairs = zip(tabular.tcga_brca(tmp_path), tabular.tcga_brca(tmp_path, scaled=True), strict=True)
+    for plain, scaled in pairs:
+        for before, after in ((plain.train, scaled.train), (plain.test, scaled.test)):
+            torch.testing.assert_close(after.features[:, 0], (before.features[:, 0] - 60) / 10)
+            assert torch.equal(after.features[:, 1:], before.features[:, 1:])
+            assert torch.equal(after.targets, before.targets)
+
+
 READERS = {
     "creditcard": lambda folder: tabular.creditcard(folder, rng=rng()),
     "heart-disease": tabular.heart_disease,

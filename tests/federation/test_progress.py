@@ -78,11 +78,16 @@ def test_scores_are_not_pooled_where_a_client_does_not_tell_how_many_examples_it
     assert summary["loss_mean"] == 1.5
 
 
-def test_only_scores_that_every_client_reports_are_summarised():
+def test_a_score_that_a_client_lacks_is_averaged_over_the_others_and_their_number_is_told():
     progress = Progress()
-    summary = progress.scores(iter([{"loss": 1.0, "auc": 0.5}, {"loss": 3.0}]))
+    sizes = {"num-examples": 3.0}, {"num-examples": 1.0}, {"num-examples": 6.0}
+    scores = {"loss": 1.0, "auc": 0.5}, {"loss": 3.0, "auc": 0.9}, {"loss": 2.0}
+    summary = progress.scores({**a, **b} for a, b in zip(scores, sizes, strict=True))
     assert summary["loss_mean"] == 2.0
-    assert not any(name.startswith("auc") for name in summary)
+    assert "loss_clients" not in summary
+    assert summary["auc_clients"] == 2
+    assert summary["auc_mean"] == pytest.approx(0.7)
+    assert summary["auc_pooled"] == pytest.approx(0.6)
 
 
 def test_the_row_of_a_round_is_written_under_its_number(tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from flower_ext.planning import DittoProblem, LinearWorld, estimate_problem
+from flower_ext.planning import DittoProblem, LinearWorld, PilotEstimates, estimate_problem
 
 
 def quadratic_pilot(rounds=60, eta=0.2, seed=0):
@@ -104,3 +104,16 @@ def test_pilots_that_say_nothing_are_refused():
     uphill = {**pilot, "gradients": -np.asarray(pilot["gradients"])}
     with pytest.raises(ValueError, match="not strongly convex"):
         estimate_problem(**uphill)
+
+
+def test_estimates_come_back_from_their_file_and_other_files_are_refused(tmp_path):
+    pilot, *_ = quadratic_pilot(rounds=5)
+    found, path = estimate_problem(**pilot), tmp_path / "pilot.json"
+    found.save(path, dimension=3)
+    assert PilotEstimates.load(path) == (found, 3)
+    for text in ("{}", "no json", '{"strong_convexity": "much"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"pilot='.*pilot.json': expected a JSON file"):
+            PilotEstimates.load(path)
+    with pytest.raises(ValueError, match="nowhere.json"):
+        PilotEstimates.load(tmp_path / "nowhere.json")

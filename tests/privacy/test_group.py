@@ -1,7 +1,10 @@
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
+from dp_accounting import rdp
+from scipy import stats
 
 from flower_ext.privacy import (
     DpSgd,
@@ -12,6 +15,7 @@ from flower_ext.privacy import (
     group_loss_by_conversion,
     group_loss_by_renyi,
     privacy_loss,
+    uldp_group_guarantees,
 )
 from flower_ext.privacy.group import _binomial, _renyi, lemma_9
 
@@ -174,7 +178,7 @@ def test_nothing_trained_loses_nothing():
     assert tight(DpSgd(noise_multiplier=1.0, sampling_rate=0.1, steps=0), 9) == 0.0
 
 
-@pytest.mark.parametrize(("count", "rate"), [(1, 0.5), (64, 0.01), (3_000, 0.02), (2_000, 0.9)])
+@pytest.mark.parametrize(("count", "rate"), [(1, 0.5), (64, 0.01), (127, 0.5), (2_000, 0.99)])
 def test_the_number_of_taken_records_is_binomial(count, rate):
     values, probabilities = _binomial(count, rate)
     assert sum(probabilities) == pytest.approx(1, abs=1e-12)
@@ -183,6 +187,47 @@ def test_the_number_of_taken_records_is_binomial(count, rate):
     assert np.dot(np.square(np.array(values) - mean), probabilities) == pytest.approx(
         count * rate * (1 - rate), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(("count", "rate"), [(300, 0.5), (3_000, 0.02), (20_000, 0.1)])
+def test_many_numbers_of_taken_records_are_rounded_up_never_down(count, rate):
+    values, probabilities = _binomial(count, rate)
+    assert len(values) <= 128
+    assert values == sorted(set(values))
+    # At most so many records: never more likely than under the binomial distribution.
+    at_most = np.cumsum(probabilities)
+    assert (at_most <= stats.binom.cdf(values, count, rate) + 1e-12).all()
+    assert np.dot(values, probabilities) == pytest.approx(count * rate, rel=1e-2)
+
+
+def test_the_moments_are_those_of_dp_accounting():
+    orders = [2, 3, 7, 40, 133]
+    for silo in (SMALL, FIGURE_2):
+        accountant = rdp.RdpAccountant(orders)
+        accountant.compose(
+            dp_accounting.PoissonSampledDpEvent(
+                silo.sampling_rate, dp_accounting.GaussianDpEvent(silo.noise_multiplier)
+            ),
+            silo.steps,
+        )
+        np.testing.assert_allclose(_renyi([silo], orders), accountant.rdp, rtol=1e-8)
+
+
+def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_in_every_step():
+    silo, group_size = DpSgd(noise_multiplier=5.0, sampling_rate=0.005, steps=1_000), 5_000
+    # Steps that take exactly the mean number, 25: by Jensen's inequality the mixture loses more.
+    shift = group_size * silo.sampling_rate / silo.noise_multiplier * math.sqrt(silo.steps)
+    assert shift**2 / 2 < tight(silo, group_size) < 2 * shift**2
+    assert (
+        tight(silo, group_size)
+        < uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0].epsilon
+    )
+
+
+def test_where_one_step_gives_everything_away_sampling_is_not_counted():
+    silo = DpSgd(noise_multiplier=0.01, sampling_rate=0.5, steps=10)
+    plain = DpSgd(noise_multiplier=0.01, sampling_rate=1.0, steps=10)
+    assert tight(silo, 1_000) == tight(plain, 1_000) < math.inf
 
 
 def test_hundreds_of_records_are_accounted_too():

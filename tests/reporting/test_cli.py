@@ -3,6 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.cli import app, epsilon_text, noise_text
@@ -280,6 +281,29 @@ def test_several_local_steps_raise_the_noise_and_are_named_as_beyond_the_bound(t
     assert "K = 3" in three["conditions_not_met"][0]
 
 
+LOSSES = {
+    "strong_convexity": 1.0,
+    "smoothness": 2.0,
+    "gradient_bound": 1.0,
+    "model_spread": 1.0,
+    "initial_gap": 5.0,
+    "initial_distance": 40.0,
+}
+
+
+def test_a_pilot_runs_file_stands_for_the_options_on_losses_and_these_come_first(tmp_path):
+    path = tmp_path / "pilot.json"
+    PilotEstimates(**LOSSES).save(path, dimension=10)
+    given = {"dimension": None, **dict.fromkeys(LOSSES)}
+    weight = {"global_weight": "0.5"}
+    by_hand = json.loads(plan(tmp_path, "--json", **weight).output)
+    by_file = json.loads(plan(tmp_path, "--json", "--pilot", str(path), **weight, **given).output)
+    assert by_file["plans"] == by_hand["plans"]
+    given["smoothness"] = "4"
+    steeper = json.loads(plan(tmp_path, "--json", "--pilot", str(path), **weight, **given).output)
+    assert steeper["plans"] != by_hand["plans"]
+
+
 def test_equal_sizes_may_be_given_one_by_one(tmp_path):
     sizes = ["--examples", "600"] * 19  # one more in PLAN
     assert plan(tmp_path, *sizes, global_weight="0.5").exit_code == 0
@@ -300,6 +324,12 @@ def test_equal_sizes_may_be_given_one_by_one(tmp_path):
         ({"global_weight": "1", "clients": "2"}, ["--examples", "500"], "expected equal sizes"),
         ({"global_weight": "1"}, ["--examples", "600"], "one for each client"),
         ({"global_weight": "1", "smoothness": "0.5"}, [], "smoothness=0.5"),
+        (
+            {"global_weight": "1", "smoothness": None, "dimension": None},
+            [],
+            "give --dimension, --smoothness, or --pilot",
+        ),
+        ({"global_weight": "1"}, ["--pilot", "nowhere.json"], "pilot='nowhere.json': expected"),
         ({"global_weight": "1", "learning_rate": "1"}, [], "learning_rate=1.0: expected"),
         ({"global_weight": "1", "personal_learning_rate": "0"}, [], "personal_learning_rate=0.0"),
         (

@@ -92,6 +92,23 @@ def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
         assert f"| {fact} | {value} |" in text
 
 
+def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {"method": "uldp-avg", "dataset": "tcga-brca"})
+    run.log(1, concordance_mean=0.7, concordance_worst_decile=0.6, loss_worst_decile=2.0)
+    run.save_client_metrics(
+        [{"partition": 0, "loss": 2.0, "concordance": 0.8}, {"partition": 1, "loss": 2.5}]
+    )
+    run.finish("completed")
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    for line in ("| concordance of the clients' models | value |", "| clients | 1 |"):
+        assert line in text
+    assert "accuracy of" not in text
+    assert "loss of the clients' models" not in text
+    svgs = sorted(path.stem for path in (run.path / "figures").glob("*.svg"))
+    assert svgs == ["concordance", "concordance_spread"]
+
+
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text()

@@ -57,6 +57,12 @@ def test_models_of_tensors_and_arrays_are_saved_whole(run):
     assert {p.name for p in run.path.iterdir()} == {".lock", "model.safetensors", "run.json"}
 
 
+def test_a_metric_that_a_client_lacks_is_an_empty_cell(run):
+    rows = [{"partition": 0.0, "loss": 0.5}, {"partition": 1.0, "loss": 1.0, "auc": 0.25}]
+    run.save_client_metrics(rows)
+    assert run.client_metrics() == rows
+
+
 def test_client_metrics_come_back_as_numbers(run):
     run.save_client_metrics([{"partition": 0, "accuracy": 0.5}, {"partition": 1, "accuracy": 1.0}])
     assert run.client_metrics()[1] == {"partition": 1.0, "accuracy": 1.0}

@@ -24,6 +24,7 @@ SHAPES = {
     ("name", "parameters"),
     [
         ("digits-mlp", 2_410),
+        ("digits-logistic", 650),
         ("mnist-mlp", 52_650),
         ("mnist-logistic", 7_850),
         ("mnist-dnn", 79_510),

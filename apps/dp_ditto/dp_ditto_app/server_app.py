@@ -1,6 +1,7 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, UserConfig
@@ -16,7 +17,7 @@ from flower_ext.federation import (
     recorded_run,
     save_outcome,
 )
-from flower_ext.planning import DittoProblem, best_rounds
+from flower_ext.planning import DittoProblem, PilotEstimates, best_rounds
 from flower_ext.privacy import (
     Budget,
     ClippedSteps,
@@ -25,7 +26,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.training import LocalTraining, check_shareable
+from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
 from flower_ext.training.models import build, parameter_count
 
 WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
@@ -42,10 +43,13 @@ def main(grid: Grid, context: Context) -> None:
     task = task_of(context)
     for client in range(int(config["clients"])):
         task.data(client)  # missing data, or a client with too few, end the run here
-    rounds = rounds_of(config)
+    pilot = pilot_of(config, task)
+    rounds = rounds_of(config, pilot)
     plan = plan_of(config, rounds)
 
     with recorded_run({**config, "planned-rounds": rounds}, f"{method}-{config['dataset']}") as run:
+        if pilot is not None:
+            pilot.save(run.path / "pilot.json", dimension=dimension_of(config))
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
         initial = ArrayRecord(task.initial_params(int(config["seed"])))
@@ -59,7 +63,25 @@ def main(grid: Grid, context: Context) -> None:
         save_outcome(run, strategy, result)
 
 
-def rounds_of(config: UserConfig) -> int:
+def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
+    """Constants of the losses from a pilot run on the clients' records, where one is asked for."""
+    if choice(config, "planner", ("none", "bound", "pilot")) != "pilot":
+        return None
+    return pilot_run(
+        task,
+        task.initial_params(int(config["seed"])),
+        [task.data(client).train for client in range(int(config["clients"]))],
+        rounds=int(config["pilot-rounds"]),
+        learning_rate=float(config["pilot-learning-rate"]),
+    )
+
+
+def dimension_of(config: UserConfig) -> int:
+    """d of the configured model."""
+    return parameter_count(build(model_name(config), num_classes=10))
+
+
+def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
     """T: as configured, or the T* of Theorem 1 below it for the configured λ and budget.
 
     Raises
@@ -70,25 +92,14 @@ def rounds_of(config: UserConfig) -> int:
     most, basis = int(config["rounds"]), choice(config, "calibration", ("published", "provable"))
     if most < 1:
         raise ValueError(f"run-config rounds={most}: expected an integer >= 1")
-    if choice(config, "planner", ("none", "bound")) == "none":
+    planner = choice(config, "planner", ("none", "bound", "pilot"))
+    if planner == "none":
         return most
     plan = plan_of(config, 1)
     if isinstance(plan, NonPrivatePlan):
-        raise ValueError("run-config planner='bound': expected a method with privacy")
-    problem = DittoProblem(
-        strong_convexity=float(config["strong-convexity"]),
-        smoothness=float(config["smoothness"]),
-        initial_gap=float(config["initial-gap"]),
-        initial_distance=float(config["initial-distance"]),
-        gradient_bound=float(config["gradient-bound"]) or float("inf"),
-        model_spread=float(config["model-spread"]) or float("inf"),
-        dimension=parameter_count(build(model_name(config), num_classes=10)),
-        num_clients=int(config["clients"]),
-        learning_rate=float(config["learning-rate"]),
-        personal_learning_rate=float(config["personal-learning-rate"]),
-    )
+        raise ValueError(f"run-config planner={planner!r}: expected a method with privacy")
     planned = best_rounds(
-        problem,
+        problem_of(config, pilot),
         global_weight=float(config["global-weight"]),
         variance_per_round=plan.upload_stddev**2,
         max_rounds=most,
@@ -96,10 +107,33 @@ def rounds_of(config: UserConfig) -> int:
     )
     if planned.rounds == 0:
         raise ValueError(
-            "run-config planner='bound': no number of rounds improves the bound on the start: "
-            "expected a larger epsilon or other constants"
+            f"run-config planner={planner!r}: no number of rounds improves the bound on the "
+            "start: expected a larger epsilon or other constants"
         )
     return planned.rounds
+
+
+def problem_of(config: UserConfig, pilot: PilotEstimates | None) -> DittoProblem:
+    """What Theorem 1 has to know: from the pilot run, or as configured."""
+    return DittoProblem(
+        **asdict(pilot or configured_constants(config)),
+        dimension=dimension_of(config),
+        num_clients=int(config["clients"]),
+        learning_rate=float(config["learning-rate"]),
+        personal_learning_rate=float(config["personal-learning-rate"]),
+    )
+
+
+def configured_constants(config: UserConfig) -> PilotEstimates:
+    """μ, L, G₀, M, Ψ₁ and Ψ₂ as the run configuration has them; 0 for G₀ or M is unknown."""
+    return PilotEstimates(
+        strong_convexity=float(config["strong-convexity"]),
+        smoothness=float(config["smoothness"]),
+        initial_gap=float(config["initial-gap"]),
+        initial_distance=float(config["initial-distance"]),
+        gradient_bound=float(config["gradient-bound"]) or float("inf"),
+        model_spread=float(config["model-spread"]) or float("inf"),
+    )
 
 
 def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan:

@@ -44,10 +44,10 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
     method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
-    if method == "uldp-group" and config["dataset"] == SURVIVAL:
+    if method == "uldp-group" and config["dataset"] in SURVIVAL:
         raise ValueError(
-            f"run-config method={method!r} with dataset={SURVIVAL!r}: its loss compares patients, "
-            "and DP-SGD needs one that is a mean over them; expected another method"
+            f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
+            "patients, and DP-SGD needs one that is a mean over them; expected another method"
         )
     task = task_of(context)  # a missing data set ends the run here, with its message
 

@@ -60,7 +60,8 @@ class Upcycled(Strategy):
     Parameters
     ----------
     base : Strategy
-        Any Flower strategy, or one of this package.
+        Any Flower strategy, or one of this package that sends all clients one model (FedAMP and
+        APPLE do not).
     coefficient : float | Schedule
         c_m of the m-th even round; a number is a constant. The experiments of the paper tune it
         in {0.1, 0.3, 0.5, 0.7, 0.9}.
@@ -71,6 +72,12 @@ class Upcycled(Strategy):
             raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
         if isinstance(base, Upcycled):
             raise TypeError("base is upcycled already")
+        if not getattr(base, "one_model", True):
+            raise TypeError(
+                f"base={type(base).__name__}: it sends each client a model of its own, and an "
+                "upcycled round moves the one model that all clients share, which nobody would "
+                "receive: expected a strategy with one shared model"
+            )
         self.base = base
         if not callable(coefficient) and not isinstance(coefficient, int | float):
             raise TypeError(f"coefficient={coefficient!r}: expected a number or a function of m")

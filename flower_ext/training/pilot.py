@@ -1,0 +1,107 @@
+"""A pilot run: full-gradient descent without noise, from which constants of the losses are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from flower_ext.data import Examples
+from flower_ext.planning import PilotEstimates, estimate_problem
+from flower_ext.training.local import gradient, local_problem
+from flower_ext.training.params import Params
+from flower_ext.training.task import Task
+
+_LARGEST = 2**28
+"""Numbers in the gradients of a pilot run that are kept: 2 GiB."""
+
+
+def pilot_run(
+    task: Task,
+    start: Params,
+    clients: Sequence[Examples],
+    *,
+    rounds: int,
+    learning_rate: float,
+) -> PilotEstimates:
+    """Descend the mean loss of all clients, and each client's own loss, for ``rounds`` steps.
+
+    In double precision and in one place: for records that may be seen, such as public stand-ins or
+    those of a simulation. Nothing here is noised, and no guarantee covers what comes out.
+
+    Parameters
+    ----------
+    task : Task
+    start : Params
+        w⁰; all of its parameters are trained.
+    clients : Sequence[Examples]
+        The training records of each.
+    rounds : int
+        Steps of the shared model, and of each client's own.
+    learning_rate : float
+        Of all of them.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range, there is too much to keep, or as `estimate_problem`.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds={rounds!r} of the pilot: expected an integer >= 2")
+    if not 0 < learning_rate < float("inf"):
+        raise ValueError(f"learning_rate={learning_rate!r}: expected a finite number > 0")
+    if not clients:
+        raise ValueError("clients=[]: expected the records of at least one client")
+    problem = local_problem(task, start, dtype=torch.float64)
+    names = list(problem.start)
+    w = torch.cat([problem.start[name].flatten() for name in names])
+    kept = (rounds + 1) * len(clients) * len(w)
+    if kept > _LARGEST:
+        raise ValueError(
+            f"{rounds} rounds, {len(clients)} clients and {len(w)} weights: a pilot run keeps all "
+            f"gradients, and these are {kept / _LARGEST:.3g} times more than fit; expected fewer "
+            "rounds or a smaller model"
+        )
+    shapes = [problem.start[name].shape for name in names]
+    data = [_double(client, problem.device) for client in clients]
+
+    def at(flat: torch.Tensor, client: Examples) -> tuple[float, torch.Tensor]:
+        """F_n and ∇F_n."""
+        pieces = torch.split(flat, [shape.numel() for shape in shapes])
+        point = {n: p.view(s) for n, p, s in zip(names, pieces, shapes, strict=True)}
+        losses = []
+
+        def loss(params: Params) -> torch.Tensor:
+            value = problem.loss_at(params, client.features, client.targets)
+            losses.append(float(value.detach()))
+            return value
+
+        slope = gradient(loss, point)
+        return losses[0], torch.cat([slope[name].flatten() for name in names])
+
+    own, models, losses, gradients = [w.clone() for _ in data], [], [], []
+    for step in range(rounds + 1):
+        found = [at(w, client) for client in data]
+        slopes = torch.stack([slope for _, slope in found])
+        models.append(w.cpu().numpy())
+        losses.append(float(np.mean([value for value, _ in found])))
+        gradients.append(slopes.cpu().numpy())
+        if step < rounds:
+            w = w - learning_rate * slopes.mean(dim=0)
+            own = [u - learning_rate * at(u, c)[1] for u, c in zip(own, data, strict=True)]
+    return estimate_problem(
+        models=models,
+        gradients=gradients,
+        losses=losses,
+        local_optima=[u.cpu().numpy() for u in own],
+    )
+
+
+def _double(examples: Examples, device: torch.device) -> Examples:
+    """Floating-point features in double precision; others, such as words, stay as they are."""
+    examples = examples.to(device)
+    features = examples.features
+    if not features.is_floating_point():
+        return examples
+    return Examples(features=features.double(), targets=examples.targets)

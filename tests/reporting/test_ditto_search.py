@@ -1,0 +1,65 @@
+"""The search over T and λ by real runs of apps/dp_ditto, small ones."""
+
+import pytest
+from typer.testing import CliRunner
+
+from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.cli import app
+from flower_ext.reporting.ditto_search import search_by_runs
+from flower_ext.reporting.launch import LaunchFailed
+from tests.apps.app import DP_DITTO
+
+SMALL = ["clients=3", "partition=iid", "examples-per-client=20", "model=digits-logistic"]
+
+
+def test_each_pair_that_the_turns_ask_for_is_a_run_and_the_best_of_them_is_the_answer(tmp_path):
+    found = search_by_runs(
+        DP_DITTO.folder,
+        rounds=[1, 4],
+        global_weights=[0.0, 2.0],
+        seeds=[1],
+        settings=[*SMALL, "epsilon=0.01"],
+        folder=tmp_path,
+    )
+    runs = {path.name: RunDirectory.open(path) for path in tmp_path.iterdir()}
+    assert len(runs) == len(found.outcomes) >= 3
+    for (T, weight), outcome in found.outcomes.items():
+        run = runs[f"T-{T}-weight-{weight:g}-seed-1"]
+        assert (run.config["rounds"], run.config["global-weight"]) == (T, weight)
+        assert run.metrics()[-1]["training_loss_mean"] == outcome.loss
+        assert run.metrics()[-1]["training_loss_std"] == outcome.unfairness
+        # Calibrated for these very rounds.
+        assert run.guarantees()[0].epsilon == pytest.approx(0.01)
+    # Personal models without a global part see no noise: more rounds serve them better.
+    assert (found.rounds, found.global_weight, found.settled) == (4, 0.0, True)
+
+
+def test_the_command_says_what_it_found_or_what_to_change(tmp_path):
+    def call(*more):
+        words = ["search", str(DP_DITTO.folder), "--runs", str(tmp_path / "runs"), *more]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    bad = call("--rounds", "2", "--global-weight", "3")
+    assert bad.exit_code == 2
+    assert "global_weight=3.0: expected λ, a number in [0, 2]" in bad.output
+    assert call("--rounds", "0", "--global-weight", "1").exit_code == 2
+    given = [word for setting in SMALL for word in ("--set", setting)]
+    done = call("--rounds", "1", "--global-weight", "1", *given)
+    assert done.exit_code == 0, done.output
+    assert "T* = 1, λ* = 1 (both stay)" in done.output
+    again = call("--rounds", "1", "--global-weight", "1", *given)
+    assert again.exit_code == 1
+
+
+def test_a_run_that_fails_ends_the_search(tmp_path):
+    with pytest.raises(LaunchFailed, match="expected name=value"):
+        search_by_runs(
+            DP_DITTO.folder,
+            rounds=[1],
+            global_weights=[0.0],
+            seeds=[1],
+            settings=["clientz=3"],
+            folder=tmp_path,
+        )
+    with pytest.raises(ValueError, match="seeds"):
+        search_by_runs(DP_DITTO.folder, rounds=[1], global_weights=[0.0], seeds=[], folder=tmp_path)
