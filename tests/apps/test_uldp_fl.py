@@ -101,7 +101,7 @@ def test_private_weights_are_those_by_records(method, tmp_path):
 
 
 def test_users_whom_not_even_the_server_knows_are_drawn(tmp_path):
-    facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1, "num_users": 6}
+    facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1}
     run_ = run(tmp_path / "run", method="uldp-avg-private", **facts)
     assert [row["answered"] for row in run_.metrics()] == [5]
     assert not any("users" in row for row in run_.metrics())
