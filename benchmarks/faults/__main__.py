@@ -21,15 +21,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, is_dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
+from benchmarks.faults import kill, processes
 from benchmarks.faults.clients import Asked, everyone
 from benchmarks.faults.engine import Outcome, run_case
 from benchmarks.faults.noise import Measured, measure
@@ -60,7 +58,10 @@ def main(
         "wire": lambda: wire(8 if not quick else 3),
     }
     if not quick:
-        parts |= {"kill": lambda: kill(points), "processes": processes}
+        parts |= {
+            "kill": lambda: killed_processes(points, seed=seed),
+            "processes": real_processes,
+        }
     for name in only or ():
         if name not in parts:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
@@ -204,28 +205,20 @@ def wire(rounds: int) -> tuple[str, bool]:
     return f"## Personal parameters on the wire\n\n{table(header, rows)}", nothing
 
 
-def kill(points: int) -> tuple[str, bool]:
+def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
     """Processes killed at ``points`` points, and resumed."""
-    if (module := _part("kill")) is None:
-        return "## Killed processes\n\n`benchmarks/faults/kill.py` is not here.", True
-    rows: list[Any] = [astuple(r) if is_dataclass(r) else r for r in module.run(points)]  # type: ignore[arg-type]
-    return f"## Killed processes\n\n{table(('what', 'number', 'outcome'), rows)}", True
+    outcomes = kill.run(points, seed=seed)
+    rows = table(kill.HEADER, [outcome.row() for outcome in outcomes])
+    failures = [f"* {failure}" for outcome in outcomes for failure in outcome.failures]
+    return "\n".join([f"## Killed processes\n\n{rows}", *failures]), not failures
 
 
-def processes() -> tuple[str, bool]:
+def real_processes() -> tuple[str, bool]:
     """A real SuperLink and real SuperNodes."""
-    if (module := _part("processes")) is None:
-        return "## Real processes\n\n`benchmarks/faults/processes.py` is not here.", True
     with tempfile.TemporaryDirectory() as folder:
-        rows, outcomes = module.run(Path(folder))
-        kept = all(outcome.kept for outcome in outcomes)
-        return f"## Real processes\n\n{module.report(rows, outcomes)}", kept
-
-
-def _part(name: str) -> Any | None:
-    """Another part of this report, where it is there."""
-    path = f"benchmarks.faults.{name}"
-    return None if find_spec(path) is None else import_module(path)
+        rows, outcomes = processes.run(Path(folder))
+    text = f"## Real processes\n\n{processes.report(rows, outcomes)}"
+    return text, all(outcome.kept for outcome in outcomes)
 
 
 if __name__ == "__main__":
