@@ -18,22 +18,18 @@ from flwr.app import Context
 
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.mods import objective_perturbation_term
-from flower_ext.federation.records import Arrays, RefusedReply
 from flower_ext.privacy import (
     BoundedSum,
     NoiseSource,
     ObjectivePerturbation,
     OutputPerturbation,
     PerturbationPlan,
-    Plan,
     PreconditionFailed,
     RecordLevelPlan,
     ReleasePlan,
     SecureNoise,
     SeededNoise,
     clip,
-    l2_norm,
-    largest_noised_norm,
 )
 from flower_ext.training import Linear, Params, StepNoise
 
@@ -58,8 +54,6 @@ _OTHER_FACTS = frozenset(
         "seeded-noise",
     }
 )
-_ROUNDING = 1.01
-"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,51 +119,6 @@ def record_level_facts(plan: RecordLevelPlan, *, seeded_noise: bool) -> dict[str
         "gradient-clipping-norm": plan.steps.gradient_clipping_norm,
         "step-noise-stddev": plan.noise_stddev,
     }
-
-
-def check_improbable(
-    plan: Plan,
-    update: Arrays,
-    received: Arrays,
-    *,
-    cohort_size: int,
-    norms: float,
-) -> None:
-    """Refuse an upload that is larger than bound and noise of an honest client explain.
-
-    What clients noise cannot be clipped without changing the noise. See
-    `ReleasePlan.largest_upload` for what this protects.
-
-    Parameters
-    ----------
-    update, received : Arrays
-        What the client sent, and the model that it was sent.
-    cohort_size, norms
-        As `ReleasePlan.largest_upload`.
-
-    Raises
-    ------
-    RefusedReply
-        Names the norm and the largest probable one.
-    """
-    numbers = sum(array.size for array in update.values())
-    if isinstance(plan, ReleasePlan):
-        value = update
-        limit = plan.largest_upload(cohort_size=cohort_size, numbers=numbers, norms=norms)
-    elif isinstance(plan, RecordLevelPlan):
-        value = {name: received[name] + step for name, step in update.items()}
-        stddev = plan.noise_stddev if plan.steps is None else 0.0
-        limit = largest_noised_norm(plan.clipping_norm, stddev, numbers)
-    elif isinstance(plan, PerturbationPlan) and isinstance(plan.perturbation, OutputPerturbation):
-        value = {name: received[name] + step for name, step in update.items()}
-        own = plan.perturbation
-        limit = largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
-    else:
-        return
-    if not math.isinf(limit) and (norm := l2_norm(value)) > limit * _ROUNDING:
-        raise RefusedReply(
-            f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
-        )
 
 
 def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
-from dataclasses import replace
 from logging import getLogger
 from typing import ClassVar, TypeVar
 
@@ -27,12 +26,7 @@ from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers, shortened
 from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.progress import Progress
-from flower_ext.federation.protection import (
-    check_improbable,
-    perturbation_facts,
-    plan_facts,
-    record_level_facts,
-)
+from flower_ext.federation.promises import Promise, promise_of
 from flower_ext.privacy import (
     Aggregate,
     Budget,
@@ -42,16 +36,13 @@ from flower_ext.privacy import (
     NoiseSource,
     NonPrivatePlan,
     Participations,
-    PerturbationPlan,
     Plan,
-    RecordLevelPlan,
     ReleasePlan,
     Reservation,
     RoundDiscarded,
     SecureNoise,
     SeededNoise,
     client_level_guarantees,
-    privacy_loss_of,
     secure_generator,
     seeded_generator,
 )
@@ -100,9 +91,9 @@ class FederatedStrategy(Strategy):
 
     client: ClassVar[ClientMethod]
     any_client_app: ClassVar[bool] = False
+    """Whether a ClientApp that knows nothing of this package can take part."""
     one_model: ClassVar[bool] = True
     """Whether all clients are sent the same shared model; see `client_state`."""
-    """Whether a ClientApp that knows nothing of this package can take part."""
 
     def __init__(
         self,
@@ -132,12 +123,8 @@ class FederatedStrategy(Strategy):
                 f"budget.delta={budget.delta!r}: expected that of the plan, "
                 f"{getattr(plan, 'delta', 'which promises no privacy')!r}"
             )
-        if isinstance(plan, RecordLevelPlan) and plan.steps and self.client.upload_phase is None:
-            raise ValueError(
-                f"plan.steps: {type(self).__name__} uploads more of a record than its gradients in "
-                "local steps, so that noise in them is not enough: take a plan without steps"
-            )
         self.plan = plan
+        self._promise.check_method()
         self.personal = tuple(personal)
         self.server_learning_rate = server_learning_rate
         self.stragglers = stragglers
@@ -376,21 +363,13 @@ class FederatedStrategy(Strategy):
             )
         if self._client_protects:
             partition, received = self._exchange.sent(reply)
-            check_improbable(
-                self.plan,
-                update.arrays,
-                received,
-                cohort_size=len(self._cohort),
-                norms=self.upload_norms(partition),
-            )
+            self._promise.check_upload(partition, update.arrays, received)
         return update
 
     @property
     def _client_protects(self) -> bool:
         """Whether a ClientApp has to bound or noise what it sends."""
-        if isinstance(self.plan, ReleasePlan):
-            return self.plan.noise_placement == "client"
-        return isinstance(self.plan, PerturbationPlan | RecordLevelPlan)
+        return self._promise.client_protects
 
     def _aggregate(
         self, updates: Mapping[int, records.Update], server_round: int
@@ -523,25 +502,7 @@ class FederatedStrategy(Strategy):
 
         The provable ones use the participations of this very run, which depend on nobody's data.
         """
-        if self.participations.rounds == 0:
-            return []
-        if isinstance(self.plan, PerturbationPlan):
-            return self._trained_plan(self.plan).guarantees(
-                num_examples=self.num_examples,
-                participations=self.participations.uploads,
-                secure_noise=not self.seeded_noise,
-                not_covered=self._not_covered(),
-            )
-        if isinstance(self.plan, RecordLevelPlan):
-            return self.plan.guarantees(
-                rounds=self.participations.rounds,
-                secure_noise=not self.seeded_noise,
-                not_covered=self._not_covered(),
-            )
-        if not isinstance(self.plan, ReleasePlan):
-            return []
-        claim = self.published_claim()
-        return [*([] if claim is None else [claim]), *self.provable_guarantees(self.plan)]
+        return self._promise.guarantees() if self.participations.rounds else []
 
     def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
         """What is provable after the rounds so far, against each adversary."""
@@ -550,40 +511,14 @@ class FederatedStrategy(Strategy):
             self.participations,
             secure_noise=not self.seeded_noise,
             secure_cohorts=self.seed is None,
-            not_covered=self._not_covered(),
+            not_covered=self.not_covered(),
         )
 
     def _spent(self) -> dict[str, float]:
         """ε so far, for the log and the report's figures."""
-        if isinstance(self.plan, PerturbationPlan):
-            return self._trained_plan(self.plan).spent(
-                num_examples=self.num_examples, participations=self.participations.uploads
-            )
-        if isinstance(self.plan, RecordLevelPlan):
-            rounds = self.participations.rounds
-            return self.plan.spent(rounds) if rounds else {}
-        if not isinstance(self.plan, ReleasePlan):
-            return {}
-        releases = {self.plan.release: self.participations.rounds}
-        spent = {"epsilon_provable": privacy_loss_of(releases, delta=self.plan.delta).epsilon}
-        if (claim := self.published_claim()) is not None:
-            spent["epsilon_published"] = claim.epsilon
-        return spent
+        return self._promise.spent()
 
-    def _trained_plan(self, plan: PerturbationPlan) -> PerturbationPlan:
-        """The plan, with what this method's training makes of the local problem."""
-        weight = self.proximal_weight
-        tolerances = [training.tolerance for training in self.training.values()]
-        exact = weight > 0 and all(tolerances)
-        objective = replace(
-            plan.objective,
-            proximal_weight=weight,
-            distance_to_minimiser=max(tolerances) / weight if exact else float("inf"),
-            memoryless=self.client.memoryless,
-        )
-        return replace(plan, objective=objective)
-
-    def _not_covered(self) -> list[str]:
+    def not_covered(self) -> list[str]:
         """What leaves the clients outside the guarantee in this run."""
         exposed = ["that a client answered or not, and when"]
         if self.evaluate_every:
@@ -615,18 +550,10 @@ class FederatedStrategy(Strategy):
             )
 
     def _protection(self) -> dict[str, float]:
-        if isinstance(self.plan, ReleasePlan):
-            return plan_facts(self.plan, len(self._cohort), seeded_noise=self.seeded_noise)
-        facts: dict[str, float] = {"report-size": True}
-        if isinstance(self.plan, PerturbationPlan):
-            plan = self._trained_plan(self.plan)
-            facts |= perturbation_facts(plan, seeded_noise=self.seeded_noise)
-        if isinstance(self.plan, RecordLevelPlan):
-            facts |= record_level_facts(self.plan, seeded_noise=self.seeded_noise)
-        return facts
+        return self._promise.facts()
 
     def check_steps(self) -> None:
-        """Refuse local steps that are not those whose noise the plan accounts for.
+        """Refuse local training that the plan does not speak of.
 
         Done before each training round; a method may do it once its training is known.
 
@@ -635,25 +562,11 @@ class FederatedStrategy(Strategy):
         ValueError
             Names the setting and what the plan expects.
         """
-        if not isinstance(self.plan, RecordLevelPlan) or self.plan.steps is None:
-            return
-        assert self.client.upload_phase is not None
-        steps, size = self.plan.steps, self.plan.num_examples
-        training = self.training[self.client.upload_phase]
-        found = {
-            "learning_rate": (training.learning_rate, steps.learning_rate),
-            "batch_size": (min(training.batch_size, size), steps.batch_size or size),
-            "steps": (training.num_steps(size), steps.local_steps),
-            "momentum": (training.momentum, 0.0),
-            "sam_radius": (training.sam_radius, 0.0),
-            "tolerance": (training.tolerance, 0.0),
-        }
-        for name, (own, planned) in found.items():
-            if own != planned:
-                raise ValueError(
-                    f"{self.client.upload_phase}.{name}={own!r}: expected {planned!r}, as in the "
-                    "plan's clipped steps"
-                )
+        self._promise.check_training()
+
+    @property
+    def _promise(self) -> Promise[Plan]:
+        return promise_of(self)
 
     @property
     def next_training(self) -> int:
@@ -678,7 +591,7 @@ class FederatedStrategy(Strategy):
         if not self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known:
             self._check_foreign_clients()
         self.prepare(grid)
-        if isinstance(self.plan, PerturbationPlan) and self.budget is not None:
+        if self._promise.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._ready = True
 

@@ -312,7 +312,7 @@ class UldpAvg(FederatedStrategy):
             secure_sampling=self.seed is None or bool(self.hidden_draw),
             secure_sum=self.secure_sum,
             hidden_draw=self.hidden_draw,
-            not_covered=self._not_covered(),
+            not_covered=self.not_covered(),
         )
 
     @property
@@ -328,8 +328,9 @@ class UldpAvg(FederatedStrategy):
     def _protection(self) -> dict[str, float]:
         return per_unit(super()._protection())
 
-    def _not_covered(self) -> list[str]:
-        return [*super()._not_covered(), *self.weights.shown]
+    def not_covered(self) -> list[str]:
+        """And what the silos tell of their users."""
+        return [*super().not_covered(), *self.weights.shown]
 
 
 class UldpSgd(UldpAvg):

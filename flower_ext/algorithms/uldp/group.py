@@ -182,15 +182,16 @@ class UldpGroup(FederatedStrategy):
             group_size=self.group_size,
             rounds=self.participations.rounds,
             secure_noise=not self.seeded_noise,
-            not_covered=self._not_covered(),
+            not_covered=self.not_covered(),
         )
 
     def _spent(self) -> dict[str, float]:
         return {f"epsilon_{g.basis}": g.epsilon for g in self.guarantees()}
 
-    def _not_covered(self) -> list[str]:
+    def not_covered(self) -> list[str]:
+        """And the users' histograms."""
         shown = "how many records each user has in each silo: the silos tell the server"
-        return [*super()._not_covered(), shown]
+        return [*super().not_covered(), shown]
 
     def _protection(self) -> dict[str, float]:
         return {"seeded-noise": self.seeded_noise}

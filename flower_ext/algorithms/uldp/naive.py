@@ -121,5 +121,5 @@ class UldpNaive(FederatedStrategy):
             rounds=self.participations.rounds,
             delta=self.plan.delta,
             secure_noise=not self.seeded_noise,
-            not_covered=self._not_covered(),
+            not_covered=self.not_covered(),
         )
