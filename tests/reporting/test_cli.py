@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.cli import app, epsilon_text, noise_text
+from flower_ext.reporting.cli import app
+from flower_ext.reporting.commands.calibrate import epsilon_text, noise_text
 from tests.reporting.test_report import finished
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]

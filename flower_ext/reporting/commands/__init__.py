@@ -1,0 +1,1 @@
+"""Commands of ``flower-ext`` that are more than a call."""

@@ -1,0 +1,352 @@
+"""``flower-ext plan`` and ``search``: how many rounds, and how much of the global model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
+from flower_ext.privacy import (
+    ClippedSteps,
+    TargetOutOfReach,
+)
+from flower_ext.reporting.commands.calibrate import epsilon_text
+from flower_ext.reporting.ditto_plan import (
+    Answer,
+    PrivacyBudget,
+    answers,
+    curve_rows,
+    draw_plan,
+)
+from flower_ext.reporting.ditto_search import search_by_runs
+from flower_ext.reporting.launch import LaunchFailed
+
+console = Console()
+
+
+_BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
+_WEIGHT = "λ: given, or the fairest by a Bayesian linear model"
+
+
+def plan(
+    epsilon: Annotated[float, typer.Option(help="ε > 0.", rich_help_panel=_BUDGET)],
+    clients: Annotated[
+        int, typer.Option(min=1, help="N: all take part in every round.", rich_help_panel=_BUDGET)
+    ],
+    examples: Annotated[
+        list[int],
+        typer.Option(
+            min=1,
+            help="|D|: records of a client; repeat for each client, all equal.",
+            rich_help_panel=_BUDGET,
+        ),
+    ],
+    clipping_norm: Annotated[
+        float, typer.Option(help="C: of the local model.", rich_help_panel=_BUDGET)
+    ],
+    learning_rate: Annotated[
+        float, typer.Option(help="η_G: of the local model.", rich_help_panel=_BUDGET)
+    ],
+    pilot: Annotated[
+        Path | None,
+        typer.Option(
+            help="pilot.json of a pilot run, for the losses; options below come first.",
+            rich_help_panel=_LOSSES,
+        ),
+    ] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)
+    ] = None,
+    strong_convexity: Annotated[
+        float | None, typer.Option(help="μ.", rich_help_panel=_LOSSES)
+    ] = None,
+    smoothness: Annotated[float | None, typer.Option(help="L.", rich_help_panel=_LOSSES)] = None,
+    initial_gap: Annotated[
+        float | None, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
+    ] = None,
+    initial_distance: Annotated[
+        float | None, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
+    ] = None,
+    gradient_bound: Annotated[
+        float | None,
+        typer.Option(help="G₀; without it no published bound.", rich_help_panel=_LOSSES),
+    ] = None,
+    model_spread: Annotated[
+        float | None,
+        typer.Option(help="M ≥ ‖u* − w*‖; without it no published bound.", rich_help_panel=_LOSSES),
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="δ; by default 1/|D|.", rich_help_panel=_BUDGET)
+    ] = None,
+    gradient_clipping_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="G: of each record's gradient; without it one record may move a model by 2C.",
+            rich_help_panel=_BUDGET,
+        ),
+    ] = None,
+    local_steps: Annotated[
+        int, typer.Option(min=1, help="K: noised local steps a round.", rich_help_panel=_BUDGET)
+    ] = 1,
+    batch_size: Annotated[
+        int | None, typer.Option(help="B; by default all records.", rich_help_panel=_BUDGET)
+    ] = None,
+    personal_learning_rate: Annotated[
+        float | None, typer.Option(help="η_L; by default η_G.", rich_help_panel=_BUDGET)
+    ] = None,
+    max_rounds: Annotated[
+        int, typer.Option(min=1, help="The most rounds to consider.", rich_help_panel=_BUDGET)
+    ] = 1000,
+    global_weight: Annotated[
+        float | None,
+        typer.Option(help="λ from 0 (local) to 2 (global).", rich_help_panel=_WEIGHT),
+    ] = None,
+    feature_energy: Annotated[
+        float | None, typer.Option(help="ρ: the diagonal of XᵀX.", rich_help_panel=_WEIGHT)
+    ] = None,
+    label_variance: Annotated[
+        float | None, typer.Option(help="σ²: of the labels' noise.", rich_help_panel=_WEIGHT)
+    ] = None,
+    model_variance: Annotated[
+        float | None, typer.Option(help="ζ²: between clients' models.", rich_help_panel=_WEIGHT)
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where figures and CSV files go.")] = Path("plan"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How many rounds to run, and how much of the global model to take, for a privacy budget.
+
+    For Ditto with noise on every uploaded model (DP-Ditto). The unit is one record of a client,
+    replaced by another; the server sees every upload. Answers come as published and provable; the
+    bound speaks of one full-gradient step a round on strongly convex losses.
+
+    Example: flower-ext plan --epsilon 10 --delta 1e-4 --clients 20 --examples 3000
+    --clipping-norm 20 --gradient-clipping-norm 1 --learning-rate 0.1 --dimension 10
+    --strong-convexity 0.5 --smoothness 2 --initial-gap 1 --initial-distance 4 --global-weight 0.5
+    """
+    linear = {
+        "feature_energy": feature_energy,
+        "label_variance": label_variance,
+        "model_variance": model_variance,
+    }
+    missing = [name for name, value in linear.items() if value is None]
+    if (global_weight is None) == (len(missing) == len(linear)) or 0 < len(missing) < len(linear):
+        raise typer.BadParameter(
+            "give either --global-weight or all of --feature-energy, --label-variance and "
+            "--model-variance"
+        )
+    if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
+        raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
+    try:
+        size = _equal_size(examples, clients)
+        steps = None
+        if gradient_clipping_norm is not None:
+            steps = ClippedSteps(
+                learning_rate=learning_rate,
+                gradient_clipping_norm=gradient_clipping_norm,
+                num_examples=size,
+                local_steps=local_steps,
+                batch_size=batch_size,
+            )
+        budget = PrivacyBudget(
+            epsilon=epsilon,
+            delta=1 / size if delta is None else delta,
+            num_clients=clients,
+            num_examples=size,
+            clipping_norm=clipping_norm,
+            steps=steps,
+        )
+        losses = _losses(
+            pilot,
+            dimension=dimension,
+            strong_convexity=strong_convexity,
+            smoothness=smoothness,
+            initial_gap=initial_gap,
+            initial_distance=initial_distance,
+            gradient_bound=gradient_bound,
+            model_spread=model_spread,
+        )
+        problem = DittoProblem(
+            **losses,
+            num_clients=clients,
+            learning_rate=learning_rate,
+            personal_learning_rate=learning_rate
+            if personal_learning_rate is None
+            else personal_learning_rate,
+        )
+        fairness = None
+        if not missing:
+            fairness = LinearFairness.expected(
+                num_clients=clients,
+                num_examples=size,
+                dimension=problem.dimension,
+                feature_energy=feature_energy or 0.0,
+                label_variance=label_variance or 0.0,
+                model_variance=model_variance or 0.0,
+            )
+        found = answers(
+            budget,
+            problem,
+            max_rounds=max_rounds,
+            global_weight=global_weight,
+            fairness=fairness,
+        )
+    except (ValueError, TargetOutOfReach) as error:
+        raise typer.BadParameter(str(error)) from error
+    drawn = draw_plan(found, output, fairness=fairness)
+    if as_json:
+        facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
+        target = {"epsilon": epsilon, "delta": budget.delta}
+        curves = [
+            {"rounds": rounds, **{a.basis: _at(a, rounds) for a in found}}
+            for rounds in curve_rows(found)
+        ]
+        console.print_json(
+            json.dumps(
+                {
+                    **facts,
+                    **target,
+                    "plans": [answer.to_dict() for answer in found],
+                    "curves": curves,
+                    "figures": [str(path) for path in drawn],
+                }
+            )
+        )
+        return
+    _print_plan(budget, found, drawn)
+
+
+def search(
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp_ditto.")],
+    rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
+    global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
+        "search"
+    ),
+) -> None:
+    """T and λ for a budget by short runs in one process: for models that no bound speaks of.
+
+    In turns: the T with the smallest training loss of personal models at the λ so far, the λ under
+    which these losses are most alike at that T, until both stay. Losses are read without noise: for
+    simulations and public stand-ins.
+
+    Example: flower-ext search apps/dp_ditto --rounds 5 --rounds 20 --global-weight 0
+    --global-weight 0.5 --set epsilon=10
+    """
+    try:
+        found = search_by_runs(
+            app_folder,
+            rounds=rounds,
+            global_weights=global_weight,
+            seeds=range(1, seeds + 1),
+            settings=settings or (),
+            folder=runs,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except LaunchFailed as error:
+        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from error
+    table = Table(title="Training losses of personal models", title_justify="left")
+    for column in ("T", "λ", "mean", "std over clients"):
+        table.add_column(column)
+    for (T, weight), outcome in sorted(found.outcomes.items()):
+        table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
+    console.print(table)
+    how = "both stay" if found.settled else "they go round in a circle; its smallest loss"
+    console.print(f"T* = {found.rounds}, λ* = {found.global_weight:g} ({how})")
+
+
+def _equal_size(examples: list[int], clients: int) -> int:
+    """|D|, the same for all: the analysis averages over clients without weights."""
+    if len(examples) not in (1, clients):
+        raise ValueError(
+            f"examples={examples!r}: expected one size for all, or {clients}, one for each client"
+        )
+    if len(set(examples)) > 1:
+        raise ValueError(
+            f"examples={examples!r}: expected equal sizes, which Theorems 1 to 3 rest on; plan for "
+            "the smallest and let every client use that many records"
+        )
+    return examples[0]
+
+
+def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
+    """What `DittoProblem` has to know of the losses: from a pilot run, or as given."""
+    known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
+    if pilot is not None:
+        estimates, dimension = PilotEstimates.load(pilot)
+        known |= {**asdict(estimates), "dimension": dimension}
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := [name for name in given if name not in known]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"give {options}, or --pilot with a file that has them")
+    return known
+
+
+def _at(answer: Answer, rounds: int) -> dict[str, float]:
+    """One row of the curves."""
+    plan = answer.plan
+    return {
+        "bound": float(plan.convergence[rounds - 1]),
+        "global_weight": float(plan.global_weights[rounds - 1]),
+    }
+
+
+def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -> None:
+    console.print(
+        f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
+        f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
+    )
+    if budget.delta > 1 / budget.num_examples:
+        console.print(
+            f"δ = {budget.delta:g} is above 1/|D| = {1 / budget.num_examples:.3g}: a mechanism "
+            "that publishes one record, drawn at random, would pass"
+        )
+    console.print(f"Provable noise: {budget.provable_source}\n")
+    table = Table(title="Rounds and global weight for the budget", title_justify="left")
+    kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
+    columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
+    for column in columns:
+        table.add_column(column)
+    for answer in found:
+        plan = answer.plan
+        table.add_row(
+            answer.basis,
+            str(plan.rounds),
+            f"{plan.global_weight:.4g}",
+            f"{float(plan.bound.after(plan.rounds)):.4g}",
+            f"{answer.noise_stddev:.4g}" if plan.rounds else "–",
+            *(epsilon_text(answer.epsilons[kind]) if plan.rounds else "–" for kind in kinds),
+        )
+    console.print(table)
+    for answer in found:
+        if answer.plan.rounds == 0:
+            console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
+        if answer.plan.rounds == int(answer.plan.candidates[-1]):
+            console.print(f"{answer.basis}: T* is --max-rounds; more may be better")
+        for text in answer.not_met:
+            console.print(f"  ✗ {answer.basis}: {text}")
+    curves = Table(title="h(T, λ) and λ over the planned rounds", title_justify="left")
+    curves.add_column("T")
+    for answer in found:
+        curves.add_column(f"h, {answer.basis}")
+        curves.add_column(f"λ, {answer.basis}")
+    for rounds in curve_rows(found):
+        cells = [_at(answer, rounds) for answer in found]
+        numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
+        curves.add_row(str(rounds), *numbers)
+    console.print(curves)
+    for path in drawn:
+        console.print(f"Figure: {path} (numbers: {path.with_suffix('.csv').name})", soft_wrap=True)
