@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from flower_ext.data import ClientData
 from flower_ext.federation import records
@@ -34,6 +34,7 @@ from flower_ext.federation.protection import (
     protected,
     step_noise,
 )
+from flower_ext.federation.requests import Asked, unpacked
 from flower_ext.federation.virtual import CohortApp
 from flower_ext.privacy import (
     BoundedSum,
@@ -352,17 +353,17 @@ class _ClientSide:
 
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context]
-    ) -> tuple[list[_Asked], list[ClientWork]]:
+    ) -> tuple[list[Asked], list[ClientWork]]:
         # All in one process have one task: that of the first is good for all.
         task = self._task(contexts[0])
-        asked = _unpacked(messages, task)
+        asked = unpacked(messages, task)
         return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
 
     def _reply(
         self,
         message: Message,
         context: Context,
-        asked: _Asked,
+        asked: Asked,
         work: ClientWork,
         result: LocalResult,
     ) -> Message:
@@ -386,7 +387,7 @@ class _ClientSide:
             content[records.METRICS] = records.metrics_record(metrics)
         return Message(content, reply_to=message)
 
-    def _work(self, asked: _Asked, context: Context, task: Task) -> ClientWork:
+    def _work(self, asked: Asked, context: Context, task: Task) -> ClientWork:
         check_facts(asked.facts, context, kind=asked.kind)
         partition = partition_of(context.node_config)
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
@@ -430,73 +431,6 @@ class _ClientSide:
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a message asks for, unpacked."""
-
-    kind: str
-    facts: Mapping[str, Any]
-    model: Params
-    state: Mapping[str, Params]
-    training: Mapping[str, LocalTraining]
-    settings: Mapping[str, float]
-    config: Mapping[str, object]
-
-    @property
-    def run(self) -> str:
-        return str(self.facts.get("run", ""))
-
-    @property
-    def round(self) -> int:
-        return int(self.facts["number"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.facts["seed"])
-
-
-def _unpacked(messages: Iterable[Message], task: Task) -> list[_Asked]:
-    """What each message asks for; what several of them share is read, and checked, once."""
-    contents: dict[int, _Asked] = {}
-    arrays: dict[int, Params] = {}
-
-    def params(record: ArrayRecord) -> Params:
-        if id(record) not in arrays:
-            arrays[id(record)] = records.to_params(record)
-            _check_received(arrays[id(record)], task)
-        return arrays[id(record)]
-
-    def unpacked(message: Message) -> _Asked:
-        content = message.content
-        if id(content) not in contents:
-            received = {name: params(record) for name, record in content.array_records.items()}
-            configs = content.config_records
-            if not set(received[records.MODEL]) <= set(task.shapes):
-                extra = sorted(set(received[records.MODEL]) - set(task.shapes))
-                raise ValueError(f"the server's model has {extra}, which this task's has not")
-            contents[id(content)] = _Asked(
-                kind=message.metadata.message_type.partition(".")[0],
-                facts=dict(configs[records.ROUND]),
-                model=received.pop(records.MODEL),
-                state=received,
-                training=records.read_trainings(content),
-                settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
-                config=dict(configs.get(records.CONFIG, {})),
-            )
-        return contents[id(content)]
-
-    return [unpacked(message) for message in messages]
-
-
-def _check_received(params: Params, task: Task) -> None:
-    """Refuse what would train to nonsense, and might be remembered."""
-    for name, value in params.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
-        if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
-            raise ValueError(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
 
 
 def _check_memory(params: Params | None) -> None:

@@ -1,0 +1,90 @@
+"""What a server's message asks of a client, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Message
+
+from flower_ext.federation import records
+from flower_ext.privacy import NonFiniteUpdate
+from flower_ext.training import LocalTraining, Params, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a message asks for: facts of the round, models and other arrays, phases of training."""
+
+    kind: str
+    facts: Mapping[str, Any]
+    model: Params
+    state: Mapping[str, Params]
+    training: Mapping[str, LocalTraining]
+    settings: Mapping[str, float]
+    config: Mapping[str, object]
+
+    @property
+    def run(self) -> str:
+        """Name of the run, by which memory is kept; empty where the server gives none."""
+        return str(self.facts.get("run", ""))
+
+    @property
+    def round(self) -> int:
+        """Number of the training round."""
+        return int(self.facts["number"])
+
+    @property
+    def seed(self) -> int:
+        """That of the run; 0 where there is none."""
+        return int(self.facts["seed"])
+
+
+def unpacked(messages: Iterable[Message], task: Task) -> list[Asked]:
+    """What each message asks for; what several of them share is read, and checked, once.
+
+    Raises
+    ------
+    ValueError, NonFiniteUpdate
+        The model is not that of ``task``, or holds NaN.
+    """
+    contents: dict[int, Asked] = {}
+    arrays: dict[int, Params] = {}
+
+    def params(record: ArrayRecord) -> Params:
+        if id(record) not in arrays:
+            arrays[id(record)] = records.to_params(record)
+            _check_received(arrays[id(record)], task)
+        return arrays[id(record)]
+
+    def read(message: Message) -> Asked:
+        content = message.content
+        if id(content) not in contents:
+            received = {name: params(record) for name, record in content.array_records.items()}
+            configs = content.config_records
+            if not set(received[records.MODEL]) <= set(task.shapes):
+                extra = sorted(set(received[records.MODEL]) - set(task.shapes))
+                raise ValueError(f"the server's model has {extra}, which this task's has not")
+            contents[id(content)] = Asked(
+                kind=message.metadata.message_type.partition(".")[0],
+                facts=dict(configs[records.ROUND]),
+                model=received.pop(records.MODEL),
+                state=received,
+                training=records.read_trainings(content),
+                settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+                config=dict(configs.get(records.CONFIG, {})),
+            )
+        return contents[id(content)]
+
+    return [read(message) for message in messages]
+
+
+def _check_received(params: Params, task: Task) -> None:
+    """Refuse what would train to nonsense, and might be remembered."""
+    for name, value in params.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
+        if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
+            raise ValueError(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
