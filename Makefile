@@ -1,7 +1,7 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
-# make test-slow  and those that kill and restart whole deployments
+# make test-slow  and those of whole deployments, minutes each
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
