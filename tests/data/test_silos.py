@@ -85,7 +85,7 @@ def test_the_model_of_a_data_set_takes_its_records(name):
 
 @pytest.mark.parametrize("name", [name for name in silo_names() if name not in EMBEDDED])
 def test_missing_files_are_an_error_that_names_them(name, tmp_path):
-    with pytest.raises(DataNotFound, match=name):
+    with pytest.raises(DataNotFound, match=name.removesuffix("-scaled")):  # the same files
         load_silos(name, tmp_path)
 
 
