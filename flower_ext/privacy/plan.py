@@ -164,9 +164,10 @@ class ReleasePlan:
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
 
-        To refuse larger ones adds at most that probability, for each round, to δ. It keeps a
-        hostile client from moving the sum further than the noise of an honest upload might. It does
-        not bound it by C, as a server does that noises itself. Infinite where the server noises.
+        To refuse larger ones changes a sum with that probability for each upload at most, which no
+        reported δ counts. It keeps a hostile client from moving the sum further than the noise of
+        an honest upload might; it does not bound it by C, as a server does that noises itself.
+        Infinite where the server noises.
 
         Parameters
         ----------

@@ -159,7 +159,9 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
         return None
     count, per_node = int(config[setting]), int(config.get("clients-per-node", 1))
     if per_node < 1 or count % per_node:
-        raise LaunchFailed(f"{setting}={count} is no multiple of clients-per-node={per_node}")
+        raise LaunchFailed(
+            f"clients-per-node={per_node}: expected an integer >= 1 that divides {setting}={count}"
+        )
     return count // per_node
 
 
