@@ -32,7 +32,7 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import Plan
 from flower_ext.training import Job, LocalTraining, Params, Task, clone, difference
-from flower_ext.training.many import Stack, along, first, groups
+from flower_ext.training.many import Stack, along, first, groups, unstacked
 
 ATTRACTION = "attraction"
 
@@ -93,7 +93,9 @@ def minimise_envelopes(
                     point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
             for name, centre in near.items():
                 centre.addcmul_(centre - own[name], along(rate[:active], centre), value=-1.0)
-        results |= zip(group, zip(stack.models(w), stack.models(theta), strict=True), strict=True)
+        results |= zip(
+            group, zip(unstacked(w, chosen), unstacked(theta, chosen), strict=True), strict=True
+        )
     return [results[index] for index in range(len(jobs))]
 
 

@@ -35,7 +35,7 @@ log = getLogger(__name__)
 
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
-_CACHE = 6 * 2**20
+_CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
@@ -74,8 +74,8 @@ def train_many(
         As `train`.
     """
     results: dict[int, Params] = {}
-    for group, models in train_groups(task, jobs, trained=trained, memory_limit=memory_limit):
-        results |= zip(group, models, strict=True)
+    for group, rows in train_groups(task, jobs, trained=trained, memory_limit=memory_limit):
+        results |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
     return [results[index] for index in range(len(jobs))]
 
 
@@ -85,10 +85,11 @@ def train_groups(
     *,
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
-) -> Iterator[tuple[list[int], list[Params]]]:
-    """The models of `train_many`, batch by batch, with the indices of their jobs.
+) -> Iterator[tuple[list[int], Params]]:
+    """What `train_many` trains, batch by batch: the indices of jobs, and their models in rows.
 
-    Who needs sums over models rather than the models never holds more than one batch of them.
+    Each parameter has a first dimension of these jobs; it is the caller's to change. Who needs sums
+    over models rather than the models never holds more than one batch of them.
     """
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
@@ -103,9 +104,20 @@ def train_groups(
                 terms=job.terms,
                 generator=job.generator,
             )
-            yield group, [model]
+            yield group, {name: p.unsqueeze(0) for name, p in model.items()}
         else:
-            yield group, Stack(task, chosen, trained).minimise()
+            like = chosen[0].params
+            rows = Stack(task, chosen, trained).minimise()
+            yield group, {n: w.to(like[n].device, like[n].dtype) for n, w in rows.items()}
+
+
+def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
+    """Each job's whole model: its row, and its own parameters where there are no rows."""
+    each = {name: part.unbind() for name, part in rows.items()}
+    return [
+        {name: each[name][row] if name in each else p for name, p in job.params.items()}
+        for row, job in enumerate(jobs)
+    ]
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
@@ -229,7 +241,7 @@ class Stack:
         if not self.names:
             raise ValueError("trained selects no parameter of the model")
         every = {
-            name: self.form.stack([job.params[name].detach().to(self.device) for job in jobs])
+            name: self.form.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
         }
         self.weights = {name: every.pop(name) for name in self.names}
@@ -237,8 +249,8 @@ class Stack:
         self.batches = Batches(jobs, self.device)
         self._shape: tuple[Sequence[int], bool] | None = None
 
-    def minimise(self) -> list[Params]:
-        """SGD with momentum, or SAM, on every job to its own end."""
+    def minimise(self) -> Params:
+        """SGD with momentum, or SAM, on every job to its own end; ``weights`` afterwards."""
         rate, momentum, radius = (
             torch.tensor([getattr(job.training, name) for job in self.jobs], device=self.device)
             for name in ("learning_rate", "momentum", "sam_radius")
@@ -263,16 +275,16 @@ class Stack:
             add_terms(own, terms, point)
             for name, w in now.items():
                 w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
-        return self.models(self.weights)
+        return self.weights
 
-    def _descend(self, rate: Tensor) -> list[Params]:
+    def _descend(self, rate: Tensor) -> Params:
         """Plain SGD: the backward pass moves the weights; no gradient is ever written."""
         for x, y, counts in self.batches:
             active = len(x)
             now, rest = first(self.weights, active), first(self.rest, active)
             targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
             self._send(now, rest, x, y, counts, targets, rate[:active])
-        return self.models(self.weights)
+        return self.weights
 
     def slope(
         self,
@@ -353,15 +365,6 @@ class Stack:
                 slopes[row] += term.weight if isinstance(term, Proximal) else 0.0
         return {name: (slopes, offset) for name, offset in offsets.items()}
 
-    def models(self, weights: Mapping[str, Tensor]) -> list[Params]:
-        """Each job's whole model with ``weights`` in place, where its own parameters were."""
-        like = self.jobs[0].params
-        rows = {n: w.to(like[n].device, like[n].dtype).unbind() for n, w in weights.items()}
-        return [
-            {name: rows[name][row] if name in rows else p for name, p in job.params.items()}
-            for row, job in enumerate(self.jobs)
-        ]
-
 
 def first(params: Mapping[str, Tensor], active: int) -> Params:
     """Of the first ``active`` jobs only: views."""
@@ -412,8 +415,9 @@ class Batches:
             active, start = int((steps > step).sum()), step % per_epoch * size
             if start == 0:
                 orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
-                features = self._ordered("features", orders)
-                targets = self._ordered("targets", orders)
+                if step == 0 or per_epoch > 1:  # a batch of all examples may keep its order
+                    features = self._ordered("features", orders)
+                    targets = self._ordered("targets", orders)
             x = features[:active, start : start + size]
             yield x, targets[:active, start : start + size], [x.shape[1]] * active
 

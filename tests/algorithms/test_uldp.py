@@ -566,9 +566,9 @@ def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
     sizes = []
 
     def watched(*args, **options):
-        for group, models in averaging_groups(*args, **options):
-            sizes.append(len(models))
-            yield group, models
+        for group, rows in averaging_groups(*args, **options):
+            sizes.append(len(group))
+            yield group, rows
 
     averaging_groups = averaging.train_groups
     monkeypatch.setattr(averaging, "train_groups", watched)

@@ -350,6 +350,10 @@ def test_models_come_batch_by_batch_and_are_those_of_all_at_once(batched):
     limit = 2 * 4 * 8 * sum(p.numel() for p in task.initial_params(0).values())
     came = list(train_groups(task, jobs_of(Dense, [SGD], sizes), memory_limit=limit))
     assert len(came) > 2
-    models = dict(pair for group, some in came for pair in zip(group, some, strict=True))
+    models = {
+        index: {name: part[row] for name, part in rows.items()}
+        for group, rows in came
+        for row, index in enumerate(group)
+    }
     ours = [models[index] for index in range(len(sizes))]
     same(ours, train_many(task, jobs_of(Dense, [SGD], sizes)))

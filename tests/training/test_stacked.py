@@ -28,6 +28,22 @@ class Residual(nn.Module):
         return self.head(self.flat(x.tanh()))
 
 
+class Pooled(nn.Module):
+    """Max pooling right after ReLU as a function, and of one that something else reads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin, self.go_on = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 2)
+        self.shrink, self.overlap = nn.MaxPool2d(2), nn.MaxPool2d(2, stride=1, padding=1)
+        self.mean, self.mean2 = nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d(1)
+        self.flat, self.head = nn.Flatten(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.shrink(torch.relu(self.begin(x)))
+        x = self.go_on(x).relu()
+        return self.head(self.flat(self.mean(self.overlap(x)) + self.mean2(x)))
+
+
 MODELS = {
     "logistic regression": (lambda: nn.Linear(4, 3), (4,)),
     "perceptron": (
@@ -36,6 +52,7 @@ MODELS = {
     ),
     "mnist-cnn": (models.mnist_cnn, (1, 28, 28)),
     "residual": (Residual, (2, 8, 8)),
+    "pooled": (Pooled, (1, 8, 8)),
 }
 
 

@@ -147,20 +147,19 @@ def users_updates(
 ) -> Iterator[tuple[int, list[int], Params]]:
     """Train all users; silo, some of its users, and their updates before clipping, in rows."""
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
-    everyone.sort(key=lambda who: len(jobs[who[0]].users[who[1]]), reverse=True)
+    everyone.sort(key=lambda who: (-len(jobs[who[0]].users[who[1]]), who[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         own = [jobs[silo].of(user) for silo, user in chosen]
-        for group, models in train_groups(task, own, trained=trained, memory_limit=memory_limit):
-            by_silo: defaultdict[int, list[tuple[int, Params]]] = defaultdict(list)
-            for index, model in zip(group, models, strict=True):
-                by_silo[chosen[index][0]].append((chosen[index][1], model))
-            for silo, trainings in by_silo.items():
-                rows = {
-                    name: torch.stack([model[name] for _, model in trainings]) - received
-                    for name, received in jobs[silo].params.items()
-                }
-                yield silo, [user for user, _ in trainings], _finite(rows)
+        for group, rows in train_groups(task, own, trained=trained, memory_limit=memory_limit):
+            by_silo: defaultdict[int, list[int]] = defaultdict(list)
+            for row, index in enumerate(group):
+                by_silo[chosen[index][0]].append(row)
+            for silo, members in by_silo.items():
+                updates = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
+                for name, received in jobs[silo].params.items():
+                    updates[name] -= received
+                yield silo, [chosen[group[row]][1] for row in members], _finite(updates)
 
 
 def _finite(rows: Params) -> Params:
@@ -168,7 +167,8 @@ def _finite(rows: Params) -> Params:
 
     To refuse the round instead would tell everybody of one user's records.
     """
-    sound = torch.stack([torch.isfinite(row).flatten(1).all(dim=1) for row in rows.values()]).all(0)
+    # A sum is finite only if all of it is, and faster to look at.
+    sound = torch.stack([row.flatten(1).sum(dim=1).isfinite() for row in rows.values()]).all(0)
     if sound.all():
         return rows
     return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
