@@ -33,7 +33,7 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
-_BLOCK = 2**18
+_BLOCK = 2**20
 """Numbers that are summed at a time."""
 _MARGIN = 1.0 - 1e-12
 """Room for the rounding of the norm itself, whatever the order of its summation."""
@@ -214,26 +214,14 @@ def sum_clipped_rows(
     shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"weights={weights!r}: expected {count} numbers in [0, 1]")
-    value = {name: _as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
-    together = max(1, _BLOCK // max(1, sum(_size(array) for array in rows.values()) // count))
-    for start in range(0, count, together):  # as many rows as stay in a cache
-        block = {name: array[start : start + together, ...] for name, array in rows.items()}
-        own = shares[start : start + together]
-        part = clip_rows(block, clipping_norm, own)
-        if part is None:  # squares that overflow or vanish: with more care, one after the other
-            part = _clip_one_by_one(block, clipping_norm, own)
-        value = {name: value[name] + part[name] for name in value}
+    value = clip_rows(rows, clipping_norm, shares)
+    if value is None:  # squares that overflow or vanish: with more care, one after the other
+        value = {name: _as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
+        for number, share in enumerate(shares):
+            row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
+            for name, array in row.value.items():
+                value[name] = value[name] + _as_float64(array) * share
     return BoundedSum(value=value, bound=clipping_norm, count=count)
-
-
-def _clip_one_by_one(
-    rows: Update, clipping_norm: float, weights: Sequence[float]
-) -> dict[str, Any]:
-    value = {name: _as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
-    for number, weight in enumerate(weights):
-        row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
-        value = {name: value[name] + _as_float64(row.value[name]) * weight for name in value}
-    return value
 
 
 def clip_rows(
@@ -256,9 +244,14 @@ def clip_rows(
     factors = _row_factors(flat, clipping_norm)
     if factors is None:
         return None
-    namespace = api.array_namespace(flat)
-    shares = namespace.asarray(weights, dtype=namespace.float64, device=api.device(flat))
-    return _named((factors * shares) @ flat, {n: array.shape[1:] for n, array in rows.items()})
+    namespace = api.array_namespace(*flat.values())
+    factors = factors * namespace.asarray(
+        weights, dtype=namespace.float64, device=api.device(factors)
+    )
+    return {
+        name: namespace.reshape(factors @ flat[name], array.shape[1:])
+        for name, array in rows.items()
+    }
 
 
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
@@ -278,46 +271,42 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     check_arrays(rows)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)
+    namespace = api.array_namespace(*flat.values())
     if factors is not None:
-        return _named(factors[:, None] * flat, {name: array.shape for name, array in rows.items()})
+        return {
+            name: namespace.reshape(factors[:, None] * flat[name], array.shape)
+            for name, array in rows.items()
+        }
     count = len(next(iter(rows.values())))
     wide = {name: _as_float64(array) for name, array in rows.items()}
     each = [
         clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
         for number in range(count)
     ]
-    stack = api.array_namespace(flat).stack
-    return {name: stack([row[name] for row in each]) for name in rows}
+    return {name: namespace.stack([row[name] for row in each]) for name in rows}
 
 
-def _flat_rows(rows: Update) -> Any:
-    """All arrays side by side in float64: one of shape (units, numbers)."""
-    namespace = api.array_namespace(*rows.values())
-    flat = [
-        namespace.reshape(array, (array.shape[0], math.prod(array.shape[1:])))
-        for array in rows.values()
-    ]
-    return _as_float64(namespace.concat(flat, axis=1))
+def _flat_rows(rows: Update) -> dict[str, Any]:
+    """In float64, each of shape (units, numbers)."""
+    return {
+        name: api.array_namespace(array).reshape(
+            _as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
+        )
+        for name, array in rows.items()
+    }
 
 
-def _named(flat: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Arrays of these shapes from the last dimension of ``flat``: `_flat_rows`, undone."""
-    namespace, named, start = api.array_namespace(flat), {}, 0
-    for name, shape in shapes.items():
-        end = start + math.prod(shape) // math.prod(flat.shape[:-1])
-        named[name] = namespace.reshape(flat[..., start:end], tuple(shape))
-        start = end
-    return named
-
-
-def _row_factors(flat: Any, clipping_norm: float) -> Any | None:
+def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
     """What to multiply each row by, or None where simple arithmetic could not be trusted."""
-    namespace = api.array_namespace(flat)
+    namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
-        norms = namespace.linalg.vector_norm(flat, axis=1) / clipping_norm
+        squares = sum(namespace.vecdot(array, array) for array in flat.values())
+    norms = namespace.sqrt(squares) / clipping_norm
     usual = (norms > 1e-100) & (norms < 1e100)
-    if not bool(namespace.all(usual)) and bool(namespace.any(flat[~usual, :] != 0)):
-        return None
+    if not bool(namespace.all(usual)):
+        filled = namespace.stack([namespace.any(array != 0, axis=1) for array in flat.values()])
+        if not bool(namespace.all(usual | ~namespace.any(filled, axis=0))):
+            return None
     return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
 
 
