@@ -28,10 +28,10 @@ WORLDS: dict[str, Config] = {
     "mnist-dnn": {"dataset": "mnist", "model": "mnist-dnn"},
     "fashion-mnist-dnn": {"dataset": "fashion-mnist", "model": "mnist-dnn"},
     "fashion-mnist-cnn": {"dataset": "fashion-mnist", "model": "mnist-cnn-32-64"},
-    "cifar10-small": {"dataset": "cifar10", "model": "cifar10-cnn", "examples-per-client": 100},
+    "cifar10-lenet": {"dataset": "cifar10", "model": "cifar10-lenet", "examples-per-client": 500},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
 }
-"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-small`` are smaller ones."""
+"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller ones."""
 SEARCH_SEED = 1001
 """Tried learning rates see other clients, initial models and noise than reported runs."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}

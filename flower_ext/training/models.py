@@ -99,6 +99,24 @@ def cifar10_cnn(num_classes: int = 10) -> HeadedModel:
     return HeadedModel(extractor, nn.Linear(128, num_classes))
 
 
+def cifar10_lenet(num_classes: int = 10) -> HeadedModel:
+    """LeNet-5 for 32×32 colour images: 62,006 parameters with ten classes."""
+    extractor = nn.Sequential(
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+    )
+    return HeadedModel(extractor, nn.Linear(84, num_classes))
+
+
 def mnist_cnn_32_64(num_classes: int = 10) -> HeadedModel:
     """The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters with ten classes.
 
@@ -283,6 +301,7 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "mnist-cnn": mnist_cnn,
     "mnist-cnn-32-64": mnist_cnn_32_64,
     "cifar10-cnn": cifar10_cnn,
+    "cifar10-lenet": cifar10_lenet,
     "cifar10-cnn-32-64": cifar10_cnn_32_64,
     "resnet18": resnet18,
     "synthetic-logistic": synthetic_logistic,
