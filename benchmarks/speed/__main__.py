@@ -64,11 +64,11 @@ def main(
     for name in chosen:
         both = Workload(model=name, rounds=rounds)
         one, two = (
-            every[0].run(replace(both, threads=threads), timeout=timeout) for threads in (1, 2)
+            every[0].run(replace(both, workers=workers), timeout=timeout) for workers in (1, 2)
         )
         if one and two:
             ratio = one.milliseconds / two.milliseconds
-            parts.append(f"{NAMES[name]} parameters, two threads: {ratio:.2f} times as fast.\n")
+            parts.append(f"{NAMES[name]} parameters, two workers: {ratio:.2f} times as fast.\n")
             print(parts[-1])
     parts.append(growth.draw(output, rounds=rounds))
     (output / "speed.md").write_text("\n".join(parts))

@@ -116,7 +116,7 @@ def main() -> None:
         run_simulation(server, app, count, backend_config=resources)
     else:
         answering = app if engine == "vectorised" else OneByOne(app)
-        run_in_process(server, answering, num_clients=workload.clients)
+        run_in_process(server, answering, num_clients=workload.clients, workers=workload.workers)
     clock.report()
 
 

@@ -66,6 +66,7 @@ class Workload:
     rounds: int = 6
     private: bool = False
     threads: int = 1
+    workers: int = 1
 
     def build(self) -> nn.Module:
         """A fresh model; ``wide-100`` has a hidden layer of 100."""

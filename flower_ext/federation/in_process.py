@@ -8,7 +8,7 @@ ClientApp of this package answers a whole cohort at once, which trains its clien
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.virtual import answer_all
+from flower_ext.federation.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
 
@@ -31,7 +32,9 @@ class InProcessGrid(Grid):
     run_config : Mapping, optional
         What clients see as ``context.run_config``.
     memory_limit : int
-        Bytes that one batch of local trainings may take (see `training.train_many`).
+        Bytes that local trainings may take at a time (see `training.train_many`).
+    workers : int
+        Processes that the clients are divided among; see `workers`.
     """
 
     def __init__(
@@ -40,11 +43,11 @@ class InProcessGrid(Grid):
         num_clients: int,
         run_config: Mapping[str, bool | float | int | str] | None = None,
         memory_limit: int = MEMORY_LIMIT,
+        workers: int = 1,
     ) -> None:
         if num_clients < 1:
             raise ValueError(f"num_clients={num_clients!r}: expected an integer >= 1")
         self._app = client_app
-        self._memory_limit = memory_limit
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
         self.set_run(private.empty_run(run_id=1))
@@ -59,6 +62,8 @@ class InProcessGrid(Grid):
             )
             for partition in range(num_clients)
         }
+        self._memory_limit = memory_limit // max(1, workers)
+        self.workers = Workers(workers, self._answer_here, self.contexts)
 
     def set_run(self, run: Any) -> None:
         """Take part in ``run``; this process may then create its messages."""
@@ -111,6 +116,9 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
+        return self.workers(messages)
+
+    def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]
         return answer_all(self._app, messages, contexts, memory_limit=self._memory_limit)
 
@@ -122,10 +130,11 @@ def run_in_process(
     num_clients: int,
     run_config: Mapping[str, bool | float | int | str] | None = None,
     memory_limit: int = MEMORY_LIMIT,
+    workers: int = 1,
 ) -> InProcessGrid:
     """Run a whole Flower app in this process and return its grid (with the clients' contexts)."""
     config = dict(run_config or {})
-    grid = InProcessGrid(client_app, num_clients, config, memory_limit)
+    grid = InProcessGrid(client_app, num_clients, config, memory_limit, workers)
     context = Context(
         run_id=1,
         node_id=private.SERVER_NODE_ID,
@@ -139,6 +148,8 @@ def run_in_process(
     gc.freeze()
     try:
         server_app(grid, context)
+        grid.workers.gather()
     finally:
+        grid.workers.abandon()
         gc.unfreeze()
     return grid

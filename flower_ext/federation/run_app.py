@@ -1,4 +1,4 @@
-"""Run a Flower app's folder in this process: ``python -m flower_ext.federation.run_app FOLDER``.
+"""Run an app's folder in one place: ``python -m flower_ext.federation.run_app FOLDER WORKERS``.
 
 The whole run configuration is read from standard input, as JSON. People use
 ``flower-ext run FOLDER --in-process``, which fills in the app's defaults.
@@ -33,13 +33,13 @@ def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     return found[0], found[1]
 
 
-def run_app(folder: Path, config: UserConfig) -> InProcessGrid:
+def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessGrid:
     """Run an app with as many clients as its setting ``clients`` or ``num-silos``."""
     server, client = load_app(folder.absolute())
     count = num_nodes(config)
     assert count is not None
-    return run_in_process(server, client, num_clients=count, run_config=config)
+    return run_in_process(server, client, num_clients=count, run_config=config, workers=workers)
 
 
 if __name__ == "__main__":
-    run_app(Path(sys.argv[1]), json.load(sys.stdin))
+    run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))

@@ -48,6 +48,9 @@ def run(
     clients: Annotated[
         int | None, typer.Option(min=1, help="So many clients, in one process.")
     ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that share the clients of such a run.")
+    ] = 1,
     resume: Annotated[
         Path | None,
         typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
@@ -65,6 +68,7 @@ def run(
             settings=settings,
             runs=runs,
             in_process=in_process or clients is not None,
+            workers=workers,
             resume=resume,
         )
     except LaunchFailed as error:

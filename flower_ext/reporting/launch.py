@@ -38,6 +38,7 @@ def launch(
     settings: Sequence[str] = (),
     runs: Path = Path("runs"),
     in_process: bool = False,
+    workers: int = 1,
     env: Mapping[str, str] | None = None,
     resume: Path | None = None,
 ) -> Path | None:
@@ -58,6 +59,8 @@ def launch(
         Folder in which the run directory is made.
     in_process : bool
         All clients in one process, without Ray: what is trained in a round is trained together.
+    workers : int
+        Of a run in one process: how many such processes share the clients.
     env : Mapping[str, str], optional
         Variables for Flower's commands; by default `environment`.
     resume : Path, optional
@@ -70,6 +73,8 @@ def launch(
     """
     if in_process and superlink is not None:
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
+    if workers > 1 and not in_process:
+        raise LaunchFailed(f"workers={workers}: Ray starts its own; add --in-process or --clients")
     defaults = _defaults(app)
     changes = dict(_override(setting, defaults) for setting in settings)
     if resume is not None:
@@ -91,7 +96,7 @@ def launch(
         config |= {"clients-per-node": 1} if "clients-per-node" in config else {}
         if num_nodes(config) is None:
             raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
-        engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app)]
+        engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app), str(workers)]
         done = subprocess.run(engine, input=json.dumps(config), text=True, check=False)
         if done.returncode:
             raise LaunchFailed("the run ended with the error above")

@@ -1,0 +1,204 @@
+"""Processes that answer for a part of the clients each, so that one run uses many cores.
+
+They are forked from the process of the server and share what it has loaded. A client belongs to
+one of them for the whole run, and its state is there. Each has one thread: many small trainings
+gain more from another process than from another thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+
+
+class WorkerLost(RuntimeError):
+    """A process has ended, and with it the state of its clients; the message says which."""
+
+
+class Workers:
+    """This process and others beside it; the others begin with the first messages.
+
+    Parameters
+    ----------
+    count : int
+        Processes, this one among them.
+    answer : Callable[[Sequence[Message]], list[Message]]
+        Replies for clients whose contexts are in ``contexts``.
+    contexts : Mapping[int, Context]
+        Of all clients, by node id.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        answer: Callable[[Sequence[Message]], list[Message]],
+        contexts: Mapping[int, Context],
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"workers={count!r}: expected an integer >= 1")
+        if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
+            raise ValueError(f"workers={count!r}: this system cannot fork processes; expected 1")
+        self._count, self._answer, self._contexts = count, answer, contexts
+        self._owner = {node: number % count for number, node in enumerate(contexts)}
+        self._others: list[tuple[BaseProcess, _Line]] = []
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        """Replies in the order of ``messages``.
+
+        Raises
+        ------
+        WorkerLost
+        """
+        if self._count == 1:
+            return self._answer(messages)
+        if not self._others:
+            self._fork()
+        shares: list[list[Message]] = [[] for _ in range(self._count)]
+        for message in messages:
+            shares[self._owner[message.metadata.dst_node_id]].append(message)
+        busy = [number for number, share in enumerate(shares) if share and number]
+        for number in busy:
+            self._send(number, shares[number])
+        replies = [iter(self._answer(share) if share else ()) for share in shares[:1]]
+        for number in range(1, self._count):
+            told: list[RecordDict | Error] = self._receive(number) if number in busy else []
+            pairs = zip(told, shares[number], strict=True)
+            replies.append(iter([Message(each, reply_to=message) for each, message in pairs]))
+        return [next(replies[self._owner[m.metadata.dst_node_id]]) for m in messages]
+
+    def gather(self) -> None:
+        """End the other processes and take over the states of their clients."""
+        for number, (process, _) in enumerate(self._others, start=1):
+            self._send(number, None)
+            for node, state in self._receive(number).items():
+                self._contexts[node].state = state
+            process.join()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End the other processes at once, if there are any left."""
+        for process, line in self._others:
+            line.close()
+            process.terminate()
+            process.join()
+        self._others.clear()
+
+    def _fork(self) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                f"workers={self._count}: this process already uses a GPU, which forked ones could "
+                "not; expected 1"
+            )
+        torch.set_num_threads(1)
+        context = multiprocessing.get_context("fork")
+        for number in range(1, self._count):
+            here, there = context.Pipe()
+            memory = _file()
+            ours, theirs = _Line(here, memory), _Line(there, memory)
+            process = context.Process(
+                target=self._serve,
+                args=(number, theirs, ours),
+                name=f"worker-{number}",
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._others.append((process, ours))
+
+    def _serve(self, number: int, line: _Line, other_end: _Line) -> None:
+        """Answer for the clients of this process until the server's has ended or asks to stop."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
+        torch.seed()
+        for other in (other_end, *(earlier for _, earlier in self._others)):
+            other.connection.close()  # else the server's end would never seem closed
+        while True:
+            try:
+                messages = pickle.loads(line.connection.recv_bytes())
+            except EOFError:
+                return
+            if messages is None:
+                break
+            replies = self._answer(messages)
+            told = [reply.error if reply.has_error() else reply.content for reply in replies]
+            line.share(told)
+        own = [node for node, owner in self._owner.items() if owner == number]
+        line.share({node: self._contexts[node].state for node in own})
+
+    def _send(self, number: int, messages: Sequence[Message] | None) -> None:
+        try:
+            self._others[number - 1][1].connection.send_bytes(pickle.dumps(messages, protocol=5))
+        except OSError as error:
+            raise self._lost(number) from error
+
+    def _receive(self, number: int) -> Any:
+        try:
+            return self._others[number - 1][1].shared()
+        except (EOFError, OSError) as error:
+            raise self._lost(number) from error
+
+    def _lost(self, number: int) -> WorkerLost:
+        process = self._others[number - 1][0]
+        process.join(timeout=5)
+        return WorkerLost(
+            f"{process.name} of {self._count} has ended (exit code {process.exitcode}) and with it "
+            "the state of its clients: its own error is above; if it was killed (-9), there was "
+            "too little memory for so many workers"
+        )
+
+
+class _Line:
+    """Messages one way, arrays and all the other: those go through a file without a name.
+
+    In memory where the system has such files; its pages are there again for the next answer.
+    """
+
+    def __init__(self, connection: Connection, memory: int) -> None:
+        self.connection, self._memory = connection, memory
+
+    def share(self, content: object) -> None:
+        """Send something that holds large arrays."""
+        buffers: list[pickle.PickleBuffer] = []
+        outline = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        parts, end = [buffer.raw() for buffer in buffers], 0
+        for part in parts:
+            written = 0
+            while written < part.nbytes:
+                written += os.pwrite(self._memory, part[written:], end + written)
+            end += written
+        sizes = [part.nbytes for part in parts]
+        self.connection.send_bytes(pickle.dumps((outline, sizes)))
+
+    def shared(self) -> Any:
+        """What was sent by `share`."""
+        outline, sizes = pickle.loads(self.connection.recv_bytes())
+        memory, read = np.empty(sum(sizes), np.uint8).data, 0
+        while read < len(memory):
+            read += os.preadv(self._memory, [memory[read:]], read)
+        ends = itertools.accumulate(sizes)
+        parts = [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return pickle.loads(outline, buffers=parts)
+
+    def close(self) -> None:
+        """Neither side can use it afterwards."""
+        self.connection.close()
+        os.close(self._memory)
+
+
+def _file() -> int:
+    """A file that ends with the processes that have it open."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("flower_ext")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,128 @@
+"""Clients that several processes share are the clients of one."""
+
+import os
+import signal
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from flower_ext.algorithms import DP2FedSAM, Scaffold
+from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation.workers import WorkerLost
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
+from flower_ext.training import LocalTraining
+from tests.worlds import task
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def telling() -> ClientApp:
+    """Clients that count their questions and tell which process they live in."""
+    app = ClientApp()
+
+    @app.query()
+    def _(message: Message, context: Context) -> Message:
+        asked = message.content.config_records["ask"]
+        seen = int(context.state.config_records.get("seen", {"n": 0})["n"]) + 1
+        context.state["seen"] = ConfigRecord({"n": seen})
+        if context.node_config["partition-id"] == asked["fails"]:
+            raise RuntimeError("told to fail")
+        if context.node_config["partition-id"] == asked["kills"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = {"n": seen, "process": os.getpid(), "partition": context.node_config["partition-id"]}
+        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+
+    return app
+
+
+def ask(grid: InProcessGrid, nodes, *, fails: int = -1, kills: int = -1) -> list[Message]:
+    content = RecordDict({"ask": ConfigRecord({"fails": fails, "kills": kills})})
+    return list(
+        grid.send_and_receive(
+            [Message(content, dst_node_id=n, message_type="query", group_id="1") for n in nodes]
+        )
+    )
+
+
+def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
+    grid = InProcessGrid(telling(), num_clients=7, workers=3)
+    nodes = list(grid.get_node_ids())
+    first = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
+    again = [reply.content.config_records["a"] for reply in ask(grid, nodes[::-1])][::-1]
+    assert [told["partition"] for told in first] == list(range(7))
+    assert [told["process"] for told in first] == [told["process"] for told in again]
+    assert len({told["process"] for told in first}) == 3
+    assert {told["n"] for told in again} == {2}
+    grid.workers.gather()
+    states = [context.state.config_records["seen"]["n"] for context in grid.contexts.values()]
+    assert states == [2] * 7
+
+
+def test_an_error_is_that_of_its_client_alone():
+    grid = InProcessGrid(telling(), num_clients=4, workers=2)
+    replies = ask(grid, grid.get_node_ids(), fails=3)
+    assert [reply.has_error() for reply in replies] == [False, False, False, True]
+    assert "told to fail" in replies[3].error.reason
+    grid.workers.gather()
+    assert "seen" not in grid.contexts[list(grid.get_node_ids())[3]].state
+
+
+def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
+    app, seen = ServerApp(), {}
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        nodes = list(grid.get_node_ids())
+        told = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
+        seen["processes"] = {one["process"] for one in told} - {os.getpid()}
+        ask(grid, nodes, kills=1)
+
+    with pytest.raises(WorkerLost, match=r"worker-1 of 3 .*exit code -9"):
+        run_in_process(app, telling(), num_clients=6, workers=3)
+    assert len(seen["processes"]) == 2
+    for process in seen["processes"]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda **how: DP2FedSAM(head=SGD, extractor=SGD, **how),
+        lambda **how: Scaffold(local=SGD, **how),
+    ],
+    ids=["DP2-FedSAM", "SCAFFOLD"],
+)
+def test_a_run_in_several_processes_is_that_in_one(strategy):
+    finals = []
+    for workers in (1, 2):
+        run = strategy(plan=NonPrivatePlan(sampling=FixedSizeSampling(9, 6)), seed=1)
+        grid = InProcessGrid(type(run).client_app(task()), num_clients=9, workers=workers)
+        result = run.start(grid, ArrayRecord(task().initial_params(1)), num_rounds=3)
+        grid.workers.gather()
+        assert run.refusals == []
+        memories = [
+            records.to_params(record)
+            for context in grid.contexts.values()
+            for record in context.state.array_records.values()
+        ]
+        finals.append([records.to_params(result.arrays), *memories])
+    assert len(finals[0]) > 5
+    for ours, theirs in zip(*finals, strict=True):
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_bad_numbers_of_workers_are_refused():
+    with pytest.raises(ValueError, match="workers=0: expected an integer >= 1"):
+        InProcessGrid(telling(), num_clients=3, workers=0)
