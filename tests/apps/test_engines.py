@@ -142,7 +142,7 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]
     options = [part for word in words for part in ("--set", word)]
-    command = ("run", str(UPCYCLED_FL.folder), "--in-process", *options)
+    command = ("run", str(UPCYCLED_FL.folder), "--in-process", "--workers", "2", *options)
     done = flower.command("flower-ext", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))

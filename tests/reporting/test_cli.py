@@ -112,6 +112,14 @@ def test_a_run_is_either_in_one_process_or_on_a_superlink():
     assert "has no SuperLink" in done.stderr
 
 
+def test_workers_are_those_of_a_run_without_ray():
+    from tests.apps.app import DP2_FEDSAM
+
+    done = call("run", str(DP2_FEDSAM.folder), "--workers", "2")
+    assert done.exit_code == 1
+    assert "workers=2: Ray starts its own; add --in-process or --clients" in done.stderr
+
+
 def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
     from tests.apps.app import DP2_FEDSAM
 
