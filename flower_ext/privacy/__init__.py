@@ -18,7 +18,7 @@ from flower_ext.privacy.bounds import (
     clip,
     clip_each_row,
     l2_norm,
-    sum_bounded,
+    sum_clipped,
     sum_clipped_rows,
 )
 from flower_ext.privacy.calibration import (
@@ -179,7 +179,7 @@ __all__ = [
     "secure_generator",
     "seeded_generator",
     "size_for_rate",
-    "sum_bounded",
+    "sum_clipped",
     "sum_clipped_rows",
     "theorem2_of_plan",
     "uldp_avg_guarantees",

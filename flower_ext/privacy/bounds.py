@@ -310,21 +310,6 @@ def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
     return _MARGIN / namespace.where(norms > _MARGIN, norms, norms * 0.0 + _MARGIN)
 
 
-def sum_bounded(updates: Sequence[BoundedUpdate], *, like: Update) -> BoundedSum:
-    """Sum of bounded updates; zeros like ``like`` for an empty cohort, with bound 0.
-
-    Raises
-    ------
-    ValueError
-        As `total`, or the updates have different bounds.
-    """
-    bounds = {update.bound for update in updates}
-    if len(bounds) > 1:
-        raise ValueError(f"updates have different bounds {sorted(bounds)}: clip all to one norm")
-    value = total([update.value for update in updates], like=like)
-    return BoundedSum(value=value, bound=bounds.pop() if bounds else 0.0, count=len(updates))
-
-
 def _stacked(updates: Sequence[Update], like: Update) -> Iterator[dict[str, Any]]:
     """Updates as arrays with one more dimension, as many at a time as stay in a cache."""
     numbers = sum(_size(array) for array in like.values())

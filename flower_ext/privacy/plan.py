@@ -10,7 +10,7 @@ from typing import Any, Literal
 import array_api_compat as api
 
 from flower_ext.privacy.accounting import Accountant, Release
-from flower_ext.privacy.bounds import BoundedUpdate, Update, clip, sum_clipped, total
+from flower_ext.privacy.bounds import Update, sum_clipped, total
 from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm
 from flower_ext.privacy.sampling import Sampling
@@ -182,10 +182,6 @@ class ReleasePlan:
             return math.inf
         share = self.client_noise_stddev(cohort_size)
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
-
-    def bound(self, update: Update) -> BoundedUpdate:
-        """Clip one unit's whole update to the plan's norm."""
-        return clip(update, self.clipping_norm)
 
     def aggregate(
         self,

@@ -11,7 +11,7 @@ from flower_ext.privacy import (
     clip,
     clip_each_row,
     l2_norm,
-    sum_bounded,
+    sum_clipped,
     sum_clipped_rows,
 )
 
@@ -160,11 +160,11 @@ def test_measured_sensitivity_never_exceeds_the_reported_one():
         if trial % 2:  # adversarial: the replacing unit is the replaced one's opposite, both huge
             raw[-1] = raw[0] = 1e3 * raw[0] / max(np.abs(raw[0]).max(), 1e-9)
             raw[-1] *= -1
-        updates = [clip({"a": row.astype(dtype)}, bound) for row in raw]
+        updates = [{"a": row.astype(dtype)} for row in raw]
         like = {"a": raw[0]}
-        with_it = sum_bounded(updates[:units], like=like)
-        without = sum_bounded(updates[1:units], like=like)
-        replaced = sum_bounded([updates[-1], *updates[1:units]], like=like)
+        with_it = sum_clipped(updates[:units], bound, like=like)
+        without = sum_clipped(updates[1:units], bound, like=like)
+        replaced = sum_clipped([updates[-1], *updates[1:units]], bound, like=like)
         slack = 1e-12 * units * bound  # float64 rounding of the sums themselves
         moved = exact_norm({"a": with_it.value["a"] - without.value["a"]})
         assert moved <= with_it.sensitivity(ADD_OR_REMOVE) + slack
@@ -176,10 +176,10 @@ def test_measured_sensitivity_never_exceeds_the_reported_one():
 
 def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replacement():
     like = {"a": np.ones(3, np.float32)}
-    empty = sum_bounded([], like=like)
+    empty = sum_clipped([], 0.7, like=like)
     assert empty.count == 0
     assert not empty.value["a"].any()
-    one = sum_bounded([clip(like, 0.7)], like=like)
+    one = sum_clipped([like], 0.7, like=like)
     assert one.sensitivity(ADD_OR_REMOVE) == 0.7
     assert one.sensitivity(NeighboringRelation.REPLACE_SPECIAL) == 0.7
     assert one.sensitivity(REPLACE) == 1.4
@@ -188,11 +188,9 @@ def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replaceme
 def test_sums_of_unlike_updates_are_refused():
     like = {"a": np.ones(3)}
     with pytest.raises(ValueError, match="names differ"):
-        sum_bounded([clip({"b": np.ones(3)}, 1.0)], like=like)
+        sum_clipped([{"b": np.ones(3)}], 1.0, like=like)
     with pytest.raises(ValueError, match="shape"):
-        sum_bounded([clip({"a": np.ones(2)}, 1.0)], like=like)
-    with pytest.raises(ValueError, match="different bounds"):
-        sum_bounded([clip(like, 1.0), clip(like, 2.0)], like=like)
+        sum_clipped([{"a": np.ones(2)}], 1.0, like=like)
 
 
 def test_the_norm_before_clipping_is_kept_apart():

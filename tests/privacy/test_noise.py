@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip, sum_bounded
+from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip, sum_clipped
 from flower_ext.privacy.noise import _GeneratorNoise
 from tests.privacy.test_bounds import FLOATS, array_of
 
@@ -195,6 +195,5 @@ def test_huge_values_are_noised_once_they_are_clipped(huge):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_sums_are_kept_in_float64(dtype):
     like = {"a": np.zeros(2, dtype)}
-    updates = [clip({"a": np.full(2, 0.1, dtype)}, 1.0)] * 3_000
-    summed = sum_bounded(updates, like=like).value["a"]
+    summed = sum_clipped([{"a": np.full(2, 0.1, dtype)}] * 3_000, 1.0, like=like).value["a"]
     np.testing.assert_allclose(summed, 3_000 * float(dtype(0.1)), rtol=1e-12)
