@@ -41,8 +41,10 @@ class Target:
         """Take a gradient."""
         if self.keep == 0:
             torch.mul(gradient, self.factor, out=self.tensor)
-        else:
-            self.tensor.mul_(self.keep).add_(gradient, alpha=self.factor)
+            return
+        if self.keep != 1:
+            self.tensor.mul_(self.keep)
+        self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Take the gradient a @ b, which is not written anywhere else."""

@@ -168,7 +168,7 @@ def _finite(rows: Params) -> Params:
     To refuse the round instead would tell everybody of one user's records.
     """
     # A sum is finite only if all of it is, and faster to look at.
-    sound = torch.stack([row.flatten(1).sum(dim=1).isfinite() for row in rows.values()]).all(0)
+    sound = torch.stack([row.flatten(1).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows
     return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
