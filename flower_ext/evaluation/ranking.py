@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
-from sklearn import metrics
 from torch import Tensor
 
 
@@ -23,7 +21,7 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
     targets : Tensor
         0 or 1 (n,).
     """
-    return _of_scores(metrics.roc_auc_score, outputs, targets)
+    return _of_scores("roc_auc_score", outputs, targets)
 
 
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
@@ -31,16 +29,16 @@ def average_precision(outputs: Tensor, targets: Tensor) -> float:
 
     A model that knows nothing has the share of class 1, where ROC-AUC has 0.5.
     """
-    return _of_scores(metrics.average_precision_score, outputs, targets)
+    return _of_scores("average_precision_score", outputs, targets)
 
 
-def _of_scores(
-    metric: Callable[[np.ndarray, np.ndarray], float], outputs: Tensor, targets: Tensor
-) -> float:
+def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:
+    from sklearn import metrics  # half a second, which few methods need
+
     if outputs.ndim != 2 or outputs.shape[1] != 2:
         raise ValueError(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")
     labels = targets.cpu().numpy()
     scores = (outputs[:, 1] - outputs[:, 0]).detach().double().cpu().numpy()
     if len(np.unique(labels)) < 2 or not np.isfinite(scores).all():
         return math.nan
-    return float(metric(labels, scores))
+    return float(getattr(metrics, metric)(labels, scores))

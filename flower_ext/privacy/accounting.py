@@ -23,10 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
-
-import dp_accounting
-from dp_accounting import pld, rdp
+from typing import TYPE_CHECKING, Any, Literal
 
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
@@ -36,6 +33,9 @@ from flower_ext.privacy.sampling import (
     sampling_to_dict,
 )
 from flower_ext.privacy.units import NeighboringRelation
+
+if TYPE_CHECKING:  # its import takes a second, which clients need not spend: see the functions
+    import dp_accounting
 
 Accountant = Literal["pld", "rdp"]
 
@@ -79,6 +79,8 @@ class Release:
     @property
     def event(self) -> dp_accounting.DpEvent:
         """This release as a dp-accounting event, replace-one already encoded as sensitivity 2."""
+        import dp_accounting
+
         gaussian = dp_accounting.GaussianDpEvent(
             self.noise_multiplier / self.relation.sensitivity_factor
         )
@@ -229,6 +231,8 @@ def _loss(
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=accountant.upper())
     if any(release.noise_multiplier == 0 for release, _ in counts):
         return PrivacyLoss(epsilon=math.inf, delta=delta, accountant=accountant.upper())
+    import dp_accounting
+
     events = [(release.event, count) for release, count in counts]
     kinds = {type(event) for event, _ in events}
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
@@ -259,6 +263,8 @@ def _without_amplification(counts: Iterable[tuple[Release, int]], delta: float) 
 
 
 def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    import dp_accounting
+
     if noise_multiplier == 0:
         return math.inf
     epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
@@ -270,6 +276,8 @@ def _rdp_epsilon(
     delta: float,
     relation: dp_accounting.NeighboringRelation,
 ) -> float:
+    from dp_accounting import rdp
+
     accountant = rdp.RdpAccountant(RDP_ORDERS, relation)
     for event, count in events:
         accountant.compose(event, count)
@@ -278,6 +286,8 @@ def _rdp_epsilon(
 
 def _pld_epsilon(events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float) -> float:
     """Upper bound from a pessimistic discretisation, refined where ε is small against the grid."""
+    from dp_accounting import pld
+
     epsilon = math.inf
     for interval in (1e-3, 1e-4):
         accountant = pld.PLDAccountant(value_discretization_interval=interval)

@@ -21,10 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import dp_accounting
 import numpy as np
-from dp_accounting import pld
-from scipy import special, stats
 
 from flower_ext.privacy.accounting import PrivacyLoss, gaussian_loss
 
@@ -90,6 +87,9 @@ def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> Priv
 
 @lru_cache(maxsize=256)
 def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
+    import dp_accounting  # here and below: clients, who need none of it, start faster
+    from dp_accounting import pld
+
     # Were all records in every step, it would be a Gaussian: never less than the mixture.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
@@ -114,6 +114,8 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
     A mixture over larger shifts loses no less. Negligible large values become ``count``.
     """
+    from scipy import stats
+
     values = np.arange(count + 1)
     probabilities = stats.binom.pmf(values, count, rate)
     kept = probabilities > _NEGLIGIBLE
@@ -225,6 +227,8 @@ def _renyi_of_step(
     Mironov, Talwar and Zhang (2019), Equation 9: Σ_i C(α, i) (1-γ)^(α-i) γ^i exp((i² - i)/2σ²), a
     row of NumPy for each order; dp-accounting adds the terms one by one.
     """
+    from scipy import special
+
     alphas = np.asarray(orders, dtype=np.float64)
     if sampling_rate == 1:
         return alphas / (2 * noise_multiplier**2)
