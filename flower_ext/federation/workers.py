@@ -52,7 +52,7 @@ class Workers:
             raise ValueError(f"workers={count!r}: this system cannot fork processes; expected 1")
         self._count, self._answer, self._contexts = count, answer, contexts
         self._owner = {node: number % count for number, node in enumerate(contexts)}
-        self._others: list[tuple[BaseProcess, _Line]] = []
+        self._others: list[tuple[BaseProcess, _Channel]] = []
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
         """Replies in the order of ``messages``.
@@ -68,15 +68,16 @@ class Workers:
         shares: list[list[Message]] = [[] for _ in range(self._count)]
         for message in messages:
             shares[self._owner[message.metadata.dst_node_id]].append(message)
-        busy = [number for number, share in enumerate(shares) if share and number]
-        for number in busy:
+        others = [number for number in range(1, self._count) if shares[number]]
+        for number in others:
             self._send(number, shares[number])
-        replies = [iter(self._answer(share) if share else ()) for share in shares[:1]]
-        for number in range(1, self._count):
-            told: list[RecordDict | Error] = self._receive(number) if number in busy else []
-            pairs = zip(told, shares[number], strict=True)
-            replies.append(iter([Message(each, reply_to=message) for each, message in pairs]))
-        return [next(replies[self._owner[m.metadata.dst_node_id]]) for m in messages]
+        own = self._answer(shares[0])
+        replies = {id(message): reply for message, reply in zip(shares[0], own, strict=True)}
+        for number in others:
+            told: list[RecordDict | Error] = self._receive(number)
+            for message, each in zip(shares[number], told, strict=True):
+                replies[id(message)] = Message(each, reply_to=message)
+        return [replies[id(message)] for message in messages]
 
     def gather(self) -> None:
         """End the other processes and take over the states of their clients."""
@@ -89,8 +90,8 @@ class Workers:
 
     def abandon(self) -> None:
         """End the other processes at once, if there are any left."""
-        for process, line in self._others:
-            line.close()
+        for process, channel in self._others:
+            channel.close()
             process.terminate()
             process.join()
         self._others.clear()
@@ -106,7 +107,7 @@ class Workers:
         for number in range(1, self._count):
             here, there = context.Pipe()
             memory = _file()
-            ours, theirs = _Line(here, memory), _Line(there, memory)
+            ours, theirs = _Channel(here, memory), _Channel(there, memory)
             process = context.Process(
                 target=self._serve,
                 args=(number, theirs, ours),
@@ -117,24 +118,24 @@ class Workers:
             there.close()
             self._others.append((process, ours))
 
-    def _serve(self, number: int, line: _Line, other_end: _Line) -> None:
+    def _serve(self, number: int, channel: _Channel, other_end: _Channel) -> None:
         """Answer for the clients of this process until the server's has ended or asks to stop."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
-        torch.seed()
+        torch.seed()  # not the numbers that the other processes draw
         for other in (other_end, *(earlier for _, earlier in self._others)):
             other.connection.close()  # else the server's end would never seem closed
         while True:
             try:
-                messages = pickle.loads(line.connection.recv_bytes())
+                messages = pickle.loads(channel.connection.recv_bytes())
             except EOFError:
                 return
             if messages is None:
                 break
             replies = self._answer(messages)
             told = [reply.error if reply.has_error() else reply.content for reply in replies]
-            line.share(told)
+            channel.share(told)
         own = [node for node, owner in self._owner.items() if owner == number]
-        line.share({node: self._contexts[node].state for node in own})
+        channel.share({node: self._contexts[node].state for node in own})
 
     def _send(self, number: int, messages: Sequence[Message] | None) -> None:
         try:
@@ -158,7 +159,7 @@ class Workers:
         )
 
 
-class _Line:
+class _Channel:
     """Messages one way, arrays and all the other: those go through a file without a name.
 
     In memory where the system has such files; its pages are there again for the next answer.

@@ -15,7 +15,9 @@ NEEDLESS = ["dp_accounting", "matplotlib", "opacus", "pandas", "ray", "scipy", "
     "app", [DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL], ids=lambda app: app.folder.name
 )
 def test_a_client_app_loads_nothing_that_only_the_server_or_a_report_needs(app):
-    script = f"import json, sys, {app.folder.name}_app.client_app; print(json.dumps([*sys.modules]))"
+    script = (
+        f"import json, sys, {app.folder.name}_app.client_app; print(json.dumps([*sys.modules]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=app.folder, capture_output=True, text=True, check=True
     )
