@@ -53,6 +53,7 @@ class Workers:
         self._count, self._answer, self._contexts = count, answer, contexts
         self._owner = {node: number % count for number, node in enumerate(contexts)}
         self._others: list[tuple[BaseProcess, _Channel]] = []
+        self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
         """Replies in the order of ``messages``.
@@ -94,6 +95,8 @@ class Workers:
             channel.close()
             process.terminate()
             process.join()
+        if self._others:
+            torch.set_num_threads(self._threads)
         self._others.clear()
 
     def _fork(self) -> None:

@@ -88,8 +88,9 @@ def train_groups(
 ) -> Iterator[tuple[list[int], Params]]:
     """What `train_many` trains, batch by batch: the indices of jobs, and their models in rows.
 
-    Each parameter has a first dimension of these jobs; it is the caller's to change. Who needs sums
-    over models rather than the models never holds more than one batch of them.
+    Each parameter has a first dimension of these jobs; it is the caller's to change. What no job of
+    a batch trains, buffers too, may be missing. Who needs sums over models rather than the models
+    never holds more than one batch of them.
     """
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
@@ -104,7 +105,8 @@ def train_groups(
                 terms=job.terms,
                 generator=job.generator,
             )
-            yield group, {name: p.unsqueeze(0) for name, p in model.items()}
+            # Copies, as what was not trained may be the job's own.
+            yield group, {name: p.clone().unsqueeze(0) for name, p in model.items()}
         else:
             like = chosen[0].params
             rows = Stack(task, chosen, trained).minimise()

@@ -361,7 +361,8 @@ def _pooled_first(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
 def _is_relu(node: fx.Node, model: nn.Module) -> bool:
     if node.op == "call_module":
         return type(_layer(node, model)) is nn.ReLU
-    return node.target in (torch.relu, functional.relu, "relu")
+    calls = node.op in ("call_function", "call_method")
+    return calls and node.target in (torch.relu, functional.relu, "relu")
 
 
 def _form(node: fx.Node, model: nn.Module) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import (
@@ -560,6 +561,42 @@ def test_users_in_small_batches_are_the_same_users_in_large_ones(monkeypatch):
     one = final(2**30, 2048)
     for limit, prepared in ((1, 2048), (2**30, 3), (2**14, 7)):
         close(final(limit, prepared), one)
+
+
+class Scaled(nn.Module):
+    """A model with a buffer, which nothing trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("limit", [1, 2**30])
+def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
+    task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
+    received, draw = task.initial_params(1), torch.Generator().manual_seed(0)
+    users = {
+        user: Examples(torch.randn(size, 4, generator=draw), torch.zeros(size, dtype=torch.long))
+        for user, size in enumerate([5, 5, 1, 9, 40])
+    }
+    job = averaging.SiloJob(
+        params=received,
+        examples=users[0],
+        training=LOCAL,
+        generator=draw,
+        users=users,
+        weights=dict.fromkeys(users, 0.5),
+        seeds=list(users),
+        clipping_norm=0.1,
+    )
+    (total,) = averaging.sums_over_users(task, [job], trained=lambda name: True, memory_limit=limit)
+    assert not total.value["scale"].any()
+    assert total.value["layer.weight"].any()
+    assert received["scale"] == 2.0
 
 
 def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -12,18 +13,11 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DP2FedSAM, Scaffold
 from flower_ext.federation import InProcessGrid, records, run_in_process
 from flower_ext.federation.workers import WorkerLost
-from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
 from tests.worlds import task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def telling() -> ClientApp:
@@ -40,6 +34,7 @@ def telling() -> ClientApp:
         if context.node_config["partition-id"] == asked["kills"]:
             os.kill(os.getpid(), signal.SIGKILL)
         told = {"n": seen, "process": os.getpid(), "partition": context.node_config["partition-id"]}
+        told["noise"] = SecureNoise().add_gaussian({"a": np.zeros(1)}, 1.0)["a"].tolist()
         return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
 
     return app
@@ -55,7 +50,7 @@ def ask(grid: InProcessGrid, nodes, *, fails: int = -1, kills: int = -1) -> list
 
 
 def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
-    grid = InProcessGrid(telling(), num_clients=7, workers=3)
+    before, grid = torch.get_num_threads(), InProcessGrid(telling(), num_clients=7, workers=3)
     nodes = list(grid.get_node_ids())
     first = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
     again = [reply.content.config_records["a"] for reply in ask(grid, nodes[::-1])][::-1]
@@ -64,6 +59,8 @@ def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
     assert len({told["process"] for told in first}) == 3
     assert {told["n"] for told in again} == {2}
     grid.workers.gather()
+    assert torch.get_num_threads() == before
+    assert len({told["noise"][0] for told in [*first, *again]}) == 14  # forked, but no two alike
     states = [context.state.config_records["seen"]["n"] for context in grid.contexts.values()]
     assert states == [2] * 7
 

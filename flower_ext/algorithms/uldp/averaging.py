@@ -156,9 +156,13 @@ def users_updates(
             for row, index in enumerate(group):
                 by_silo[chosen[index][0]].append(row)
             for silo, members in by_silo.items():
-                updates = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
-                for name, received in jobs[silo].params.items():
-                    updates[name] -= received
+                own_rows = rows if len(by_silo) == 1 else {n: p[members] for n, p in rows.items()}
+                updates = {
+                    name: own_rows[name].sub_(received)
+                    if name in own_rows
+                    else received.new_zeros((len(members), *received.shape))  # a buffer
+                    for name, received in jobs[silo].params.items()
+                }
                 yield silo, [chosen[group[row]][1] for row in members], _finite(updates)
 
 
