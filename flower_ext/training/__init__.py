@@ -9,6 +9,7 @@ from flower_ext.training.dp_sgd import (
     train_dp_sgd,
 )
 from flower_ext.training.local import (
+    Job,
     LocalProblem,
     LocalTraining,
     batches,
@@ -18,7 +19,13 @@ from flower_ext.training.local import (
     minimise,
     train,
 )
-from flower_ext.training.many import MEMORY_LIMIT, Job, evaluate_many, train_groups, train_many
+from flower_ext.training.many import (
+    MEMORY_LIMIT,
+    evaluate_many,
+    train_each,
+    train_groups,
+    train_many,
+)
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
@@ -64,6 +71,7 @@ __all__ = [
     "train",
     "train_clipped_steps",
     "train_dp_sgd",
+    "train_each",
     "train_groups",
     "train_many",
 ]

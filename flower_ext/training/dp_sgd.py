@@ -25,9 +25,8 @@ from torch.nn.grad import conv2d_weight
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.local import batches, gradient, local_problem
-from flower_ext.training.many import MEMORY_LIMIT, Job
-from flower_ext.training.objective import Proximal
+from flower_ext.training.local import Job, batches, gradient, local_problem
+from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -178,9 +177,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
             raise ValueError(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
     if len(job.examples) == 0:
         raise ValueError("cannot train on a client without examples")
-    terms = [*job.terms]
-    if training.proximal_weight:
-        terms.append(Proximal(weight=training.proximal_weight, anchor=job.params))
+    terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
     weights = {name: w.clone() for name, w in problem.start.items()}
     clipped_gradient = ClippedGradient(task, list(weights), clipping_norm=noise.clipping_norm)

@@ -92,6 +92,31 @@ class LocalTraining:
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One local training among many; the arguments of `train`."""
+
+    params: Mapping[str, Tensor]
+    examples: Examples
+    training: LocalTraining
+    generator: torch.Generator
+    terms: Sequence[Term] = ()
+
+    @property
+    def objective(self) -> Sequence[Term]:
+        """All that is added to the loss."""
+        return objective(self.params, self.training, self.terms)
+
+
+def objective(
+    start: Mapping[str, Tensor], training: LocalTraining, terms: Sequence[Term]
+) -> Sequence[Term]:
+    """``terms``, and the one that keeps a training near its start."""
+    if not training.proximal_weight:
+        return terms
+    return [*terms, Proximal(weight=training.proximal_weight, anchor=start)]
+
+
 def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
     """Rows of each shuffled mini-batch of ``count`` examples, on the CPU."""
     size = training.batch_size
@@ -231,8 +256,7 @@ def train(
     """
     if len(examples) == 0:
         raise ValueError("cannot train on a client without examples")
-    if training.proximal_weight:
-        terms = [*terms, Proximal(weight=training.proximal_weight, anchor=params)]
+    terms = objective(params, training, terms)
     dtype = torch.float64 if training.tolerance else None
     problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
     data = examples.to(problem.device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from logging import getLogger
 
@@ -19,8 +18,10 @@ from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
-from flower_ext.training.local import LocalTraining, batch_rows, predict, score, train
-from flower_ext.training.objective import Linear, Proximal, Term
+from flower_ext.training import dense
+from flower_ext.training.dense import DenseNetwork
+from flower_ext.training.local import Job, batch_rows, predict, score, train
+from flower_ext.training.objective import Linear, Proximal, affine
 from flower_ext.training.params import Params
 from flower_ext.training.stacked import (
     Loss,
@@ -39,17 +40,6 @@ _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One local training among many; the arguments of `train`."""
-
-    params: Mapping[str, Tensor]
-    examples: Examples
-    training: LocalTraining
-    generator: torch.Generator
-    terms: Sequence[Term] = ()
 
 
 def train_many(
@@ -73,10 +63,27 @@ def train_many(
     ValueError, NotConverged
         As `train`.
     """
-    results: dict[int, Params] = {}
+    return list(train_each(task, jobs, trained=trained, memory_limit=memory_limit))
+
+
+def train_each(
+    task: Task,
+    jobs: Sequence[Job],
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    memory_limit: int = MEMORY_LIMIT,
+) -> Iterator[Params]:
+    """As `train_many`, but each model as soon as it and those before it are there.
+
+    Who uses a model at once finds it in the processor's caches, and need not hold all of them.
+    """
+    ready: dict[int, Params] = {}
+    done = 0
     for group, rows in train_groups(task, jobs, trained=trained, memory_limit=memory_limit):
-        results |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
-    return [results[index] for index in range(len(jobs))]
+        ready |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
+        while done in ready:
+            yield ready.pop(done)
+            done += 1
 
 
 def train_groups(
@@ -92,6 +99,14 @@ def train_groups(
     a batch trains, buffers too, may be missing. Who needs sums over models rather than the models
     never holds more than one batch of them.
     """
+    if any(len(job.examples) == 0 for job in jobs):
+        raise ValueError("cannot train on a client without examples")
+    if len(jobs) > 1 and (network := _compiled(task, jobs)) is not None:
+        size = network.together(memory_limit)
+        for start in range(0, len(jobs), size):
+            group = [*range(start, min(start + size, len(jobs)))]
+            yield group, network.minimise([jobs[index] for index in group], trained)
+        return
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
         if len(chosen) == 1:
@@ -141,6 +156,10 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
         chosen.append(order[start : start + size])
         start += size
     return chosen
+
+
+def _compiled(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
+    return None if why_apart(task, jobs) else dense.network(task, jobs)
 
 
 def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
@@ -350,21 +369,15 @@ class Stack:
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
-        if not any(job.terms or job.training.proximal_weight for job in self.jobs):
+        if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), device=self.device)
         offsets = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for row, job in enumerate(self.jobs):
-            terms = [*job.terms]
-            if job.training.proximal_weight:
-                terms.append(Proximal(weight=job.training.proximal_weight, anchor=job.params))
-            for term in terms:
+            for slope, scale, vector in affine(job.objective):
+                slopes[row] += slope
                 for name, offset in offsets.items():
-                    if isinstance(term, Proximal):
-                        offset[row] -= term.weight * term.anchor[name].to(self.device)
-                    elif isinstance(term, Linear):
-                        offset[row] += term.direction[name].to(self.device)
-                slopes[row] += term.weight if isinstance(term, Proximal) else 0.0
+                    offset[row].add_(vector[name].to(self.device), alpha=scale)
         return {name: (slopes, offset) for name, offset in offsets.items()}
 
 

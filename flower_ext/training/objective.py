@@ -6,7 +6,7 @@ objective instead of writing another training loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,3 +55,14 @@ class Linear:
         """Value of the term at ``params``."""
         products = [(p * self.direction[name].to(p.device)).sum() for name, p in params.items()]
         return torch.stack(products).sum()
+
+
+def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
+    """The gradient of each term as slope · w + scale · vector: slope, scale, vector."""
+    for term in terms:
+        if isinstance(term, Proximal):
+            yield term.weight, -term.weight, term.anchor
+        elif isinstance(term, Linear):
+            yield 0.0, 1.0, term.direction
+        else:
+            raise ValueError(f"{type(term).__name__} has no gradient of this form")

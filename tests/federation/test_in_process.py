@@ -11,7 +11,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
-from flower_ext.training import LocalTraining, many
+from flower_ext.training import LocalTraining, dense, many
 from tests.worlds import client_data, task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
@@ -152,6 +152,7 @@ def test_one_failing_client_of_a_cohort_answers_with_its_error_and_the_others_wi
 def test_a_cohort_trains_in_batches(monkeypatch):
     held = []
     build = many.Stack.__init__
+    monkeypatch.setattr(dense, "network", lambda task, jobs: None)
     monkeypatch.setattr(
         many.Stack,
         "__init__",

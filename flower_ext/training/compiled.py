@@ -1,0 +1,303 @@
+"""SGD on a network of dense layers, as compiled loops over its numbers.
+
+A mini-batch has few rows. BLAS libraries rearrange matrices before they multiply them, which takes
+longer than these products, and between one operation and the next a model leaves the processor's
+nearest caches. Here one model stays there from its first step to its last.
+
+All numbers of a network are one array, and `dense` has the table of its layers. This module is
+imported only where there is something to train: importing Numba takes half a second.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from flower_ext.training.dense import (
+    ACTIVATION,
+    BIAS,
+    INPUTS,
+    OUTPUTS,
+    RELU,
+    SIGMOID,
+    TANH,
+    TRAINS_BIAS,
+    TRAINS_WEIGHT,
+    WEIGHT,
+)
+
+_ONE, _ZERO = np.float32(1), np.float32(0)
+
+_loops = njit(cache=True, nogil=True, error_model="numpy")
+# Sums in any order, which vector registers want; NaN and infinity stay what they are.
+_sums = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+@_loops
+def descend(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    features: np.ndarray,
+    targets: np.ndarray,
+    order: np.ndarray,
+    batch_size: int,
+    steps: int,
+    learning_rate: float,
+    momentum: float,
+    sam_radius: float,
+    pull: float,
+    offset: np.ndarray,
+) -> None:
+    """Train ``weights`` in place, as `local.minimise` with the cross-entropy loss does.
+
+    Parameters
+    ----------
+    weights : float32 (P,)
+    layers : int64 (layers, 7)
+    features : float32 (n, inputs)
+    targets : int64 (n,)
+        Classes (see `are_classes`).
+    order : int64 (epochs · n,)
+        Rows in the order in which they are used, epoch after epoch.
+    pull, offset : float, float32 (P,) or (0,)
+        The gradient of all terms of the objective at w is pull · w + offset.
+    """
+    count = len(features)
+    per_epoch = math.ceil(count / batch_size)
+    begins = _begins(layers, min(count, batch_size))
+    outputs = np.empty(begins[-1], np.float32)
+    slopes = np.empty(begins[-1], np.float32)
+    rate, beta, radius = np.float32(learning_rate), np.float32(momentum), np.float32(sam_radius)
+    plain = momentum == 0 and sam_radius == 0 and len(offset) == 0
+    velocity = np.zeros(0 if plain else len(weights), np.float32)
+    point = weights
+    for step in range(steps):
+        first = step % per_epoch * batch_size
+        rows = order[step // per_epoch * count + first :][: min(batch_size, count - first)]
+        for place, row in enumerate(rows):
+            _copy(features[row], outputs[place * features.shape[1] :])
+        if radius > 0:
+            _slope(weights, layers, begins, outputs, slopes, targets, rows)
+            climb = np.zeros(len(weights), np.float32)
+            _send(weights, layers, begins, outputs, slopes, len(rows), climb, _ONE)
+            _add_terms(climb, weights, layers, pull, offset)
+            point = _climbed(weights, climb, radius)
+        _slope(point, layers, begins, outputs, slopes, targets, rows)
+        if plain:
+            _send(weights, layers, begins, outputs, slopes, len(rows), weights, -rate)
+            continue
+        velocity *= beta
+        _send(point, layers, begins, outputs, slopes, len(rows), velocity, _ONE)
+        _add_terms(velocity, point, layers, pull, offset)
+        weights -= rate * velocity
+
+
+@_loops
+def _copy(values: np.ndarray, into: np.ndarray) -> None:
+    for i in range(len(values)):  # several times as fast as an assignment
+        into[i] = values[i]
+
+
+@_loops
+def are_classes(targets: np.ndarray, classes: int) -> bool:
+    """Whether all are integers from 0 to ``classes`` − 1."""
+    for target in targets:
+        if not 0 <= target < classes:
+            break
+    else:
+        return True
+    return False
+
+
+@_loops
+def _begins(layers: np.ndarray, rows: int) -> np.ndarray:
+    """Where the inputs of each layer begin, then the outputs of the last, and where they end."""
+    begins = np.zeros(len(layers) + 2, np.int64)
+    for number, layer in enumerate(layers):
+        begins[number + 1] = begins[number] + rows * layer[INPUTS]
+    begins[-1] = begins[-2] + rows * layers[-1, OUTPUTS]
+    return begins
+
+
+@_loops
+def _slope(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    begins: np.ndarray,
+    outputs: np.ndarray,
+    slopes: np.ndarray,
+    targets: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    """Forward pass; the slope of the mean cross-entropy by the last outputs to ``slopes``."""
+    count = len(rows)
+    for number, layer in enumerate(layers):
+        _multiply(weights, layer, outputs, begins[number], begins[number + 1], count)
+        _activate(outputs[begins[number + 1] :][: count * layer[OUTPUTS]], layer[ACTIVATION])
+    classes = layers[-1, OUTPUTS]
+    for place, row in enumerate(rows):
+        start = begins[-2] + place * classes
+        logits, slope = outputs[start : start + classes], slopes[start : start + classes]
+        largest = logits.max()
+        total = _ZERO
+        for label in range(classes):
+            slope[label] = math.exp(logits[label] - largest)
+            total += slope[label]
+        slope *= _ONE / (total * np.float32(count))
+        slope[targets[row]] -= _ONE / np.float32(count)
+
+
+@_loops
+def _send(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    begins: np.ndarray,
+    outputs: np.ndarray,
+    slopes: np.ndarray,
+    count: int,
+    into: np.ndarray,
+    factor: np.float32,
+) -> None:
+    """Backward pass: ``factor`` times the gradient onto ``into``, which may be ``weights``."""
+    lowest = 0
+    while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
+        lowest += 1
+    for number in range(len(layers) - 1, lowest - 1, -1):
+        layer, below, here = layers[number], begins[number], begins[number + 1]
+        wide, high = layer[INPUTS], layer[OUTPUTS]
+        own = slice(here, here + count * high)
+        _through(slopes[own], outputs[own], layer[ACTIVATION])
+        if number > lowest:  # before the weights change
+            slopes[below : below + count * wide] = _ZERO
+            for row in range(count):
+                _add_rows(
+                    slopes[below + row * wide :][:wide],
+                    slopes[here + row * high :][:high],
+                    weights[layer[WEIGHT] :][: high * wide],
+                    _ONE,
+                )
+        if layer[TRAINS_WEIGHT]:
+            for row in range(high):
+                _add_rows(
+                    into[layer[WEIGHT] + row * wide :][:wide],
+                    slopes[own][row::high],
+                    outputs[below : below + count * wide],
+                    factor,
+                )
+        if layer[TRAINS_BIAS]:
+            for row in range(high):
+                into[layer[BIAS] + row] += factor * slopes[own][row::high].sum()
+
+
+@_sums
+def _multiply(
+    weights: np.ndarray, layer: np.ndarray, values: np.ndarray, below: int, here: int, count: int
+) -> None:
+    """Rows x of a layer's inputs to x Wᵀ + b: two rows and five neurons at a time."""
+    wide, high = layer[INPUTS], layer[OUTPUTS]
+    matrix = weights[layer[WEIGHT] :][: high * wide]
+    for first in range(0, high, 5):
+        # The last one again where there are fewer: it is computed twice.
+        p, q, r = first, min(first + 1, high - 1), min(first + 2, high - 1)
+        s, t = min(first + 3, high - 1), min(first + 4, high - 1)
+        u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
+        x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
+        for row in range(0, count, 2):
+            other = min(row + 1, count - 1)
+            one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
+            a = b = c = d = e = f = g = h = i = j = _ZERO
+            for k in range(wide):
+                a += one[k] * u[k]
+                b += one[k] * v[k]
+                c += one[k] * w[k]
+                d += one[k] * x[k]
+                e += one[k] * y[k]
+                f += two[k] * u[k]
+                g += two[k] * v[k]
+                h += two[k] * w[k]
+                i += two[k] * x[k]
+                j += two[k] * y[k]
+            outputs = values[here + row * high :][:high]
+            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = a, b, c, d, e
+            outputs = values[here + other * high :][:high]
+            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = f, g, h, i, j
+    if layer[BIAS] >= 0:
+        for row in range(count):
+            values[here + row * high :][:high] += weights[layer[BIAS] :][:high]
+
+
+@_sums
+def _add_rows(into: np.ndarray, factors: np.ndarray, rows: np.ndarray, factor: np.float32) -> None:
+    """``factor`` times the sum of ``rows``, each times its own factor; five at a time."""
+    wide, count = len(into), len(factors)
+    whole = count - count % 5
+    for first in range(0, whole, 5):
+        a, b, c = factor * factors[first], factor * factors[first + 1], factor * factors[first + 2]
+        d, e = factor * factors[first + 3], factor * factors[first + 4]
+        p, q = rows[first * wide :][:wide], rows[(first + 1) * wide :][:wide]
+        x, y = rows[(first + 2) * wide :][:wide], rows[(first + 3) * wide :][:wide]
+        z = rows[(first + 4) * wide :][:wide]
+        for i in range(wide):
+            into[i] += a * p[i] + b * q[i] + c * x[i] + d * y[i] + e * z[i]
+    for single in range(whole, count):
+        a, p = factor * factors[single], rows[single * wide :][:wide]
+        for i in range(wide):
+            into[i] += a * p[i]
+
+
+@_loops
+def _activate(values: np.ndarray, kind: int) -> None:
+    if kind == RELU:
+        for i in range(len(values)):
+            values[i] = _ZERO if values[i] <= 0 else values[i]  # NaN stays
+    elif kind == TANH:
+        for i in range(len(values)):
+            values[i] = math.tanh(values[i])
+    elif kind == SIGMOID:
+        for i in range(len(values)):
+            values[i] = _ONE / (_ONE + math.exp(-values[i]))
+
+
+@_loops
+def _through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
+    """Slopes by what an activation puts out to slopes by what it takes."""
+    if kind == RELU:
+        for i in range(len(slopes)):
+            slopes[i] = _ZERO if outputs[i] <= 0 else slopes[i]
+    elif kind == TANH:
+        for i in range(len(slopes)):
+            slopes[i] *= _ONE - outputs[i] * outputs[i]
+    elif kind == SIGMOID:
+        for i in range(len(slopes)):
+            slopes[i] *= outputs[i] * (_ONE - outputs[i])
+
+
+@_loops
+def _add_terms(
+    slopes: np.ndarray, point: np.ndarray, layers: np.ndarray, pull: float, offset: np.ndarray
+) -> None:
+    """The terms' part of the gradient at ``point``, for what is trained."""
+    if len(offset) == 0:
+        return
+    factor = np.float32(pull)
+    for layer in layers:
+        for part, trains, size in (
+            (layer[WEIGHT], layer[TRAINS_WEIGHT], layer[INPUTS] * layer[OUTPUTS]),
+            (layer[BIAS], layer[TRAINS_BIAS], layer[OUTPUTS]),
+        ):
+            if trains:
+                for i in range(part, part + size):
+                    slopes[i] += factor * point[i] + offset[i]
+
+
+@_loops
+def _climbed(weights: np.ndarray, slope: np.ndarray, radius: np.float32) -> np.ndarray:
+    """SAM's point w + q g/‖g‖; w itself where it is flat."""
+    total = 0.0
+    for value in slope:
+        total += value * value
+    if total == 0:
+        return weights.copy()
+    return weights + radius / np.float32(math.sqrt(total)) * slope

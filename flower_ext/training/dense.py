@@ -1,0 +1,253 @@
+"""Networks of dense layers, each trained from its first step to its last by compiled code.
+
+`compiled` needs Numba (``pip install 'flower_ext[fast]'``); without it, and where it would not be
+faster, `network` finds none, and these models train in batches like all others.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import pairwise
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from flower_ext.training.local import Job
+from flower_ext.training.objective import affine
+from flower_ext.training.params import Params
+from flower_ext.training.task import Task
+
+log = getLogger(__name__)
+
+INPUTS, OUTPUTS, WEIGHT, BIAS, ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS = range(7)
+"""Columns of the table of layers: widths, where weight and bias begin (or −1), what follows."""
+PLAIN, RELU, TANH, SIGMOID = range(4)
+"""What follows a layer."""
+_ACTIVATIONS: Mapping[Any, int] = {
+    nn.Identity: PLAIN,
+    **dict.fromkeys((nn.ReLU, torch.relu, functional.relu, "relu"), RELU),
+    **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
+    **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
+}
+_LINE = 16
+"""Numbers in a line of the processor's caches: every model begins with one."""
+_HOT = 2**19
+"""Numbers of the models that are handed out together: few enough to be used from the caches."""
+_WORTH_THREADS = 10**8
+"""Products in all trainings above which several threads are faster than one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One parameter: where it is among the numbers of its network."""
+
+    start: int
+    shape: torch.Size
+
+    @property
+    def where(self) -> slice:
+        """Its numbers."""
+        return slice(self.start, self.start + self.shape.numel())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A dense layer: its module and name, and what follows it."""
+
+    linear: nn.Linear
+    name: str
+    activation: int = PLAIN
+
+    @property
+    def weight(self) -> str:
+        """Name of its weight."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias(self) -> str:
+        """Name of its bias, if it has one."""
+        return f"{self.name}.bias"
+
+
+class DenseNetwork:
+    """A network of dense layers as one array of numbers and a table of its layers."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers, self.parts = layers, dict[str, Part]()
+        self.size = 0
+        for layer in layers:
+            for leaf, parameter in layer.linear.named_parameters():
+                self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
+                self.size += parameter.numel()
+        self.size = math.ceil(self.size / _LINE) * _LINE
+
+    def takes(self, job: Job) -> bool:
+        """Whether its numbers are of the usual kinds, and its targets classes."""
+        from flower_ext.training import compiled
+
+        features, targets = job.examples.features, job.examples.targets
+        if any(p.dtype != torch.float32 for p in (features, *job.params.values())):
+            return False
+        classes = self.layers[-1].linear.out_features
+        return targets.dim() == 1 and compiled.are_classes(targets.numpy(), classes)
+
+    def together(self, memory_limit: int) -> int:
+        """How many models to hand out at a time, with what their training takes; at least one."""
+        return max(1, min(torch.get_num_threads() * _HOT, memory_limit // 16) // self.size)
+
+    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """What `local.train` makes of the trained parameters of each job, in rows.
+
+        Raises
+        ------
+        ValueError
+            ``trained`` selects nothing.
+        """
+        names = [name for name in self.parts if trained(name)]
+        if not names:
+            raise ValueError("trained selects no parameter of the model")
+        rows = torch.empty(len(jobs), self.size)
+        table = self._table(names)
+
+        def work(indices: range) -> None:
+            start, numbers = None, np.zeros(self.size, np.float32)
+            for index in indices:
+                job, weights = jobs[index], rows[index].numpy()
+                if job.params is not start:  # often all begin alike
+                    start = job.params
+                    self._write(start, list(self.parts), numbers)
+                weights[:] = numbers
+                self._descend(job, weights, names, table)
+
+        threads, everyone = torch.get_num_threads(), range(len(jobs))
+        seen = sum(j.training.num_steps(len(j.examples)) * j.training.batch_size for j in jobs)
+        if threads == 1 or 4 * seen * self.size < _WORTH_THREADS:
+            work(everyone)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(work, (everyone[start::threads] for start in range(threads))))
+        parts = {name: self.parts[name] for name in names}
+        return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
+
+    def _write(
+        self, params: Mapping[str, Tensor], names: Sequence[str], numbers: np.ndarray
+    ) -> None:
+        for name in names:
+            numbers[self.parts[name].where] = params[name].detach().numpy().ravel()
+
+    def _descend(
+        self, job: Job, weights: np.ndarray, names: Sequence[str], table: np.ndarray
+    ) -> None:
+        from flower_ext.training import compiled
+
+        pull, offset, terms = 0.0, np.zeros(0, np.float32), job.objective
+        if terms:
+            offset, vector = np.zeros((2, self.size), np.float32)
+            for slope, scale, direction in affine(terms):
+                pull += slope
+                self._write(direction, names, vector)
+                offset += np.float32(scale) * vector
+        training, count = job.training, len(job.examples)
+        steps = training.num_steps(count)
+        epochs = math.ceil(steps / math.ceil(count / training.batch_size))
+        orders = [torch.randperm(count, generator=job.generator).numpy() for _ in range(epochs)]
+        compiled.descend(
+            weights,
+            table,
+            np.ascontiguousarray(job.examples.features.flatten(1).numpy()),
+            job.examples.targets.numpy(),
+            orders[0] if epochs == 1 else np.concatenate([np.zeros(0, np.int64), *orders]),
+            training.batch_size,
+            steps,
+            training.learning_rate,
+            training.momentum,
+            training.sam_radius,
+            pull,
+            offset,
+        )
+
+    def _table(self, trained: Sequence[str]) -> np.ndarray:
+        """The layers as `compiled` reads them."""
+        return np.array(
+            [
+                (
+                    layer.linear.in_features,
+                    layer.linear.out_features,
+                    self.parts[layer.weight].start,
+                    self.parts[layer.bias].start if layer.bias in self.parts else -1,
+                    layer.activation,
+                    layer.weight in trained,
+                    layer.bias in trained,
+                )
+                for layer in self.layers
+            ],
+            dtype=np.int64,
+        )
+
+
+def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
+    """The network that all of ``jobs`` train, if compiled code can and is faster.
+
+    It is on x86 processors, whose BLAS libraries rearrange small matrices before they multiply
+    them; and it knows no loss but cross-entropy.
+    """
+    if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
+        return None
+    if find_spec("numba") is None or platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    first = jobs[0].examples.features.shape[1:]
+    found = _network(task.model, first)
+    if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
+        return None
+    return found if all(map(found.takes, jobs)) else None
+
+
+@lru_cache(maxsize=64)
+def _network(build: Callable[[], nn.Module], shape: torch.Size) -> DenseNetwork | None:
+    """That of a model which is a chain of dense layers, for examples of this shape."""
+    model = build()
+    layers = _chain(model, flat=len(shape) == 1)
+    widths = [shape.numel(), *(layer.linear.out_features for layer in layers)]
+    if not layers or widths[:-1] != [layer.linear.in_features for layer in layers]:
+        return None
+    found = DenseNetwork(layers)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if sorted(names) != sorted(found.parts) or any(True for _ in model.buffers()):
+        return None
+    log.info("local trainings of %s are compiled code", type(model).__name__)
+    return found
+
+
+def _chain(model: nn.Module, *, flat: bool) -> list[Layer]:
+    """Its layers in order; none if there is anything else than `nn.Flatten` before them."""
+    try:
+        nodes = list(fx.Tracer().trace(model).nodes)
+    except Exception:  # whatever a forward method makes of a symbol
+        return []
+    layers: list[Layer] = []
+    for before, node in pairwise(nodes):
+        if node.all_input_nodes != [before] or len(node.args) != 1:
+            return []
+        if set(node.kwargs) - {"inplace"}:
+            return []
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        follows = _ACTIVATIONS.get(node.target if module is None else type(module))
+        if type(module) is nn.Linear and flat:
+            layers.append(Layer(linear=module, name=str(node.target)))
+        elif follows is not None and layers and layers[-1].activation == PLAIN:
+            layers[-1] = replace(layers[-1], activation=follows)
+        elif isinstance(module, nn.Flatten) and not layers:
+            flat = (module.start_dim, module.end_dim) == (1, -1)
+        elif node.op != "output":
+            return []
+    return layers

@@ -1,0 +1,308 @@
+"""Compiled training of dense networks is the training of `train`, number by number."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.training import (
+    Job,
+    Linear,
+    LocalTraining,
+    Proximal,
+    Task,
+    dense,
+    train,
+    train_each,
+    train_groups,
+    train_many,
+)
+from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
+
+SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
+WAYS = {
+    "plain": SGD,
+    "momentum": replace(SGD, momentum=0.8),
+    "sam": replace(SGD, sam_radius=0.2),
+    "proximal": replace(SGD, proximal_weight=0.7),
+    "all": replace(SGD, momentum=0.5, sam_radius=0.1, proximal_weight=0.4),
+    "steps": replace(SGD, steps=5),
+    "nothing": replace(SGD, epochs=0),
+    "one batch": replace(SGD, batch_size=50),
+    "one by one": replace(SGD, batch_size=1),
+}
+
+
+class Odd(nn.Module):
+    """Widths that no kernel divides, layers without bias, activations as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 13, bias=False)
+        self.second = nn.Linear(13, 7)
+        self.third = nn.Linear(7, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.first(x.flatten(1)) if x.dim() > 2 else self.first(x))
+        return self.head(self.third(torch.sigmoid(self.second(x))).tanh())
+
+
+class Plain(Odd):
+    """The same without a question about its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.relu(self.first(x))
+        return self.head(self.third(torch.sigmoid(self.second(x))).tanh())
+
+
+def task(model=digits_mlp, loss=functional.cross_entropy):
+    return Task(model=model, data=lambda client: ClientData(None, None), loss=loss, device="cpu")
+
+
+def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ()):
+    """Clients with own data, own starts and own orders."""
+    made = []
+    for client, size in enumerate(sizes):
+        random = torch.Generator().manual_seed(client)
+        start = {n: p + 0.02 * client for n, p in task(model).initial_params(3).items()}
+        made.append(
+            Job(
+                params=start,
+                examples=Examples(
+                    torch.randn(size, 64, generator=random),
+                    torch.randint(10, (size,), generator=random),
+                ),
+                training=way,
+                generator=torch.Generator().manual_seed(100 + client),
+                terms=terms(start),
+            )
+        )
+    return made
+
+
+def one_by_one(given, made, trained=lambda name: True):
+    return [
+        train(
+            given,
+            job.params,
+            job.examples,
+            job.training,
+            trained=trained,
+            terms=job.terms,
+            generator=job.generator,
+        )
+        for job in made
+    ]
+
+
+def same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert list(one) == list(other)
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Counts the models that compiled code trains."""
+    trained = []
+    descend = dense.DenseNetwork._descend
+
+    def counted(self, job, *others):
+        trained.append(job)
+        descend(self, job, *others)
+
+    monkeypatch.setattr(dense.DenseNetwork, "_descend", counted)
+    return trained
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [digits_mlp, digits_logistic, Plain])
+def test_the_same_model_comes_out(model, way, compiled):
+    ours = train_many(task(model), jobs(model, WAYS[way]))
+    same(ours, one_by_one(task(model), jobs(model, WAYS[way])))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
+def test_terms_pull_as_in_the_loop(way, compiled):
+    def terms(start):
+        return [
+            Proximal(weight=0.6, anchor={n: p - 0.1 for n, p in start.items()}),
+            Linear(direction={n: torch.full_like(p, 0.05) for n, p in start.items()}),
+        ]
+
+    ours = train_many(task(), jobs(way=WAYS[way], terms=terms))
+    same(ours, one_by_one(task(), jobs(way=WAYS[way], terms=terms)))
+    without = train_many(task(), jobs(way=WAYS[way]))
+    assert not torch.allclose(ours[0]["head.weight"], without[0]["head.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["plain", "momentum", "all"])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        lambda name: name.startswith("head"),
+        lambda name: name.startswith("extractor"),
+        lambda name: name.endswith("bias"),
+        lambda name: name == "extractor.1.weight",
+    ],
+    ids=["head", "extractor", "biases", "a weight"],
+)
+def test_the_rest_is_frozen(trained, way, compiled):
+    ours = train_many(task(), jobs(way=WAYS[way]), trained=trained)
+    same(ours, one_by_one(task(), jobs(way=WAYS[way]), trained))
+    for model, job in zip(ours, jobs(), strict=True):
+        for name, start in job.params.items():
+            assert torch.equal(model[name], start) != trained(name)
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="trained selects no parameter"):
+        train_many(task(), jobs(), trained=lambda name: False)
+
+
+def test_images_are_flattened_and_may_be_views(compiled):
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(28, 28, 1, 30, generator=random).permute(3, 2, 0, 1)
+
+    def made():
+        return [
+            Job(
+                params=task(mnist_mlp).initial_params(0),
+                examples=Examples(images[start::2], torch.arange(15) % 10),
+                training=SGD,
+                generator=torch.Generator().manual_seed(start),
+            )
+            for start in range(2)
+        ]
+
+    same(train_many(task(mnist_mlp), made()), one_by_one(task(mnist_mlp), made()))
+    assert len(compiled) == 2
+
+
+def test_what_was_given_stays_and_what_comes_back_is_ones_own(compiled):
+    made = jobs()
+    shared = made[0].params
+    before = {name: p.clone() for name, p in shared.items()}
+    ours = train_many(task(), [replace(job, params=shared) for job in made])
+    for model in ours:
+        for p in model.values():
+            p.fill_(7.0)
+    for name, p in shared.items():
+        assert torch.equal(p, before[name])
+
+
+def test_several_threads_train_the_same_models(monkeypatch, compiled):
+    alone = train_many(task(), jobs(sizes=range(1, 30)))
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(dense, "_WORTH_THREADS", 0)
+    torch.set_num_threads(3)
+    try:
+        together = train_many(task(), jobs(sizes=range(1, 30)))
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(alone, together, strict=True):
+        for name in one:
+            assert torch.equal(one[name], other[name])
+
+
+def test_a_diverged_model_is_not_made_to_look_sound(compiled):
+    wild = replace(SGD, learning_rate=1e30, epochs=20)
+    for model in train_many(task(), jobs(way=wild, sizes=(12, 12))):
+        assert not all(p.isfinite().all() for p in model.values())
+    assert len(compiled) == 2
+
+
+def test_few_models_are_held_at_a_time(compiled):
+    size = dense._network(digits_mlp, torch.Size((64,))).size
+    limit = 2 * 16 * size
+    groups = [group for group, _ in train_groups(task(), jobs(), memory_limit=limit)]
+    assert groups == [[0, 1], [2, 3]]
+    each = train_each(task(), jobs(), memory_limit=limit)
+    next(each)
+    assert len(compiled) == 4 + 2
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(64, 5), nn.Dropout(0.1), nn.Linear(5, 10))
+
+
+def twice():
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(64, 10))
+
+
+def buffered():
+    model = nn.Sequential(nn.Linear(64, 10))
+    model.register_buffer("counter", torch.zeros(1))
+    return model
+
+
+def normed():
+    return nn.Sequential(nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 10))
+
+
+def activated_first():
+    return nn.Sequential(nn.ReLU(), nn.Linear(64, 10))
+
+
+def activated_twice():
+    return nn.Sequential(nn.Linear(64, 10), nn.ReLU(), nn.Sigmoid())
+
+
+def mismatched():
+    return nn.Sequential(nn.Linear(64, 5), nn.ReLU(), nn.Linear(6, 10))
+
+
+@pytest.mark.parametrize(
+    "model", [dropout, twice, buffered, normed, activated_first, activated_twice, mismatched, Odd]
+)
+def test_other_models_are_left_to_the_loop(model):
+    assert dense._network(model, torch.Size((64,))) is None
+
+
+def test_a_layer_for_other_examples_is_left_to_the_loop():
+    assert dense._network(digits_mlp, torch.Size((65,))) is None
+    unflattened = partial(nn.Sequential, nn.Linear(8, 10))
+    assert dense._network(unflattened, torch.Size((8, 8))) is None
+    assert dense._network(unflattened, torch.Size((8,))) is not None
+
+
+def weighted(outputs, targets):
+    return functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("change", ["loss", "class", "dtype", "start", "shape", "no numba", "arm"])
+def test_what_compiled_code_does_not_know_is_left_to_others(change, monkeypatch):
+    given, made = task(), jobs()
+    assert dense.network(given, made) is not None
+    last = made[-1]
+    x, y = last.examples.features, last.examples.targets
+    if change == "loss":
+        given = task(loss=weighted)
+    elif change == "class":  # ignored by cross_entropy
+        made[-1] = replace(last, examples=Examples(x, torch.where(y == 0, y, -100)))
+    elif change == "dtype":
+        made[-1] = replace(last, examples=Examples(x.double(), y))
+    elif change == "start":
+        made[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
+    elif change == "shape":
+        made[-1] = replace(last, examples=Examples(x.unflatten(1, (8, 8)), y))
+    elif change == "no numba":
+        monkeypatch.setattr(dense, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(dense.platform, "machine", lambda: "arm64")
+    assert dense.network(given, made) is None
+
+
+def test_without_numba_batches_train_the_same_models(monkeypatch, compiled):
+    ours = train_many(task(), jobs())
+    monkeypatch.setattr(dense, "find_spec", lambda name: None)
+    same(train_many(task(), jobs()), ours)
+    assert len(compiled) == 4
