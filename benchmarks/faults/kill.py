@@ -30,7 +30,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 
 from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.packing import unpack
@@ -141,10 +141,12 @@ def play(trial: Trial) -> None:
     run_in_process(server, client, num_clients=count, run_config=trial.settings)
 
 
-def _witnessed(answer: Callable[..., list[Message]], witness: int) -> Callable[..., list[Message]]:
+def _witnessed(
+    answer: Callable[..., list[RecordDict]], witness: int
+) -> Callable[..., list[RecordDict]]:
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
-    ) -> list[Message]:
+    ) -> list[RecordDict]:
         replies = answer(messages, contexts, **options)
         number = messages[0].content.config_records[records.ROUND]["number"]
         clients = [context.node_config["partition-id"] for context in contexts]

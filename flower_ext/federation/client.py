@@ -5,7 +5,7 @@ happen here, after them and before anything is sent, so no method can forget eit
 method returns as memory cannot reach a reply.
 
 Where many clients live in one process, the same functions run side by side: whenever all of them
-wait for a local training, these trainings are one batch (`training.train_many`).
+wait for a local training, these trainings are one batch (`training.train_each`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flwr.app import Context, Message, RecordDict
 
 from flower_ext.data import ClientData
 from flower_ext.federation import records
+from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.cohort import partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
@@ -55,7 +56,7 @@ from flower_ext.training import (
     Term,
     evaluate_many,
     train_clipped_steps,
-    train_many,
+    train_each,
 )
 
 T = TypeVar("T")
@@ -66,13 +67,13 @@ _LOSSES = ("loss", "training_loss")
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
 
-    ``solve`` does many of them at once and returns what each is sent back; `train_many` by default.
+    ``solve`` does many of them at once: what each is sent back, in their order.
     """
 
     task: Task
     job: Job
     trained: Callable[[str], bool]
-    solve: Callable[..., list[Any]] = train_many
+    solve: Callable[..., Iterable[Any]] = train_each
 
     @property
     def names(self) -> frozenset[str]:
@@ -232,11 +233,11 @@ def client_app(
 
         @app.train(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return side.train([message], [context])[0]
+            return Message(side.train([message], [context])[0], reply_to=message)
 
         @app.evaluate(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return side.score([message], [context])[0]
+            return Message(side.score([message], [context])[0], reply_to=message)
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
@@ -269,14 +270,11 @@ class _ClientSide:
         contexts: Sequence[Context],
         *,
         memory_limit: int = MEMORY_LIMIT,
-    ) -> list[Message]:
+    ) -> list[RecordDict]:
         """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
         asked, works = self._unpack(messages, contexts)
         results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
-        replies = [
-            self._reply(*each)
-            for each in zip(messages, contexts, asked, works, results, strict=True)
-        ]
+        replies = [self._reply(*each) for each in zip(contexts, asked, works, results, strict=True)]
         for result in results:
             _check_memory(result.memory)
         # Stored before any reply is out of this function: what was released is remembered.
@@ -293,7 +291,7 @@ class _ClientSide:
         contexts: Sequence[Context],
         *,
         memory_limit: int = MEMORY_LIMIT,
-    ) -> list[Message]:
+    ) -> list[RecordDict]:
         """Evaluate the model that each client would use."""
         asked, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
@@ -305,14 +303,13 @@ class _ClientSide:
             for scores, on_training in zip(every, trained, strict=True):
                 scores["training_loss"] = on_training["loss"]
         replies = []
-        for message, work, scores in zip(messages, works, every, strict=True):
+        for work, scores in zip(works, every, strict=True):
             if len(work.data.test) == 0:
                 scores.clear()
             # A metric may be undefined for these examples; a loss that is no number has diverged.
             scores = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
             scores["num-examples"] = float(len(work.data.test))
-            content = RecordDict({records.METRICS: records.metrics_record(scores)})
-            replies.append(Message(content, reply_to=message))
+            replies.append(RecordDict({records.METRICS: records.metrics_record(scores)}))
         return replies
 
     def tell(self, message: Message, context: Context) -> Message:
@@ -360,13 +357,8 @@ class _ClientSide:
         return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
 
     def _reply(
-        self,
-        message: Message,
-        context: Context,
-        asked: Asked,
-        work: ClientWork,
-        result: LocalResult,
-    ) -> Message:
+        self, context: Context, asked: Asked, work: ClientWork, result: LocalResult
+    ) -> RecordDict:
         update = protected(
             result.update,
             work.received,
@@ -374,7 +366,7 @@ class _ClientSide:
             context,
             allow_seeded_noise=self.allow_seeded_noise,
         )
-        content = RecordDict({records.UPDATE: records.to_record(update)})
+        content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
         if asked.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
@@ -385,7 +377,7 @@ class _ClientSide:
             metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
-        return Message(content, reply_to=message)
+        return record_of(RecordDict, content)
 
     def _work(self, asked: Asked, context: Context, task: Task) -> ClientWork:
         check_facts(asked.facts, context, kind=asked.kind)

@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records
+from flower_ext.federation._flower_private import message_like
 from flower_ext.federation.cohort import Roster
 from flower_ext.federation.progress import Progress
 
@@ -60,13 +61,14 @@ class Exchange:
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
         shared = {key: RecordDict(dict(content)) for key, content in built.items()}
+        like = Message(
+            RecordDict(),
+            dst_node_id=0,
+            message_type=f"{kind}.{self.method}" if self.roster.known else kind,
+            group_id=str(server_round),
+        )
         messages = [
-            Message(
-                shared[id(content)],
-                dst_node_id=self.roster.nodes[partition],
-                message_type=f"{kind}.{self.method}" if self.roster.known else kind,
-                group_id=str(server_round),
-            )
+            message_like(like, shared[id(content)], dst_node_id=self.roster.nodes[partition])
             for partition, content in contents.items()
         ]
         self._questions[kind] = {message.metadata.dst_node_id: message for message in messages}

@@ -18,6 +18,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from flower_ext.federation._flower_private import record_of
 from flower_ext.training import LocalTraining, Params, UnshareableModel
 
 Arrays = dict[str, np.ndarray]
@@ -88,12 +89,12 @@ def _name(dtype: np.dtype) -> str:
 
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
     """Tensors or arrays as an ArrayRecord, on the CPU, order kept; not to be changed afterwards."""
-    record = ArrayRecord()  # given arrays at once it would serialise them
-    for name, value in params.items():
-        array = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    arrays = {
         # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
-        record[name] = UnsentArray(np.asarray(array))
-    return record
+        name: UnsentArray(np.asarray(v.numpy(force=True) if isinstance(v, Tensor) else v))
+        for name, v in params.items()
+    }
+    return record_of(ArrayRecord, arrays)
 
 
 def to_params(record: ArrayRecord) -> Params:
@@ -377,7 +378,7 @@ def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
 
 def metrics_record(values: Mapping[str, float]) -> MetricRecord:
     """Plain numbers as a MetricRecord (which takes no NumPy scalars)."""
-    return MetricRecord({name: float(value) for name, value in values.items()})
+    return record_of(MetricRecord, {name: float(value) for name, value in values.items()})
 
 
 def _content(reply: Message) -> RecordDict:
@@ -404,10 +405,22 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
             array = _values(sent)
         except Exception as error:  # whatever a hostile payload provokes, it is one refusal
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
-        largest = float(max(array.max(), -array.min())) if array.size else 0.0
-        if not math.isfinite(largest):
-            raise RefusedReply(f"{name!r} holds NaN or infinite values")
-        if largest > (most := min(LARGEST_VALUE, float(np.finfo(array.dtype).max) / 16)):
-            raise RefusedReply(f"{name!r} holds values above {most:g}")
+        _check_values(name, array)
         arrays[name] = array
     return arrays
+
+
+def _check_values(name: str, array: np.ndarray) -> None:
+    most = _largest(array.dtype)
+    if float(np.vdot(array, array)) <= most**2:  # then all values are, at half the time
+        return
+    largest = float(max(array.max(), -array.min()))
+    if not math.isfinite(largest):
+        raise RefusedReply(f"{name!r} holds NaN or infinite values")
+    if largest > most:
+        raise RefusedReply(f"{name!r} holds values above {most:g}")
+
+
+@lru_cache(maxsize=64)
+def _largest(dtype: np.dtype) -> float:
+    return min(LARGEST_VALUE, float(np.finfo(dtype).max) / 16)

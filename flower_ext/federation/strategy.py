@@ -356,14 +356,16 @@ class FederatedStrategy(Strategy):
         return records.to_record(moved), records.metrics_record(row)
 
     def _read_update(self, reply: Message) -> records.Update:
-        update = records.read_update(reply, base=self._base, trust_models=not self._client_protects)
+        promise = self._promise
+        trusted = not promise.client_protects
+        update = records.read_update(reply, base=self._base, trust_models=trusted)
         if not update.metrics.get("num-examples", 1) >= 1:
             raise records.RefusedReply(
                 f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
             )
-        if self._client_protects:
+        if not trusted:
             partition, received = self._exchange.sent(reply)
-            self._promise.check_upload(partition, update.arrays, received)
+            promise.check_upload(partition, update.arrays, received)
         return update
 
     @property

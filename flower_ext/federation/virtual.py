@@ -50,7 +50,7 @@ class CohortApp(ClientApp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.together: dict[str, Callable[..., list[Message]]] = {}
+        self.together: dict[str, Callable[..., list[RecordDict]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message: for one client, or for all that a `VirtualGrid` packed into it."""
@@ -65,9 +65,9 @@ class CohortApp(ClientApp):
 
         An error of one client is raised for all; none of the contexts has changed then.
         """
-        return self.together[messages[0].metadata.message_type](
-            messages, contexts, memory_limit=memory_limit
-        )
+        answer = self.together[messages[0].metadata.message_type]
+        contents = answer(messages, contexts, memory_limit=memory_limit)
+        return [private.reply_to(*each) for each in zip(messages, contents, strict=True)]
 
 
 def answer_all(
@@ -88,7 +88,7 @@ def answer_all(
         and kinds <= set(app.together)
         and len({id(context) for context in contexts}) == len(contexts)
     ):
-        before = [RecordDict(dict(context.state)) for context in contexts]
+        before = [context.state.copy() for context in contexts]
         try:
             return app.answer(messages, contexts, memory_limit=memory_limit)
         except Exception:  # one of them: who it is shows when each answers alone
@@ -99,8 +99,8 @@ def answer_all(
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    before = RecordDict(dict(context.state))
-    message.content = RecordDict(dict(message.content))  # several may share one
+    before = context.state.copy()
+    message.content = message.content.copy()  # several may share one
     try:
         return app(message, context)
     except Exception:  # whatever a ClientApp raises becomes an error reply
@@ -289,7 +289,7 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
         for place in places
     ]
     messages = [
-        private.message_like(message, content, kind)
+        private.message_like(message, content, message_type=kind)
         for content, kind in zip(contents, facts["type"], strict=True)
     ]
     replies = answer_all(app, messages, contexts)
