@@ -251,17 +251,19 @@ def accept(
         Reads one reply, or raises `RefusedReply`.
     """
     waiting = {node: partition for partition, node in asked.items()}
+    number = str(server_round)
     values: dict[int, T] = {}
     refusals: list[str] = []
     for reply in replies:
-        node = reply.metadata.src_node_id
+        own = reply.metadata
+        node = own.src_node_id
         try:
             if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
                 raise RefusedReply(f"in place of a reply: {reply.error.reason}")
             if node not in waiting:
                 raise RefusedReply("not asked in this round, or answered already")
-            if reply.metadata.group_id != str(server_round):
-                raise RefusedReply(f"answers round {reply.metadata.group_id}")
+            if own.group_id != number:
+                raise RefusedReply(f"answers round {own.group_id}")
             _check_answers(reply, (questions or {}).get(node))
             values[waiting[node]] = read(reply)
             del waiting[node]
@@ -274,11 +276,10 @@ def _check_answers(reply: Message, question: Message | None) -> None:
     """A reply to ``question`` and no other, as far as the grid has told its message id."""
     if question is None:
         return
-    expected, found = question.metadata.message_type, reply.metadata.message_type
-    if found != expected:
-        raise RefusedReply(f"answers {found!r}, expected {expected!r}")
-    number = question.metadata.message_id
-    if number and reply.metadata.reply_to_message_id != number:
+    asked, own = question.metadata, reply.metadata
+    if own.message_type != asked.message_type:
+        raise RefusedReply(f"answers {own.message_type!r}, expected {asked.message_type!r}")
+    if asked.message_id and own.reply_to_message_id != asked.message_id:
         raise RefusedReply("answers another message of this round")
 
 
@@ -317,7 +318,7 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
     else:
         expected = f"{UPDATE!r} or {MODEL!r}" if trust_models else f"{UPDATE!r}"
         raise RefusedReply(f"no array record {expected}; it has {sorted(content.keys())}")
-    return Update(arrays, read_metrics(reply))
+    return Update(arrays, _metrics(content))
 
 
 def read_metrics(reply: Message) -> dict[str, float]:
@@ -329,7 +330,10 @@ def read_metrics(reply: Message) -> dict[str, float]:
         Error reply, a value is not a finite number or beyond `LARGEST_VALUE`, or a size is no
         whole number of examples.
     """
-    content = _content(reply)
+    return _metrics(_content(reply))
+
+
+def _metrics(content: RecordDict) -> dict[str, float]:
     merged: dict[str, float] = {}
     for record in content.values():
         for name, value in record.items() if isinstance(record, MetricRecord) else ():
@@ -390,7 +394,7 @@ def _content(reply: Message) -> RecordDict:
 
 
 def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
-    if set(record) != set(base):
+    if record.keys() != base.keys():
         missing, extra = sorted(set(base) - set(record)), sorted(set(record) - set(base))
         raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
     arrays: Arrays = {}

@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; an update of nothing but these: `Valu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,6 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
-_BLOCK = 2**20
-"""Numbers that are summed at a time."""
 _MARGIN = 1.0 - 1e-12
 """Room for the rounding of the norm itself, whatever the order of its summation."""
 
@@ -92,7 +90,7 @@ def check_arrays(update: Update) -> None:
     for name, array in update.items():
         if isinstance(array, np.ma.MaskedArray):  # norms and noise would leave out what is masked
             raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
-        if not api.is_array_api_obj(array):
+        if not (isinstance(array, np.ndarray) or api.is_array_api_obj(array)):
             raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
         if not _is_real_float(array):
             raise TypeError(
@@ -160,12 +158,12 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
     for update in updates:
         check_like(update, like)
         for name in summed:
-            summed[name] += update[name]
+            summed[name] += _as_float64(update[name])  # at once takes longer
     return summed
 
 
 def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
-    """Sum in float64 of `clip` of every update, computed for many of them at once.
+    """Sum in float64 of `clip` of every update.
 
     Raises
     ------
@@ -177,9 +175,16 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
     for update in updates:
         check_arrays(update)
-    for rows in _stacked(updates, like):
-        part = sum_clipped_rows(rows, clipping_norm)
-        summed = {name: summed[name] + array for name, array in part.value.items()}
+        check_like(update, like)
+        wide = {name: _as_float64(array) for name, array in update.items()}
+        norm = _norm(wide) / clipping_norm
+        if 1e-100 < norm < 1e100:
+            factor = _MARGIN / max(norm, _MARGIN)
+        else:  # squares that overflow or vanish
+            wide, factor = dict(clip(wide, clipping_norm).value), 1.0
+        for name, array in wide.items():
+            array *= factor
+            summed[name] += array
     return BoundedSum(value=summed, bound=clipping_norm if updates else 0.0, count=len(updates))
 
 
@@ -318,20 +323,6 @@ def _squares(rows: Any) -> Any:
     return namespace.linalg.vector_norm(rows, axis=1) ** 2
 
 
-def _stacked(updates: Sequence[Update], like: Update) -> Iterator[dict[str, Any]]:
-    """Updates as arrays with one more dimension, as many at a time as stay in a cache."""
-    numbers = sum(_size(array) for array in like.values())
-    together = max(1, _BLOCK // max(1, numbers))
-    for start in range(0, len(updates), together):
-        chosen = updates[start : start + together]
-        for update in chosen:
-            check_like(update, like)
-        yield {
-            name: api.array_namespace(array).stack([update[name] for update in chosen])
-            for name, array in like.items()
-        }
-
-
 def check_like(update: Update, like: Update) -> None:
     """Refuse an update whose names or shapes are not those of ``like``."""
     if set(update) != set(like):
@@ -345,6 +336,8 @@ def check_like(update: Update, like: Update) -> None:
 
 
 def _is_real_float(array: Any) -> bool:
+    if isinstance(array, np.ndarray):  # as below, at a tenth of the time
+        return bool(array.dtype.kind == "f")
     return bool(api.array_namespace(array).isdtype(array.dtype, "real floating"))
 
 
@@ -363,11 +356,9 @@ def _precision(array: Any) -> float:
 
 def _scaled_norm(update: Update) -> tuple[float, float]:
     """(m, s) with norm = m·s: m above 1 where squares might overflow."""
-    wide = [_as_float64(array).reshape(-1) for array in update.values() if _size(array)]
-    with np.errstate(over="ignore"):
-        squares = sum(float(array @ array) for array in wide)
-    if 1e-200 < squares < 1e200:
-        return 1.0, math.sqrt(squares)
+    wide = {name: _as_float64(array) for name, array in update.items()}
+    if 1e-100 < (norm := _norm(wide)) < 1e100:
+        return 1.0, norm
     largest = 0.0
     for name, array in update.items():
         if _size(array) == 0:
@@ -379,7 +370,14 @@ def _scaled_norm(update: Update) -> tuple[float, float]:
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0
-    return largest, math.sqrt(sum(float((a / largest) @ (a / largest)) for a in wide))
+    return largest, _norm({name: array / largest for name, array in wide.items()})
+
+
+def _norm(wide: Update) -> float:
+    """Over all arrays of float64; infinite or NaN where squares are, 0 where they vanish."""
+    flat = [array.reshape(-1) for array in wide.values()]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(sum(float(array @ array) for array in flat))
 
 
 def _times(array: Any, factor: float) -> Any:

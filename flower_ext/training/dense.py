@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from itertools import pairwise
 from logging import getLogger
 from typing import Any
@@ -196,20 +195,32 @@ class DenseNetwork:
 
 
 def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
-    """The network that all of ``jobs`` train, if compiled code can and is faster.
-
-    It is on x86 processors, whose BLAS libraries rearrange small matrices before they multiply
-    them; and it knows no loss but cross-entropy.
-    """
+    """The network that all of ``jobs`` train, if compiled code can: with cross-entropy, on x86."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
-    if find_spec("numba") is None or platform.machine().lower() not in ("x86_64", "amd64"):
+    if not _compiles():
         return None
     first = jobs[0].examples.features.shape[1:]
     found = _network(task.model, first)
     if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
         return None
     return found if all(map(found.takes, jobs)) else None
+
+
+@lru_cache(maxsize=1)
+def _compiles() -> bool:
+    """Whether this machine has compiled code that is faster than its BLAS library."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    try:
+        from flower_ext.training import compiled  # noqa: F401
+    except ImportError:
+        log.info("dense networks would train faster with Numba: pip install 'flower_ext[fast]'")
+        return False
+    except RuntimeError as error:  # no folder that Numba could write its cache to
+        log.warning("dense networks would train faster if Numba could be used: %s", error)
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)
