@@ -19,6 +19,7 @@ from flower_ext.training.dense import (
     ACTIVATION,
     BIAS,
     INPUTS,
+    LINE,
     OUTPUTS,
     RELU,
     SIGMOID,
@@ -29,8 +30,6 @@ from flower_ext.training.dense import (
 )
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
-_LINE = 16
-"""Numbers in a line of the processor's caches."""
 _CACHED = 2**17
 """Numbers that fit into a core's own caches, with room to spare."""
 
@@ -71,8 +70,7 @@ def descend(
     count = len(features)
     per_epoch = math.ceil(count / batch_size)
     begins = _begins(layers, min(count, batch_size))
-    outputs = np.empty(begins[-1], np.float32)
-    slopes = np.empty(begins[-1], np.float32)
+    outputs, slopes = _aligned(begins[-1]), _aligned(begins[-1])
     rate, beta, radius = np.float32(learning_rate), np.float32(momentum), np.float32(sam_radius)
     plain = momentum == 0 and sam_radius == 0 and len(offset) == 0
     velocity = np.zeros(0 if plain else len(weights), np.float32)
@@ -106,11 +104,18 @@ def _copy(values: np.ndarray, into: np.ndarray) -> None:
 
 
 @_loops
+def _aligned(size: int) -> np.ndarray:
+    """Numbers that begin with a line of the caches, which a register then loads at once."""
+    longer = np.empty(size + LINE, np.float32)
+    return longer[-(longer.ctypes.data // longer.itemsize) % LINE :][:size]
+
+
+@_loops
 def _fetch(features: np.ndarray, scratch: np.ndarray) -> None:
     """Read ``features`` in order, if caches then hold them: faster than from row to row."""
     numbers = features.ravel()
     if len(numbers) <= _CACHED:
-        for i in range(0, len(numbers), _LINE):
+        for i in range(0, len(numbers), LINE):
             scratch[0] += numbers[i]
 
 

@@ -38,7 +38,7 @@ _ACTIVATIONS: Mapping[Any, int] = {
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
 }
-_LINE = 16
+LINE = 16
 """Numbers in a line of the processor's caches: every model begins with one."""
 _HOT = 2**19
 """Numbers of the models that are handed out together: few enough to be used from the caches."""
@@ -88,7 +88,7 @@ class DenseNetwork:
             for leaf, parameter in layer.linear.named_parameters():
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
-        self.size = math.ceil(self.size / _LINE) * _LINE
+        self.size = math.ceil(self.size / LINE) * LINE
 
     def takes(self, job: Job) -> bool:
         """Whether its numbers are of the usual kinds, and its targets classes."""
