@@ -15,7 +15,6 @@ from typing import Any
 from flwr.app import ArrayRecord, Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
 
 from benchmarks.speed.workload import (
     BATCH,
@@ -111,6 +110,8 @@ def main() -> None:
 
     app: ClientApp = Timed.client_app(task)
     if engine.startswith("ray"):
+        from flwr.simulation import run_simulation  # Ray: 55 MB
+
         resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         count = NODES if engine == "ray-nodes" else workload.clients
         run_simulation(server, app, count, backend_config=resources)

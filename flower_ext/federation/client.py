@@ -78,7 +78,7 @@ class Training:
     @property
     def names(self) -> frozenset[str]:
         """Parameters that are trained."""
-        return frozenset(name for name in self.job.params if self.trained(name))
+        return frozenset(filter(self.trained, self.job.params))
 
 
 Steps = Generator[Training, Any, T]

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
+from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.checkpoint import Checkpoints
 from flower_ext.federation.client import ClientMethod, client_app
 from flower_ext.federation.cohort import FederationNotReady
@@ -675,7 +676,7 @@ class FederatedStrategy(Strategy):
         shared = {n: a for n, a in arrays.items() if not matches(n, self.personal)}
         if not shared:
             raise ValueError(f"personal={self.personal} leaves no parameter to share")
-        return ArrayRecord(shared)
+        return record_of(ArrayRecord, shared)
 
     def _generator(self, *path: str | int) -> np.random.Generator:
         return secure_generator() if self.seed is None else seeded_generator(self.seed, *path)

@@ -40,10 +40,13 @@ _ACTIVATIONS: Mapping[Any, int] = {
 }
 LINE = 16
 """Numbers in a line of the processor's caches: every model begins with one."""
-_HOT = 2**19
+_HOT = 2**18
 """Numbers of the models that are handed out together: few enough to be used from the caches."""
 _WORTH_THREADS = 10**8
 """Products in all trainings above which several threads are faster than one."""
+
+
+_NONE = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +119,12 @@ class DenseNetwork:
         if not names:
             raise ValueError("trained selects no parameter of the model")
         rows = torch.empty(len(jobs), self.size)
-        table = self._table(names)
+        models, table = rows.numpy(), self._table(names)
 
         def work(indices: range) -> None:
             start, numbers = None, np.zeros(self.size, np.float32)
             for index in indices:
-                job, weights = jobs[index], rows[index].numpy()
+                job, weights = jobs[index], models[index]
                 if job.params is not start:  # often all begin alike
                     start = job.params
                     self._write(start, list(self.parts), numbers)
@@ -129,14 +132,17 @@ class DenseNetwork:
                 self._descend(job, weights, names, table)
 
         threads, everyone = torch.get_num_threads(), range(len(jobs))
-        seen = sum(j.training.num_steps(len(j.examples)) * j.training.batch_size for j in jobs)
-        if threads == 1 or 4 * seen * self.size < _WORTH_THREADS:
+        if threads == 1 or self._products(jobs) < _WORTH_THREADS:
             work(everyone)
         else:
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(work, (everyone[start::threads] for start in range(threads))))
         parts = {name: self.parts[name] for name in names}
         return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
+
+    def _products(self, jobs: Sequence[Job]) -> int:
+        steps = (j.training.num_steps(len(j.examples)) * j.training.batch_size for j in jobs)
+        return 3 * self.size * sum(steps)
 
     def _write(
         self, params: Mapping[str, Tensor], names: Sequence[str], numbers: np.ndarray
@@ -149,7 +155,7 @@ class DenseNetwork:
     ) -> None:
         from flower_ext.training import compiled
 
-        pull, offset, terms = 0.0, np.zeros(0, np.float32), job.objective
+        pull, offset, terms = 0.0, _NONE, job.objective
         if terms:
             offset, vector = np.zeros((2, self.size), np.float32)
             for slope, scale, direction in affine(terms):
@@ -198,13 +204,11 @@ def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
     """The network that all of ``jobs`` train, if compiled code can: with cross-entropy, on x86."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
-    if not _compiles():
-        return None
     first = jobs[0].examples.features.shape[1:]
     found = _network(task.model, first)
     if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
         return None
-    return found if all(map(found.takes, jobs)) else None
+    return found if _compiles() and all(map(found.takes, jobs)) else None
 
 
 @lru_cache(maxsize=1)
@@ -220,6 +224,7 @@ def _compiles() -> bool:
     except RuntimeError as error:  # no folder that Numba could write its cache to
         log.warning("dense networks would train faster if Numba could be used: %s", error)
         return False
+    log.info("dense networks train as compiled code, which is made once on a machine: some seconds")
     return True
 
 
@@ -235,7 +240,6 @@ def _network(build: Callable[[], nn.Module], shape: torch.Size) -> DenseNetwork 
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if sorted(names) != sorted(found.parts) or any(True for _ in model.buffers()):
         return None
-    log.info("local trainings of %s are compiled code", type(model).__name__)
     return found
 
 

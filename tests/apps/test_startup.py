@@ -8,7 +8,7 @@ import pytest
 
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 
-NEEDLESS = ["dp_accounting", "matplotlib", "opacus", "pandas", "ray", "scipy", "sklearn"]
+NEEDLESS = ["dp_accounting", "matplotlib", "numba", "opacus", "pandas", "ray", "scipy", "sklearn"]
 
 
 @pytest.mark.parametrize(
