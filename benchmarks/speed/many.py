@@ -1,4 +1,4 @@
-"""Local trainings as one batch, against the same one by one; clients, and many tiny trainings.
+"""Local trainings together, against the same one by one; clients, and many tiny trainings.
 
     python -m benchmarks.speed.many
 
@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, Examples
 from flower_ext.reporting.report import table
-from flower_ext.training import Job, LocalTraining, Task, train, train_many
+from flower_ext.training import Job, LocalTraining, Task, train, train_each
 from flower_ext.training.models import mnist_cnn
 
 CLASSES, TURNS = 10, 3
@@ -61,7 +61,7 @@ CASES = [
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    print(table(("trainings, parameters", "one by one, µs", "batch, µs", "ratio"), map(row, CASES)))
+    print(table(("trainings, parameters", "one by one, µs", "together, µs", "ratio"), map(row, CASES)))
 
 
 def row(case: Case) -> tuple[str, str, str, str]:
@@ -117,9 +117,9 @@ def one_by_one(task: Task, waiting: list[Job]) -> None:
 
 
 def in_batches(task: Task, waiting: list[Job]) -> None:
-    """Results are dropped in portions, as who adds them up would."""
-    for start in range(0, len(waiting), 1_000):
-        train_many(task, waiting[start : start + 1_000])
+    """Each model is dropped at once, as who adds them up would."""
+    for _ in train_each(task, waiting):
+        pass
 
 
 def seconds(run: Callable[..., object], *arguments: object) -> float:
