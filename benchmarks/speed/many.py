@@ -61,7 +61,8 @@ CASES = [
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    print(table(("trainings, parameters", "one by one, µs", "together, µs", "ratio"), map(row, CASES)))
+    columns = ("trainings, parameters", "one by one, µs", "together, µs", "ratio")
+    print(table(columns, map(row, CASES)))
 
 
 def row(case: Case) -> tuple[str, str, str, str]:

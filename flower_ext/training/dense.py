@@ -1,5 +1,7 @@
 """Networks of dense layers, each trained from its first step to its last by compiled code.
 
+One thread does it all: two take as long, as models move between their caches.
+
 `compiled` needs Numba (``pip install 'flower_ext[fast]'``); without it, and where it would not be
 faster, `network` finds none, and these models train in batches like all others.
 """
@@ -9,7 +11,6 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +27,7 @@ from flower_ext.training.objective import affine
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
-log = getLogger(__name__)
+log = getLogger("flwr")
 
 INPUTS, OUTPUTS, WEIGHT, BIAS, ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS = range(7)
 """Columns of the table of layers: widths, where weight and bias begin (or −1), what follows."""
@@ -42,10 +43,6 @@ LINE = 16
 """Numbers in a line of the processor's caches: every model begins with one."""
 _HOT = 2**18
 """Numbers of the models that are handed out together: few enough to be used from the caches."""
-_WORTH_THREADS = 10**8
-"""Products in all trainings above which several threads are faster than one."""
-
-
 _NONE = np.zeros(0, np.float32)
 
 
@@ -98,14 +95,17 @@ class DenseNetwork:
         from flower_ext.training import compiled
 
         features, targets = job.examples.features, job.examples.targets
-        if any(p.dtype != torch.float32 for p in (features, *job.params.values())):
+        numbers = (features, *job.params.values())
+        if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
+            return False
+        if targets.dtype != torch.int64 or targets.dim() != 1 or not targets.is_cpu:
             return False
         classes = self.layers[-1].linear.out_features
-        return targets.dim() == 1 and compiled.are_classes(targets.numpy(), classes)
+        return bool(compiled.are_classes(targets.numpy(), classes))
 
     def together(self, memory_limit: int) -> int:
         """How many models to hand out at a time, with what their training takes; at least one."""
-        return max(1, min(torch.get_num_threads() * _HOT, memory_limit // 16) // self.size)
+        return max(1, min(_HOT, memory_limit // 16) // self.size)
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """What `local.train` makes of the trained parameters of each job, in rows.
@@ -119,30 +119,15 @@ class DenseNetwork:
         if not names:
             raise ValueError("trained selects no parameter of the model")
         rows = torch.empty(len(jobs), self.size)
-        models, table = rows.numpy(), self._table(names)
-
-        def work(indices: range) -> None:
-            start, numbers = None, np.zeros(self.size, np.float32)
-            for index in indices:
-                job, weights = jobs[index], models[index]
-                if job.params is not start:  # often all begin alike
-                    start = job.params
-                    self._write(start, list(self.parts), numbers)
-                weights[:] = numbers
-                self._descend(job, weights, names, table)
-
-        threads, everyone = torch.get_num_threads(), range(len(jobs))
-        if threads == 1 or self._products(jobs) < _WORTH_THREADS:
-            work(everyone)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(work, (everyone[start::threads] for start in range(threads))))
+        start, numbers, table = None, np.zeros(self.size, np.float32), self._table(names)
+        for job, weights in zip(jobs, rows.numpy(), strict=True):
+            if job.params is not start:  # often all begin alike
+                start = job.params
+                self._write(start, list(self.parts), numbers)
+            weights[:] = numbers
+            self._descend(job, weights, names, table)
         parts = {name: self.parts[name] for name in names}
         return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
-
-    def _products(self, jobs: Sequence[Job]) -> int:
-        steps = (j.training.num_steps(len(j.examples)) * j.training.batch_size for j in jobs)
-        return 3 * self.size * sum(steps)
 
     def _write(
         self, params: Mapping[str, Tensor], names: Sequence[str], numbers: np.ndarray

@@ -32,7 +32,7 @@ from flower_ext.training.stacked import (
 )
 from flower_ext.training.task import Task
 
-log = getLogger(__name__)
+log = getLogger("flwr")
 
 MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
