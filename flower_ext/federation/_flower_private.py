@@ -1,4 +1,4 @@
-"""The private names of Flower that the in-process engine needs, in one place.
+"""The private names of Flower that this package needs, in one place.
 
 Each is exercised by tests of `in_process` and `virtual`, which fail loudly on a Flower
 version that moves them.

@@ -4,7 +4,7 @@ A mini-batch has few rows. BLAS libraries rearrange matrices before they multipl
 longer than these products, and between one operation and the next a model leaves the processor's
 nearest caches. Here one model stays there from its first step to its last.
 
-All numbers of a network are one array, and `dense` has the table of its layers. This module is
+All numbers of a network are one array, with a table of its layers (see `layout`). This module is
 imported only where there is something to train: importing Numba takes half a second.
 """
 
@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numba import njit
 
-from flower_ext.training.dense import (
+from flower_ext.training.layout import (
     ACTIVATION,
     BIAS,
     INPUTS,

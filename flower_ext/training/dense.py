@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from flower_ext.training.layout import LINE, PLAIN, RELU, SIGMOID, TANH
 from flower_ext.training.local import Job
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params
@@ -29,18 +30,12 @@ from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
-INPUTS, OUTPUTS, WEIGHT, BIAS, ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS = range(7)
-"""Columns of the table of layers: widths, where weight and bias begin (or −1), what follows."""
-PLAIN, RELU, TANH, SIGMOID = range(4)
-"""What follows a layer."""
 _ACTIVATIONS: Mapping[Any, int] = {
     nn.Identity: PLAIN,
     **dict.fromkeys((nn.ReLU, torch.relu, functional.relu, "relu"), RELU),
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
 }
-LINE = 16
-"""Numbers in a line of the processor's caches: every model begins with one."""
 _HOT = 2**18
 """Numbers of the models that are handed out together: few enough to be used from the caches."""
 _NONE = np.zeros(0, np.float32)

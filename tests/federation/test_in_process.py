@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
+from flower_ext.federation import _flower_private as private
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, dense, many
 from tests.worlds import client_data, task
@@ -39,6 +41,39 @@ def ask(grid: InProcessGrid, node: int, *, fail: bool = False) -> Message:
     message = Message(content, dst_node_id=node, message_type="query", group_id="3")
     (reply,) = grid.send_and_receive([message])
     return reply
+
+
+def same_message(ours, theirs):
+    """All but the moment at which they were made."""
+    own, other = vars(ours.metadata), vars(theirs.metadata)
+    assert own.keys() == other.keys()
+    assert vars(ours).keys() == vars(theirs).keys()
+    for name in own.keys() - {"_created_at", "_ttl"}:
+        assert own[name] == other[name], name
+    for name in ("_created_at", "_ttl"):
+        assert own[name] == pytest.approx(other[name], abs=1)
+    assert ours.content is theirs.content
+
+
+def test_what_is_made_without_checks_is_what_flower_makes():
+    (node, *_) = InProcessGrid(counting_app(), num_clients=2).get_node_ids()
+    arrays = {"w": Array(np.ones(2))}
+    content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"loss": 0.5})})
+    quick = private.record_of(
+        RecordDict,
+        {
+            "arrays": private.record_of(ArrayRecord, arrays),
+            "metrics": private.record_of(MetricRecord, {"loss": 0.5}),
+        },
+    )
+    assert quick == content
+    asked = Message(content, dst_node_id=node, message_type="train.x", group_id="3")
+    private.set_message_id(asked, "17")
+    same_message(private.reply_to(asked, quick), Message(quick, reply_to=asked))
+    other = Message(quick, dst_node_id=node + 1, message_type="query.y", group_id="3")
+    private.set_message_id(other, "17")
+    like = private.message_like(asked, quick, dst_node_id=node + 1, message_type="query.y")
+    same_message(like, other)
 
 
 def test_each_client_has_its_own_state_and_identity():

@@ -18,12 +18,12 @@ from flower_ext.training import (
     Proximal,
     Task,
     dense,
-    train,
     train_each,
     train_groups,
     train_many,
 )
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
+from tests.training.test_many import one_by_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
 WAYS = {
@@ -85,21 +85,6 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
             )
         )
     return made
-
-
-def one_by_one(given, made, trained=lambda name: True):
-    return [
-        train(
-            given,
-            job.params,
-            job.examples,
-            job.training,
-            trained=trained,
-            terms=job.terms,
-            generator=job.generator,
-        )
-        for job in made
-    ]
 
 
 def same(ours, theirs):
