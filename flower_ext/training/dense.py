@@ -96,7 +96,7 @@ class DenseNetwork:
         if targets.dtype != torch.int64 or targets.dim() != 1 or not targets.is_cpu:
             return False
         classes = self.layers[-1].linear.out_features
-        return bool(compiled.are_classes(targets.numpy(), classes))
+        return bool(compiled.are_classes(_in_line(targets), classes))
 
     def together(self, memory_limit: int) -> int:
         """How many models to hand out at a time, with what their training takes; at least one."""
@@ -149,14 +149,14 @@ class DenseNetwork:
         compiled.descend(
             weights,
             table,
-            np.ascontiguousarray(job.examples.features.flatten(1).numpy()),
-            job.examples.targets.numpy(),
+            _in_line(job.examples.features.flatten(1)),
+            _in_line(job.examples.targets),
             orders[0] if epochs == 1 else np.concatenate([np.zeros(0, np.int64), *orders]),
             training.batch_size,
             steps,
-            training.learning_rate,
-            training.momentum,
-            training.sam_radius,
+            float(training.learning_rate),
+            float(training.momentum),
+            float(training.sam_radius),
             pull,
             offset,
         )
@@ -178,6 +178,11 @@ class DenseNetwork:
             ],
             dtype=np.int64,
         )
+
+
+def _in_line(values: Tensor) -> np.ndarray:
+    """As compiled code wants them: for any other kind it would be compiled again."""
+    return np.ascontiguousarray(values.numpy())
 
 
 def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:

@@ -185,6 +185,13 @@ def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replaceme
     assert one.sensitivity(REPLACE) == 1.4
 
 
+@pytest.mark.parametrize("size", [2.0, 2e200])
+def test_a_sum_leaves_its_updates_as_they_are(size):
+    updates = [{"a": np.full(3, size)} for _ in range(2)]
+    sum_clipped(updates, 1.0, like=updates[0])
+    assert all((update["a"] == size).all() for update in updates)
+
+
 def test_sums_of_unlike_updates_are_refused():
     like = {"a": np.ones(3)}
     with pytest.raises(ValueError, match="names differ"):
