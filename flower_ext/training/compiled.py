@@ -190,24 +190,26 @@ def _send(
         _through(slopes[own], outputs[own], layer[ACTIVATION])
         if number > lowest:  # before the weights change
             slopes[below : below + count * wide] = _ZERO
-            for row in range(count):
-                _add_rows(
-                    slopes[below + row * wide :][:wide],
-                    slopes[here + row * high :][:high],
-                    weights[layer[WEIGHT] :][: high * wide],
-                    _ONE,
-                )
+            factors = _table(slopes[own].reshape(count, high), _ONE)
+            _add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
         if layer[TRAINS_WEIGHT]:
-            for row in range(high):
-                _add_rows(
-                    into[layer[WEIGHT] + row * wide :][:wide],
-                    slopes[own][row::high],
-                    outputs[below : below + count * wide],
-                    factor,
-                )
+            factors = _table(slopes[own].reshape(count, high).T, factor)
+            _add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
         if layer[TRAINS_BIAS]:
-            for row in range(high):
-                into[layer[BIAS] + row] += factor * slopes[own][row::high].sum()
+            for row in range(count):
+                for place in range(high):
+                    into[layer[BIAS] + place] += factor * slopes[here + row * high + place]
+
+
+@_loops
+def _table(values: np.ndarray, factor: np.float32) -> np.ndarray:
+    """``factor`` times ``values``, and zeros up to a fifth column each."""
+    rows, columns = values.shape
+    table = np.zeros((rows, columns + -columns % 5), np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            table[row, column] = factor * values[row, column]
+    return table
 
 
 @_sums
@@ -248,22 +250,48 @@ def _multiply(
 
 
 @_sums
-def _add_rows(into: np.ndarray, factors: np.ndarray, rows: np.ndarray, factor: np.float32) -> None:
-    """``factor`` times the sum of ``rows``, each times its own factor; five at a time."""
-    wide, count = len(into), len(factors)
-    whole = count - count % 5
-    for first in range(0, whole, 5):
-        a, b, c = factor * factors[first], factor * factors[first + 1], factor * factors[first + 2]
-        d, e = factor * factors[first + 3], factor * factors[first + 4]
-        p, q = rows[first * wide :][:wide], rows[(first + 1) * wide :][:wide]
-        x, y = rows[(first + 2) * wide :][:wide], rows[(first + 3) * wide :][:wide]
-        z = rows[(first + 4) * wide :][:wide]
-        for i in range(wide):
-            into[i] += a * p[i] + b * q[i] + c * x[i] + d * y[i] + e * z[i]
-    for single in range(whole, count):
-        a, p = factor * factors[single], rows[single * wide :][:wide]
-        for i in range(wide):
-            into[i] += a * p[i]
+def _add_products(
+    into: np.ndarray,
+    factors: np.ndarray,
+    targets: int,
+    values: np.ndarray,
+    sources: int,
+    wide: int,
+) -> None:
+    """To each of the ``targets`` rows of ``into`` the ``sources`` rows of ``values`` by `_table`.
+
+    Five sources and two targets at a time; the last source again, by zero, where there are fewer.
+    """
+    # Unsigned places, as Numba would look at each of any other kind whether it is negative.
+    size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
+    for first in range(0, sources, 5):
+        p = np.uint64(first * wide)
+        q = min(p + size, last)
+        r = min(q + size, last)
+        s = min(r + size, last)
+        t = min(s + size, last)
+        for pair in range(0, targets - 1, 2):
+            a, b, c, d, e = _five(factors[pair], first)
+            f, g, h, i, j = _five(factors[pair + 1], first)
+            one = np.uint64(pair * wide)
+            two = one + size
+            for k in range(size):
+                u, v, w = values[p + k], values[q + k], values[r + k]
+                x, y = values[s + k], values[t + k]
+                into[one + k] += a * u + b * v + c * w + d * x + e * y
+                into[two + k] += f * u + g * v + h * w + i * x + j * y
+        if targets % 2:
+            a, b, c, d, e = _five(factors[targets - 1], first)
+            one = np.uint64((targets - 1) * wide)
+            for k in range(size):
+                u, v, w = values[p + k], values[q + k], values[r + k]
+                x, y = values[s + k], values[t + k]
+                into[one + k] += a * u + b * v + c * w + d * x + e * y
+
+
+@_loops
+def _five(row: np.ndarray, first: int) -> tuple[float, float, float, float, float]:
+    return row[first], row[first + 1], row[first + 2], row[first + 3], row[first + 4]
 
 
 @_loops
