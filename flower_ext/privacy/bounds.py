@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import array_api_compat as api
@@ -154,12 +155,14 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
     ValueError
         Names or shapes differ from those of ``like``.
     """
-    summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
+    places, summed = _laid_out(like)
+    wide = summed * 0.0
     for update in updates:
         check_like(update, like)
-        for name in summed:
-            summed[name] += _as_float64(update[name])  # at once takes longer
-    return summed
+        for name, place in places.items():
+            wide[place] = update[name].reshape(-1)
+        summed += wide
+    return _taken_apart(summed, places, like)
 
 
 def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
@@ -172,20 +175,23 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     """
     if not 0 < clipping_norm < math.inf:
         raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
-    summed = {name: _as_float64(array) * 0.0 for name, array in like.items()}
+    places, summed = _laid_out(like)
+    wide = summed * 0.0
     for update in updates:
         check_arrays(update)
         check_like(update, like)
-        wide = {name: _as_float64(array) for name, array in update.items()}
-        norm = _norm(wide) / clipping_norm
+        for name, place in places.items():
+            wide[place] = update[name].reshape(-1)
+        norm = _norm({"": wide}) / clipping_norm
         if 1e-100 < norm < 1e100:
-            factor = _MARGIN / max(norm, _MARGIN)
+            wide *= _MARGIN / max(norm, _MARGIN)
         else:  # squares that overflow or vanish
-            wide, factor = dict(clip(wide, clipping_norm).value), 1.0
-        for name, array in wide.items():
-            array *= factor
-            summed[name] += array
-    return BoundedSum(value=summed, bound=clipping_norm if updates else 0.0, count=len(updates))
+            bounded = clip(_taken_apart(wide, places, like), clipping_norm).value
+            for name, place in places.items():
+                wide[place] = bounded[name].reshape(-1)
+        summed += wide
+    value = _taken_apart(summed, places, like)
+    return BoundedSum(value=value, bound=clipping_norm if updates else 0.0, count=len(updates))
 
 
 def sum_clipped_rows(
@@ -348,6 +354,22 @@ def _size(array: Any) -> int:
 def _as_float64(array: Any) -> Any:
     namespace = api.array_namespace(array)
     return namespace.astype(array, namespace.float64)
+
+
+def _laid_out(like: Update) -> tuple[dict[str, slice], Any]:
+    """Where each array lies among all numbers, and zeros for them in float64, on one device."""
+    first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
+    places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
+    namespace = api.array_namespace(first)
+    return places, namespace.zeros(ends[-1], dtype=namespace.float64, device=api.device(first))
+
+
+def _taken_apart(numbers: Any, places: Mapping[str, slice], like: Update) -> dict[str, Any]:
+    """Arrays of the shapes of ``like``, where it is; views if it is where ``numbers`` are."""
+    return {
+        name: api.to_device(numbers[places[name]].reshape(array.shape), api.device(array))
+        for name, array in like.items()
+    }
 
 
 def _precision(array: Any) -> float:
