@@ -1,18 +1,20 @@
 """Processes that answer for a part of the clients each, so that one run uses many cores.
 
-They are forked from the process of the server and share what it has loaded. A client belongs to
-one of them for the whole run, and its state is there. Each has one thread: many small trainings
-gain more from another process than from another thread.
+They are forked from the process of the server and share what it has loaded. A client that has a
+state belongs to the one where it is, for the whole run; all others go where there is least to do.
+Each has one thread: many small trainings gain more from another process than from another thread.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import pickle
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
+
+from flower_ext.federation import _flower_private as private
 
 
 class WorkerLost(RuntimeError):
@@ -51,7 +55,8 @@ class Workers:
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise ValueError(f"workers={count!r}: this system cannot fork processes; expected 1")
         self._count, self._answer, self._contexts = count, answer, contexts
-        self._owner = {node: number % count for number, node in enumerate(contexts)}
+        self._usual = {node: number % count for number, node in enumerate(contexts)}
+        self._homes: dict[int, int] = {}  # where the states are of those that have one
         self._others: list[tuple[BaseProcess, _Channel]] = []
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
@@ -66,19 +71,47 @@ class Workers:
             return self._answer(messages)
         if not self._others:
             self._fork()
-        shares: list[list[Message]] = [[] for _ in range(self._count)]
-        for message in messages:
-            shares[self._owner[message.metadata.dst_node_id]].append(message)
+        shares = self._divided(messages)
         others = [number for number in range(1, self._count) if shares[number]]
         for number in others:
             self._send(number, shares[number])
         own = self._answer(shares[0])
         replies = {id(message): reply for message, reply in zip(shares[0], own, strict=True)}
+        self._homes |= dict.fromkeys(self._with_state(shares[0]), 0)
         for number in others:
-            told: list[RecordDict | Error] = self._receive(number)
+            told, kept = self._receive(number)
             for message, each in zip(shares[number], told, strict=True):
-                replies[id(message)] = Message(each, reply_to=message)
+                replies[id(message)] = (
+                    Message(each, reply_to=message)
+                    if isinstance(each, Error)
+                    else private.reply_to(message, each)
+                )
+            self._homes |= dict.fromkeys(kept, number)
         return [replies[id(message)] for message in messages]
+
+    def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
+        """By process: clients with a state where it is, others such that all have as much to do.
+
+        Of these, most are in the same process every time, which may hold their data already.
+        """
+        by_node: dict[int, list[Message]] = defaultdict(list)
+        for message in messages:
+            by_node[message.metadata.dst_node_id].append(message)
+        shares: list[list[Message]] = [[] for _ in range(self._count)]
+        for node in self._homes.keys() & by_node:
+            shares[self._homes[node]] += by_node.pop(node)
+        part = math.ceil(len(messages) / self._count)
+        for node in list(by_node):
+            if len(usual := shares[self._usual[node]]) < part:
+                usual += by_node.pop(node)
+        for own in by_node.values():
+            min(shares, key=len).extend(own)
+        return shares
+
+    def _with_state(self, messages: Sequence[Message]) -> list[int]:
+        """Nodes among those asked that have a state, in this process."""
+        nodes = [message.metadata.dst_node_id for message in messages]
+        return [node for node in nodes if self._contexts[node].state]
 
     def gather(self) -> None:
         """End the other processes and take over the states of their clients."""
@@ -113,7 +146,7 @@ class Workers:
             ours, theirs = _Channel(here, memory), _Channel(there, memory)
             process = context.Process(
                 target=self._serve,
-                args=(number, theirs, ours),
+                args=(theirs, ours),
                 name=f"worker-{number}",
                 daemon=True,
             )
@@ -121,12 +154,13 @@ class Workers:
             there.close()
             self._others.append((process, ours))
 
-    def _serve(self, number: int, channel: _Channel, other_end: _Channel) -> None:
+    def _serve(self, channel: _Channel, other_end: _Channel) -> None:
         """Answer for the clients of this process until the server's has ended or asks to stop."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
         torch.seed()  # not the numbers that the other processes draw
         for other in (other_end, *(earlier for _, earlier in self._others)):
             other.connection.close()  # else the server's end would never seem closed
+        kept: set[int] = set()
         while True:
             try:
                 messages = pickle.loads(channel.connection.recv_bytes())
@@ -136,9 +170,10 @@ class Workers:
                 break
             replies = self._answer(messages)
             told = [reply.error if reply.has_error() else reply.content for reply in replies]
-            channel.share(told)
-        own = [node for node, owner in self._owner.items() if owner == number]
-        channel.share({node: self._contexts[node].state for node in own})
+            changed = self._with_state(messages)
+            kept.update(changed)
+            channel.share((told, changed))
+        channel.share({node: self._contexts[node].state for node in kept})
 
     def _send(self, number: int, messages: Sequence[Message] | None) -> None:
         try:

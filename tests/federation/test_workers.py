@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -63,6 +64,36 @@ def test_every_client_stays_in_one_of_the_processes_and_answers_in_order():
     assert len({told["noise"][0] for told in [*first, *again]}) == 14  # forked, but no two alike
     states = [context.state.config_records["seen"]["n"] for context in grid.contexts.values()]
     assert states == [2] * 7
+
+
+def test_clients_without_a_state_are_divided_evenly_and_the_others_stay():
+    app = ClientApp()
+
+    @app.query()
+    def _(message: Message, context: Context) -> Message:
+        if message.content.config_records["ask"]["fails"] == 1:  # the round that leaves a state
+            context.state["here"] = ConfigRecord({"process": os.getpid()})
+        kept = context.state.config_records.get("here", {"process": os.getpid()})["process"]
+        told = {"process": os.getpid(), "kept": kept}
+        return Message(RecordDict({"a": ConfigRecord(told)}), reply_to=message)
+
+    grid = InProcessGrid(app, num_clients=12, workers=3)
+    nodes = list(grid.get_node_ids())
+
+    def processes(asked, **how):
+        told = [reply.content.config_records["a"] for reply in ask(grid, asked, **how)]
+        assert [one["process"] for one in told] == [one["kept"] for one in told]
+        return [one["process"] for one in told]
+
+    unusual = [node for node in nodes if node % 3 == 0] + nodes[1:3]  # most of one process
+    assert sorted(Counter(processes(unusual)).values()) == [2, 2, 2]
+    with_state = processes(nodes[:6], fails=1)
+    assert processes(nodes[:6]) == with_state  # while `unusual` says nothing of where they belong
+    assert processes(nodes)[:6] == with_state
+    assert len(set(processes([nodes[7]] * 4))) == 1  # one client's messages stay together
+    grid.workers.gather()
+    states = [context.state.config_records.get("here") for context in grid.contexts.values()]
+    assert [state and state["process"] for state in states] == with_state + [None] * 6
 
 
 def test_an_error_is_that_of_its_client_alone():
