@@ -33,6 +33,8 @@ class Exchange:
         self.progress = progress
         self.refusals: list[str] = []
         self.roster: Roster | None = None
+        self.nodes: Mapping[int, int] = {}
+        """Node ids by partition, sorted; none before `connect`."""
         self._questions: dict[str, dict[int, Message]] = {}
         self._partitions: dict[int, int] = {}
 
@@ -46,12 +48,8 @@ class Exchange:
         """
         if self.roster is None:
             self.roster = Roster.connect(grid, population, timeout=timeout)
+            self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
-
-    @property
-    def nodes(self) -> Mapping[int, int]:
-        """Node ids by partition, sorted; none before `connect`."""
-        return {} if self.roster is None else dict(sorted(self.roster.nodes.items()))
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
         """A message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
@@ -68,11 +66,11 @@ class Exchange:
             group_id=str(server_round),
         )
         messages = [
-            message_like(like, shared[id(content)], dst_node_id=self.roster.nodes[partition])
+            message_like(like, shared[id(content)], dst_node_id=self.nodes[partition])
             for partition, content in contents.items()
         ]
         self._questions[kind] = {message.metadata.dst_node_id: message for message in messages}
-        self._partitions = {self.roster.nodes[partition]: partition for partition in contents}
+        self._partitions = {self.nodes[partition]: partition for partition in contents}
         self.progress.asked(kind, messages)
         return messages
 

@@ -115,21 +115,20 @@ class ClientVault:
     """
 
     def __init__(self, context: Context, method: str) -> None:
-        self._state = context.state
-        self._key = f"flower_ext.{method}.vault"
-        self._folder = StateFolder.of(context)
+        self._context, self._key = context, f"flower_ext.{method}.vault"
         self._name = f"{context.run_id}-{context.node_id}-{method}.secret"
 
     def load(self) -> bytes | None:
         """What was stored last, or None."""
-        if self._folder is not None and (stored := self._folder.read(self._name)) is not None:
+        folder = StateFolder.of(self._context)
+        if folder is not None and (stored := folder.read(self._name)) is not None:
             return stored
-        kept = self._state.get(self._key)
+        kept = self._context.state.get(self._key)
         secret = kept.get("secret") if isinstance(kept, ConfigRecord) else None
         return secret if isinstance(secret, bytes) else None
 
     def store(self, secret: bytes) -> None:
         """Replace what is kept."""
-        if self._folder is not None:
-            self._folder.write(self._name, secret)
-        self._state[self._key] = ConfigRecord({"secret": secret})
+        if (folder := StateFolder.of(self._context)) is not None:
+            folder.write(self._name, secret)
+        self._context.state[self._key] = ConfigRecord({"secret": secret})

@@ -63,10 +63,20 @@ class UnsentArray(Array):
     """
 
     values: np.ndarray
+    stype = "numpy.ndarray"
 
     def __init__(self, values: np.ndarray) -> None:
-        facts = {"dtype": _name(values.dtype), "shape": values.shape, "stype": "numpy.ndarray"}
-        self.__dict__.update(facts, values=values)  # Flower's setter would look for chunks to drop
+        self.__dict__["values"] = values  # Flower's setter would look for chunks to drop
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        """As NumPy names it."""
+        return _name(self.values.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of ``values``."""
+        return self.values.shape
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
@@ -399,16 +409,14 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
         raise RefusedReply(f"array names differ: missing {missing}, unexpected {extra}")
     arrays: Arrays = {}
     for name, expected in base.items():
-        sent = record[name]
-        if tuple(sent.shape) != expected.shape or sent.dtype != _name(expected.dtype):
-            raise RefusedReply(
-                f"{name!r} is {sent.dtype}{tuple(sent.shape)}, "
-                f"expected {expected.dtype}{expected.shape}"
-            )
         try:
-            array = _values(sent)
+            array = _values(record[name])
         except Exception as error:  # whatever a hostile payload provokes, it is one refusal
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
+        if array.shape != expected.shape or array.dtype != expected.dtype:
+            raise RefusedReply(
+                f"{name!r} is {array.dtype}{array.shape}, expected {expected.dtype}{expected.shape}"
+            )
         _check_values(name, array)
         arrays[name] = array
     return arrays

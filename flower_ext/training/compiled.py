@@ -30,8 +30,6 @@ from flower_ext.training.layout import (
 )
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
-_CACHED = 2**17
-"""Numbers that fit into a core's own caches, with room to spare."""
 
 _loops = njit(cache=True, nogil=True, error_model="numpy")
 # Sums in any order, which vector registers want; NaN and infinity stay what they are.
@@ -75,7 +73,6 @@ def descend(
     plain = momentum == 0 and sam_radius == 0 and len(offset) == 0
     velocity = np.zeros(0 if plain else len(weights), np.float32)
     point = weights
-    _fetch(features, outputs)
     for step in range(steps):
         first = step % per_epoch * batch_size
         rows = order[step // per_epoch * count + first :][: min(batch_size, count - first)]
@@ -108,15 +105,6 @@ def _aligned(size: int) -> np.ndarray:
     """Numbers that begin with a line of the caches, which a register then loads at once."""
     longer = np.empty(size + LINE, np.float32)
     return longer[-(longer.ctypes.data // longer.itemsize) % LINE :][:size]
-
-
-@_loops
-def _fetch(features: np.ndarray, scratch: np.ndarray) -> None:
-    """Read ``features`` in order, if caches then hold them: faster than from row to row."""
-    numbers = features.ravel()
-    if len(numbers) <= _CACHED:
-        for i in range(0, len(numbers), LINE):
-            scratch[0] += numbers[i]
 
 
 @_loops

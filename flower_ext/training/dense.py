@@ -87,8 +87,6 @@ class DenseNetwork:
 
     def takes(self, job: Job) -> bool:
         """Whether its numbers are of the usual kinds, and its targets classes."""
-        from flower_ext.training import compiled
-
         features, targets = job.examples.features, job.examples.targets
         numbers = (features, *job.params.values())
         if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
@@ -96,7 +94,7 @@ class DenseNetwork:
         if targets.dtype != torch.int64 or targets.dim() != 1 or not targets.is_cpu:
             return False
         classes = self.layers[-1].linear.out_features
-        return bool(compiled.are_classes(_in_line(targets), classes))
+        return bool(_kernels().are_classes(_in_line(targets), classes))
 
     def together(self, memory_limit: int) -> int:
         """How many models to hand out at a time, with what their training takes; at least one."""
@@ -133,8 +131,6 @@ class DenseNetwork:
     def _descend(
         self, job: Job, weights: np.ndarray, names: Sequence[str], table: np.ndarray
     ) -> None:
-        from flower_ext.training import compiled
-
         pull, offset, terms = 0.0, _NONE, job.objective
         if terms:
             offset, vector = np.zeros((2, self.size), np.float32)
@@ -146,7 +142,7 @@ class DenseNetwork:
         steps = training.num_steps(count)
         epochs = math.ceil(steps / math.ceil(count / training.batch_size))
         orders = [torch.randperm(count, generator=job.generator).numpy() for _ in range(epochs)]
-        compiled.descend(
+        _kernels().descend(
             weights,
             table,
             _in_line(job.examples.features.flatten(1)),
@@ -193,24 +189,24 @@ def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
     found = _network(task.model, first)
     if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
         return None
-    return found if _compiles() and all(map(found.takes, jobs)) else None
+    return found if _kernels() is not None and all(map(found.takes, jobs)) else None
 
 
 @lru_cache(maxsize=1)
-def _compiles() -> bool:
-    """Whether this machine has compiled code that is faster than its BLAS library."""
+def _kernels() -> Any:
+    """The module `compiled`, where it runs and is faster than the BLAS library; else None."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
+        return None
     try:
-        from flower_ext.training import compiled  # noqa: F401
+        from flower_ext.training import compiled
     except ImportError:
         log.info("dense networks would train faster with Numba: pip install 'flower_ext[fast]'")
-        return False
+        return None
     except RuntimeError as error:  # no folder that Numba could write its cache to
         log.warning("dense networks would train faster if Numba could be used: %s", error)
-        return False
+        return None
     log.info("dense networks train as compiled code, which is made once on a machine: some seconds")
-    return True
+    return compiled
 
 
 @lru_cache(maxsize=64)

@@ -279,9 +279,9 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
 @pytest.fixture
 def asked_again():
     """What this machine can do is found out once; not here."""
-    dense._compiles.cache_clear()
+    dense._kernels.cache_clear()
     yield
-    dense._compiles.cache_clear()
+    dense._kernels.cache_clear()
 
 
 def test_another_processor_trains_in_batches(monkeypatch, asked_again):
@@ -302,6 +302,6 @@ def test_without_numba_batches_train_the_same_models(numba, monkeypatch, asked_a
     monkeypatch.delitem(sys.modules, "flower_ext.training.compiled")
     monkeypatch.delattr("flower_ext.training.compiled")
     monkeypatch.setitem(sys.modules, "numba", numba)
-    dense._compiles.cache_clear()
+    dense._kernels.cache_clear()
     same(train_many(task(), jobs()), ours)
     assert len(compiled) == 4
