@@ -177,19 +177,20 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
         raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     places, summed = _laid_out(like)
     wide = summed * 0.0
-    for update in updates:
-        check_arrays(update)
-        check_like(update, like)
-        for name, place in places.items():
-            wide[place] = update[name].reshape(-1)
-        norm = _norm({"": wide}) / clipping_norm
-        if 1e-100 < norm < 1e100:
-            wide *= _MARGIN / max(norm, _MARGIN)
-        else:  # squares that overflow or vanish
-            bounded = clip(_taken_apart(wide, places, like), clipping_norm).value
+    with np.errstate(over="ignore", invalid="ignore"):  # squares may
+        for update in updates:
+            check_arrays(update)
+            check_like(update, like)
             for name, place in places.items():
-                wide[place] = bounded[name].reshape(-1)
-        summed += wide
+                wide[place] = update[name].reshape(-1)
+            norm = math.sqrt(float(wide @ wide)) / clipping_norm
+            if 1e-100 < norm < 1e100:
+                wide *= _MARGIN / max(norm, _MARGIN)
+            else:  # squares that overflow or vanish
+                bounded = clip(_taken_apart(wide, places, like), clipping_norm).value
+                for name, place in places.items():
+                    wide[place] = bounded[name].reshape(-1)
+            summed += wide
     value = _taken_apart(summed, places, like)
     return BoundedSum(value=value, bound=clipping_norm if updates else 0.0, count=len(updates))
 

@@ -118,10 +118,10 @@ def _noised(name: str, array: Any, stddev: float, rng: np.random.Generator) -> A
     wide = namespace.astype(array, namespace.float64)
     if bool(namespace.any(namespace.abs(wide) > stddev * _ABSORBING)):
         raise NonFiniteUpdate(f"{name!r} is so large that noise of stddev {stddev:g} is lost in it")
-    noise = namespace.asarray(
-        stddev * rng.standard_normal(tuple(array.shape)), device=api.device(array)
-    )
-    noised = namespace.astype(wide + noise, array.dtype)
+    noise = namespace.asarray(rng.standard_normal(tuple(array.shape)), device=api.device(array))
+    noise *= stddev
+    noise += wide
+    noised = namespace.astype(noise, array.dtype)
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
             f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"
