@@ -145,7 +145,7 @@ class DenseNetwork:
         _kernels().descend(
             weights,
             table,
-            _in_line(job.examples.features.flatten(1)),
+            _in_line(job.examples.features).reshape(count, -1),
             _in_line(job.examples.targets),
             orders[0] if epochs == 1 else np.concatenate([np.zeros(0, np.int64), *orders]),
             training.batch_size,
