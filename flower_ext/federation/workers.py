@@ -79,14 +79,14 @@ class Workers:
         replies = {id(message): reply for message, reply in zip(shares[0], own, strict=True)}
         self._homes |= dict.fromkeys(self._with_state(shares[0]), 0)
         for number in others:
-            told, kept = self._receive(number)
+            told, stateful = self._receive(number)
             for message, each in zip(shares[number], told, strict=True):
                 replies[id(message)] = (
                     Message(each, reply_to=message)
                     if isinstance(each, Error)
                     else private.reply_to(message, each)
                 )
-            self._homes |= dict.fromkeys(kept, number)
+            self._homes |= dict.fromkeys(stateful, number)
         return [replies[id(message)] for message in messages]
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
@@ -170,9 +170,9 @@ class Workers:
                 break
             replies = self._answer(messages)
             told = [reply.error if reply.has_error() else reply.content for reply in replies]
-            changed = self._with_state(messages)
-            kept.update(changed)
-            channel.share((told, changed))
+            stateful = self._with_state(messages)
+            kept.update(stateful)
+            channel.share((told, stateful))
         channel.share({node: self._contexts[node].state for node in kept})
 
     def _send(self, number: int, messages: Sequence[Message] | None) -> None:

@@ -153,7 +153,7 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        Names or shapes differ from those of ``like``.
+        Names or shapes differ from those of ``like``, or it is empty.
     """
     places, summed = _laid_out(like)
     wide = summed * 0.0
@@ -359,6 +359,8 @@ def _as_float64(array: Any) -> Any:
 
 def _laid_out(like: Update) -> tuple[dict[str, slice], Any]:
     """Where each array lies among all numbers, and zeros for them in float64, on one device."""
+    if not like:
+        raise ValueError("like={}: name at least one array")
     first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
     places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
     namespace = api.array_namespace(first)

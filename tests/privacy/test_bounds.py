@@ -14,6 +14,7 @@ from flower_ext.privacy import (
     sum_clipped,
     sum_clipped_rows,
 )
+from flower_ext.privacy.bounds import total
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -192,8 +193,32 @@ def test_a_sum_leaves_its_updates_as_they_are(size):
     assert all((update["a"] == size).all() for update in updates)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.asarray], ids=["NumPy", "torch"])
+def test_sums_of_arrays_of_any_shape_and_order_are_those_of_the_single_updates(kind):
+    rng = np.random.default_rng(2)
+    shapes = {"turned": (3, 4), "single": (), "nothing": (0, 2), "image": (2, 3, 2)}
+
+    def update():
+        made = {name: kind(rng.standard_normal(shape)) for name, shape in shapes.items()}
+        return {**made, "turned": made["turned"].T}
+
+    updates, like = [update() for _ in range(4)], update()
+    each = [clip(one, 2.0).value for one in updates]
+    for summed, parts in (
+        (total(updates, like=like), updates),
+        (sum_clipped(updates, 2.0, like=like).value, each),
+    ):
+        assert list(summed) == list(like)
+        for name, array in summed.items():
+            expected = sum(np.asarray(part[name]) for part in parts)
+            assert type(array) is type(like[name])
+            np.testing.assert_allclose(np.asarray(array), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_sums_of_unlike_updates_are_refused():
     like = {"a": np.ones(3)}
+    with pytest.raises(ValueError, match="at least one array"):
+        sum_clipped([], 1.0, like={})
     with pytest.raises(ValueError, match="names differ"):
         sum_clipped([{"b": np.ones(3)}], 1.0, like=like)
     with pytest.raises(ValueError, match="shape"):

@@ -63,6 +63,10 @@ class Plain(Odd):
         return self.head(self.third(torch.sigmoid(self.second(x))).tanh())
 
 
+def narrow():
+    return nn.Sequential(nn.Linear(64, 1), nn.Tanh(), nn.Linear(1, 10))
+
+
 def task(model=digits_mlp, loss=functional.cross_entropy):
     return Task(model=model, data=lambda client: ClientData(None, None), loss=loss, device="cpu")
 
@@ -110,7 +114,7 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [digits_mlp, digits_logistic, Plain])
+@pytest.mark.parametrize("model", [digits_mlp, digits_logistic, Plain, narrow])
 def test_the_same_model_comes_out(model, way, compiled):
     ours = train_many(task(model), jobs(model, WAYS[way]))
     same(ours, one_by_one(task(model), jobs(model, WAYS[way])))
