@@ -177,7 +177,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
         raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     places, summed = _laid_out(like)
     wide = summed * 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # squares may
+    with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
             check_arrays(update)
             check_like(update, like)

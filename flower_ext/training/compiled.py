@@ -178,10 +178,10 @@ def _send(
         _through(slopes[own], outputs[own], layer[ACTIVATION])
         if number > lowest:  # before the weights change
             slopes[below : below + count * wide] = _ZERO
-            factors = _table(slopes[own].reshape(count, high), _ONE)
+            factors = _factors(slopes[own].reshape(count, high), _ONE)
             _add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
         if layer[TRAINS_WEIGHT]:
-            factors = _table(slopes[own].reshape(count, high).T, factor)
+            factors = _factors(slopes[own].reshape(count, high).T, factor)
             _add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
         if layer[TRAINS_BIAS]:
             for row in range(count):
@@ -190,14 +190,14 @@ def _send(
 
 
 @_loops
-def _table(values: np.ndarray, factor: np.float32) -> np.ndarray:
-    """``factor`` times ``values``, and zeros up to a fifth column each."""
+def _factors(values: np.ndarray, factor: np.float32) -> np.ndarray:
+    """``factor`` times ``values``, with columns of zeros up to a multiple of five."""
     rows, columns = values.shape
-    table = np.zeros((rows, columns + -columns % 5), np.float32)
+    found = np.zeros((rows, columns + -columns % 5), np.float32)
     for row in range(rows):
         for column in range(columns):
-            table[row, column] = factor * values[row, column]
-    return table
+            found[row, column] = factor * values[row, column]
+    return found
 
 
 @_sums
@@ -246,9 +246,10 @@ def _add_products(
     sources: int,
     wide: int,
 ) -> None:
-    """To each of the ``targets`` rows of ``into`` the ``sources`` rows of ``values`` by `_table`.
+    """``into`` += ``factors`` · ``values``: (targets, wide), (targets, sources), (sources, wide).
 
-    Five sources and two targets at a time; the last source again, by zero, where there are fewer.
+    Five sources and two targets at a time. Where there are fewer sources the last comes again, by
+    zero (see `_factors`).
     """
     # Unsigned places, as Numba would look at each of any other kind whether it is negative.
     size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
