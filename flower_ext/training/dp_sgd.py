@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
@@ -220,7 +221,8 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model = task.model().to(task.torch_device()).train()
+        self.model = task.model().to(task.torch_device()).train().requires_grad_(False)
+        self.params = self.model.state_dict()
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(
@@ -241,19 +243,19 @@ class ClippedGradient:
         if len(features) == 0:
             return summed
         gradients = self._in_one_pass if self.in_one_pass else self._one_by_one
+        for name, own in self.params.items():
+            own.copy_(params[name])
         groups = (torch.split(part, self.together) for part in (features, targets))
         for x, y in zip(*groups, strict=True):
-            parts = gradients(params, x, y)
-            squares = torch.stack([part.squares() for part in parts.values()]).sum(dim=0)
+            parts = gradients(x, y)
+            squares = reduce(torch.add, [part.squares() for part in parts.values()])
             norms = squares.sqrt().clamp_min(1e-30)
             factors = (self.clipping_norm * _MARGIN / norms).clamp_max(1.0)
             for name, part in parts.items():
                 summed[name] += part.total(factors).view_as(summed[name])
         return summed
 
-    def _in_one_pass(
-        self, params: Mapping[str, Tensor], x: Tensor, y: Tensor
-    ) -> dict[str, _Rows | _Products]:
+    def _in_one_pass(self, x: Tensor, y: Tensor) -> dict[str, _Rows | _Products]:
         came_in: dict[str, Tensor] = {}
         went_out: dict[str, Tensor] = {}
 
@@ -266,7 +268,7 @@ class ClippedGradient:
 
         hooks = [m.register_forward_hook(partial(keep, name)) for name, m in self.layers.items()]
         try:
-            outputs = functional_call(self.model, {n: p.detach() for n, p in params.items()}, (x,))
+            outputs = self.model(x)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -278,17 +280,15 @@ class ClippedGradient:
                 parts[f"{layer}.{leaf}"] = part
         return {name: parts[name] for name in self.names}
 
-    def _one_by_one(
-        self, params: Mapping[str, Tensor], x: Tensor, y: Tensor
-    ) -> dict[str, _Rows | _Products]:
+    def _one_by_one(self, x: Tensor, y: Tensor) -> dict[str, _Rows | _Products]:
         """Any other model: every example's own gradient, by vmap."""
-        rest = {name: p for name, p in params.items() if name not in self.names}
+        rest = {name: p for name, p in self.params.items() if name not in self.names}
 
         def loss(chosen: Params, one: Tensor, target: Tensor) -> Tensor:
             outputs = functional_call(self.model, {**rest, **chosen}, (one.unsqueeze(0),))
             return self.task.loss(outputs, target.unsqueeze(0))
 
-        chosen = {name: params[name].detach() for name in self.names}
+        chosen = {name: self.params[name] for name in self.names}
         own = vmap(grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
         return {name: _Rows(gradient) for name, gradient in own.items()}
 
@@ -316,7 +316,8 @@ class _Products:
 
     def squares(self) -> Tensor:
         """‖gradient‖² of every example."""
-        return self.slopes.square().sum(dim=1) * self.inputs.square().sum(dim=1)
+        norms: Tensor = vector_norm(self.slopes, dim=1) * vector_norm(self.inputs, dim=1)
+        return norms.square()
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ factor · gradient."""
