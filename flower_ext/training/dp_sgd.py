@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from logging import getLogger
 
 import numpy as np
 import torch
@@ -31,10 +32,18 @@ from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
+log = getLogger("flwr")
+
 _TOGETHER = 64
 """Examples that pass together where gradients of single examples are written down."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms and products in single precision."""
+_TRIED, _ALIKE = 3, 1e-3
+"""Random examples on which one pass is tried out, and how far off rounding may be."""
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+"""Modules that do something else each time."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,16 +200,21 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     for x, y in batches(data, training, job.generator):
         step = clipped_gradient({**problem.rest, **weights}, x, y)
         pull = gradient(added, weights) if terms else {}
-        for name, w in weights.items():
-            w.sub_(step[name], alpha=training.learning_rate / size)
+        moved = {}
+        for name, w in weights.items():  # in float64 until noise covers what rounding does
+            moved[name] = w.double().sub_(step[name], alpha=training.learning_rate / size)
             if terms:
-                w.sub_(pull[name], alpha=training.learning_rate)
-        weights = noise.source.add_gaussian(weights, noise.stddev)
+                moved[name].sub_(pull[name], alpha=training.learning_rate)
+        noised = noise.source.add_gaussian(moved, noise.stddev)
+        weights = {name: noised[name].to(w.dtype) for name, w in weights.items()}
     return problem.whole(weights, like=job.params)
 
 
 class ClippedGradient:
     """Sum over examples of their gradients, each clipped to ``clipping_norm``.
+
+    An example's gradient is that of its own loss, as if there were no others. One that is not
+    finite counts as zero: were it an error, that alone would tell of a record.
 
     Parameters
     ----------
@@ -229,11 +243,12 @@ class ClippedGradient:
                     f"{name!r} is batch normalisation, by which every example moves every "
                     "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
                 )
-        every = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        shared = len(every) > len(list(self.model.parameters()))
+            if getattr(module, "inplace", False):  # it would overwrite what a layer put out
+                module.inplace = False
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
-        self.in_one_pass = not shared and all(map(_is_known, self.layers.values()))
+        self.in_one_pass: bool | None = None if all(map(_is_known, self.layers.values())) else False
+        """Whether layers tell examples apart; None until there are some (see `_tells_apart`)."""
         written = any(type(layer) is not nn.Linear for layer in self.layers.values())
         self.together = _TOGETHER if written else 16 * _TOGETHER
 
@@ -242,26 +257,62 @@ class ClippedGradient:
         summed = {name: torch.zeros_like(params[name]) for name in self.names}
         if len(features) == 0:
             return summed
-        gradients = self._in_one_pass if self.in_one_pass else self._one_by_one
         for name, own in self.params.items():
             own.copy_(params[name])
+        if self.in_one_pass is None:
+            self.in_one_pass = self._tells_apart(features)
+        gradients = self._in_one_pass if self.in_one_pass else self._one_by_one
         groups = (torch.split(part, self.together) for part in (features, targets))
         for x, y in zip(*groups, strict=True):
-            parts = gradients(x, y)
-            squares = reduce(torch.add, [part.squares() for part in parts.values()])
-            norms = squares.sqrt().clamp_min(1e-30)
-            factors = (self.clipping_norm * _MARGIN / norms).clamp_max(1.0)
+            parts = gradients(x, y, self.task.loss)
+            norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
+            factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
+            if not bool((sound := norms.isfinite()).all()):
+                parts = {name: part.only(sound) for name, part in parts.items()}
+                factors = factors.where(sound, 0.0)
             for name, part in parts.items():
                 summed[name] += part.total(factors).view_as(summed[name])
         return summed
 
-    def _in_one_pass(self, x: Tensor, y: Tensor) -> dict[str, _Rows | _Products]:
+    def _tells_apart(self, features: Tensor) -> bool:
+        """Whether one pass finds every example's own gradient.
+
+        It does not where a layer sees patches or times as rows, is used twice, or examples mix.
+        Tried out on random examples, so that it depends on nobody's data.
+        """
+        generator, shape = torch.Generator().manual_seed(0), features.shape[1:]
+        x = torch.randn(_TRIED, *shape, generator=generator)
+        if not features.is_floating_point():
+            x = x > 0
+        x = x.to(features.device, features.dtype)
+        random = [m for m in self.model.modules() if isinstance(m, _RANDOM)]
+        for module in random:
+            module.eval()
+        try:
+            with torch.no_grad():
+                outputs = torch.cat([self.model(x[i : i + 1]) for i in range(_TRIED)])
+            directions = torch.randn(outputs.shape, generator=generator).to(outputs)
+            together = self._in_one_pass(x, directions, _along)
+            for row in range(_TRIED):
+                only = torch.eye(_TRIED).to(outputs)[row]
+                own = self._gradients(_along, x[row], directions[row])
+                for name, part in together.items():
+                    difference = part.total(only).flatten() - own[name].flatten()
+                    if not float(difference.abs().max()) <= _ALIKE * float(own[name].abs().max()):
+                        return False
+        except Exception:  # whatever a model makes of being taken apart
+            log.debug("examples pass one by one", exc_info=True)
+            return False
+        finally:
+            for module in random:
+                module.train()
+        return True
+
+    def _in_one_pass(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
         came_in: dict[str, Tensor] = {}
         went_out: dict[str, Tensor] = {}
 
         def keep(name: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            if name in went_out:
-                raise ValueError(f"layer {name!r} is used twice: DP-SGD needs a layer for each use")
             came_in[name] = inputs[0].detach()
             went_out[name] = output if output.requires_grad else output.requires_grad_()
             return output
@@ -272,7 +323,7 @@ class ClippedGradient:
         finally:
             for hook in hooks:
                 hook.remove()
-        slopes = torch.autograd.grad(self.task.loss(outputs, y) * len(x), list(went_out.values()))
+        slopes = torch.autograd.grad(_summed(loss, outputs, y), list(went_out.values()))
         parts = {}
         for layer, slope in zip(went_out, slopes, strict=True):
             module = self.layers[layer]
@@ -280,17 +331,35 @@ class ClippedGradient:
                 parts[f"{layer}.{leaf}"] = part
         return {name: parts[name] for name in self.names}
 
-    def _one_by_one(self, x: Tensor, y: Tensor) -> dict[str, _Rows | _Products]:
+    def _one_by_one(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
         """Any other model: every example's own gradient, by vmap."""
-        rest = {name: p for name, p in self.params.items() if name not in self.names}
+        each = vmap(partial(self._gradients, loss), randomness="different")(x, y)
+        return {name: _Rows(gradient) for name, gradient in each.items()}
 
-        def loss(chosen: Params, one: Tensor, target: Tensor) -> Tensor:
-            outputs = functional_call(self.model, {**rest, **chosen}, (one.unsqueeze(0),))
-            return self.task.loss(outputs, target.unsqueeze(0))
+    def _gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Params:
+        """Those of one example, without the dimension of examples."""
 
-        chosen = {name: self.params[name] for name in self.names}
-        own = vmap(grad(loss), in_dims=(None, 0, 0))(chosen, x, y)
-        return {name: _Rows(gradient) for name, gradient in own.items()}
+        def own(chosen: Params) -> Tensor:
+            outputs = functional_call(self.model, {**self.params, **chosen}, (x.unsqueeze(0),))
+            return loss(outputs, y.unsqueeze(0))
+
+        found: Params = grad(own)({name: self.params[name] for name in self.names})
+        return found
+
+
+def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
+    """Σ loss of one example alone: a mean may weigh examples by what the others are."""
+    if loss is functional.cross_entropy:
+        return functional.cross_entropy(outputs, y, reduction="sum")
+
+    def alone(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0))
+
+    return vmap(alone)(outputs, y).sum()
+
+
+def _along(outputs: Tensor, directions: Tensor) -> Tensor:
+    return (outputs * directions).sum()
 
 
 class _Rows:
@@ -298,6 +367,10 @@ class _Rows:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows.flatten(1)
+
+    def only(self, sound: Tensor) -> _Rows:
+        """Zero but for some examples."""
+        return _Rows(self.rows.where(sound.unsqueeze(1), 0.0))
 
     def squares(self) -> Tensor:
         """‖gradient‖² of every example."""
@@ -313,6 +386,11 @@ class _Products:
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
         self.slopes, self.inputs = slopes, inputs
+
+    def only(self, sound: Tensor) -> _Products:
+        """Zero but for some examples."""
+        rows = sound.unsqueeze(1)
+        return _Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
 
     def squares(self) -> Tensor:
         """‖gradient‖² of every example."""

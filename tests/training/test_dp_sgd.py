@@ -1,6 +1,7 @@
 """DP-SGD: what one record can do, and that it equals the plainest loop."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -106,8 +107,8 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
     task, data = problem(model), records(shape, count)
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=clipping_norm)
-    assert gradient.in_one_pass == (which != "by vmap")
     ours = gradient(params, data.features, data.targets)
+    assert gradient.in_one_pass == (which != "by vmap")
     theirs = by_loop(task, params, data, clipping_norm, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=3e-5 * count)
@@ -223,6 +224,8 @@ def test_what_has_no_gradient_of_single_examples_is_refused(build, loss, said):
 
 
 class Twice(nn.Module):
+    """A layer used twice."""
+
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -231,11 +234,124 @@ class Twice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
-def test_a_layer_used_twice_is_refused():
-    task, data = problem(Twice), records((4,), 3)
-    gradient = ClippedGradient(task, ["layer.weight"], clipping_norm=1.0)
-    with pytest.raises(ValueError, match="used twice"):
-        gradient(task.initial_params(0), data.features, data.targets)
+class Both(nn.Module):
+    """A layer whose weight is used beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.layer.weight.T
+
+
+class Patches(nn.Module):
+    """A layer that sees parts of examples as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.layer(x.reshape(-1, 2)).view(len(x), 2, 3).mean(dim=1)
+
+
+class TimeFirst(nn.Module):
+    """A layer whose first dimension is time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).mean(dim=0)
+
+
+class Centred(nn.Module):
+    """Examples that mix before the first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(dim=0))
+
+
+def noisy():
+    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3))
+
+
+def in_place():
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 4)], ids=["other times", "as many times"])
+@pytest.mark.parametrize("build", [Twice, Both, Patches, TimeFirst, Centred, in_place])
+def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
+    shape = (3, shape[0], 4) if build is TimeFirst else shape
+    data = Examples(
+        features=torch.randn(shape, generator=torch.Generator().manual_seed(1)),
+        targets=torch.arange(shape[0]) % 3,
+    )
+    if build is TimeFirst:
+        data = Examples(features=data.features, targets=torch.arange(3))
+    task = problem(build)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
+    ours = gradient(params, data.features, data.targets)
+    assert gradient.in_one_pass == (build is in_place)
+    theirs = by_loop(task, params, data, 0.1, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_does_not_hide_that_layers_tell_examples_apart():
+    task, data = problem(noisy), records((4,), 9)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
+    gradient(params, data.features, data.targets)
+    assert gradient.in_one_pass
+    assert gradient.model[1].training
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        partial(cross_entropy, weight=torch.tensor([1.0, 100.0, 0.01])),
+        partial(cross_entropy, label_smoothing=0.1),
+        partial(cross_entropy, reduction="sum"),
+        cross_entropy,
+    ],
+    ids=["weighted classes", "smoothed", "a sum", "plain"],
+)
+@pytest.mark.parametrize("ignored", [(), (0, 1, 2)], ids=["all", "some without a label"])
+def test_no_record_weighs_more_for_what_the_others_are(loss, ignored):
+    task, data = problem(dense, loss), records((4,), 12)
+    data.targets[list(ignored)] = -100
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
+    every = gradient(params, data.features, data.targets)
+    for row in range(12):
+        rest = [other for other in range(12) if other != row]
+        less = gradient(params, data.features[rest], data.targets[rest])
+        moved = sum(float((every[n] - less[n]).double().square().sum()) for n in params)
+        assert math.sqrt(moved) <= 0.5 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("value", [1e25, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize("which", ["dense", "by vmap", "convolutional"])
+def test_a_record_without_a_finite_gradient_is_left_out_in_silence(which, value):
+    model, shape = MODELS[which]
+    task, data = problem(model), records(shape, 6)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
+    without = gradient(params, data.features[1:], data.targets[1:])
+    data.features[0] = value
+    ours = gradient(params, data.features, data.targets)
+    for name in params:
+        assert torch.isfinite(ours[name]).all()
+        torch.testing.assert_close(ours[name], without[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
