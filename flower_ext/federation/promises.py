@@ -22,6 +22,7 @@ from flower_ext.privacy import (
     Plan,
     RecordLevelPlan,
     ReleasePlan,
+    check_client_plan,
     l2_norm,
     largest_noised_norm,
     privacy_loss_of,
@@ -117,6 +118,11 @@ class Promise(Generic[P_co]):
 
 class ReleasePromise(Promise[ReleasePlan]):
     """Updates are bounded and noised, by the clients or by the server."""
+
+    def check_method(self) -> None:
+        """Its units are the clients, unless the method says otherwise."""
+        if self.strategy.units_are_clients:
+            check_client_plan(self.plan)
 
     @property
     def client_protects(self) -> bool:

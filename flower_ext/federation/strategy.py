@@ -68,8 +68,9 @@ class FederatedStrategy(Strategy):
     stragglers : Stragglers, optional
         Simulated devices that complete only some of their local epochs.
     seed : int, optional
-        Reproducible cohorts, initial models and batches. None draws cohorts from the operating
-        system's randomness.
+        Reproducible initial models and batches; cohorts too, but under a `ReleasePlan` with secure
+        noise, whose ε rests on their being secret: these come from the operating system's
+        randomness, as everything does without a seed.
     seeded_noise : bool
         Reproducible noise from ``seed``; for simulation only, and the guarantee says so.
     evaluate_every : int
@@ -83,7 +84,7 @@ class FederatedStrategy(Strategy):
     timeout : float
         Seconds to wait for nodes to connect, and for replies.
     ledger : Ledger, optional
-        Durable record of every release; stops the run at its budget.
+        Durable record of every release of a `ReleasePlan`; stops the run at its budget.
     budget : Budget, optional
         Stops the run before a round with which its provable ε would exceed it, whatever the plan.
     run : RunDirectory, optional
@@ -95,6 +96,8 @@ class FederatedStrategy(Strategy):
     """Whether a ClientApp that knows nothing of this package can take part."""
     one_model: ClassVar[bool] = True
     """Whether all clients are sent the same shared model; see `client_state`."""
+    units_are_clients: ClassVar[bool] = True
+    """Whether a `ReleasePlan` protects clients, each of them with one upload a round."""
 
     def __init__(
         self,
@@ -123,6 +126,11 @@ class FederatedStrategy(Strategy):
             raise ValueError(
                 f"budget.delta={budget.delta!r}: expected that of the plan, "
                 f"{getattr(plan, 'delta', 'which promises no privacy')!r}"
+            )
+        if ledger is not None and not isinstance(plan, ReleasePlan):
+            raise ValueError(
+                f"ledger with a {type(plan).__name__}: it records the releases of a ReleasePlan "
+                "alone; budget= stops a run under any plan that promises privacy"
             )
         self.plan = plan
         self._promise.check_method()
@@ -186,7 +194,10 @@ class FederatedStrategy(Strategy):
 
     def draw_cohort(self, number: int) -> list[int]:
         """Partitions that training round ``number`` asks."""
-        return self.plan.sampling.draw(self._generator("cohort", number))
+        secret = isinstance(self.plan, ReleasePlan) and not self.repeats  # ε rests on it
+        return self.plan.sampling.draw(
+            secure_generator() if secret else self._generator("cohort", number)
+        )
 
     @property
     def proximal_weight(self) -> float:
@@ -454,6 +465,7 @@ class FederatedStrategy(Strategy):
                 except BudgetExhausted as reason:
                     self.stopped = str(reason)
                     log.warning("stopped before round %d: %s", server_round, reason)
+                    self._checkpoints.save_guarantees(self)
                     break
         return result
 
@@ -513,7 +525,7 @@ class FederatedStrategy(Strategy):
             plan,
             self.participations,
             secure_noise=not self.seeded_noise,
-            secure_cohorts=self.seed is None,
+            secure_cohorts=not self.repeats,
             not_covered=self.not_covered(),
         )
 

@@ -31,6 +31,7 @@ from flower_ext.privacy.calibration import (
 from flower_ext.privacy.claims import (
     Condition,
     Guarantee,
+    check_client_plan,
     client_level_guarantees,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
@@ -147,6 +148,7 @@ __all__ = [
     "calibrate_noise_multiplier",
     "calibrate_rounds",
     "calibrate_sampling_rate",
+    "check_client_plan",
     "check_user_plan",
     "client_level_guarantees",
     "clip",

@@ -11,7 +11,8 @@ Poisson                    add-or-remove-one        sub-sampled Gaussian, PLD or
 Poisson                    any other                refused: no accountant covers it
 fixed size                 replace-one              sub-sampled without replacement, RDP
                                                     (or unamplified, if that is smaller)
-fixed size                 any other                Gaussian composition, no amplification
+fixed size                 replace-special          Gaussian composition, no amplification
+fixed size                 add-or-remove-one        refused: one displaces another, at 2C
 everyone                   any                      Gaussian composition
 =========================  =======================  ====================================
 """
@@ -74,6 +75,13 @@ class Release:
             raise ValueError(
                 f"relation={self.relation.value!r} with Poisson sampling: no accountant covers it; "
                 "expected 'add-or-remove-one', or fixed-size sampling for 'replace-one'"
+            )
+        drawn = isinstance(self.sampling, FixedSizeSampling)
+        if drawn and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            raise ValueError(
+                f"relation={self.relation.value!r} with fixed-size sampling: who is added takes "
+                "another's place, which moves a sum by 2C; expected 'replace-one', or Poisson "
+                "sampling"
             )
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
+from flower_ext.privacy.noise import IMPROBABLE
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.plan import ReleasePlan
 from flower_ext.privacy.sampling import FullParticipation
@@ -24,7 +25,7 @@ def noise_assumption(secure: bool) -> str:
     """What a guarantee assumes of its noise: a cryptographic generator, or a seed."""
     if secure:
         return "noise from a cryptographic generator keyed by the operating system"
-    return "SIMULATION: noise is reproducible from the seed, which must stay secret"
+    return "SIMULATION: noise is reproducible from the seed, which clients are told"
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,18 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     "Gaussian noise in floating point (not proof against attacks on low-order bits)",
 )
+HIDDEN_DRAW = (
+    "neither who was drawn nor how many is known to the adversary (who is asked learns how many, "
+    "and metrics.jsonl tells it)"
+)
+NOISE_OF_OTHERS = (
+    "the adversary is none of those who add noise: each could take its own share off",
+    f"no honest upload is refused for its norm: each is with probability {IMPROBABLE:g} at most, "
+    "which δ does not count",
+)
+"""What is assumed of released models where a server adds up noise that others made."""
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
-_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which must stay secret"
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
 
 
 def client_level_guarantees(
@@ -227,11 +238,17 @@ def client_level_guarantees(
 
     Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
 
-    * Released models: amplified by sampling, since who took part stays secret.
+    * Released models: amplified by sampling, since who took part and how many stay secret.
     * Sums only: no amplification; Gaussian composition over the realised participations, each
       with the noise that clients really supplied (the server knows what it topped up itself).
     * Each upload: one client's share of the noise alone, σ/√cohort.
+
+    Raises
+    ------
+    ValueError
+        The plan is not one of clients with one upload each (see `check_client_plan`).
     """
+    check_client_plan(plan)
     common = (*_ALWAYS, noise_assumption(secure_noise))
     by_clients = plan.noise_placement == "client"
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
@@ -239,7 +256,7 @@ def client_level_guarantees(
     loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
     hidden: tuple[str, ...] = ()
     if not isinstance(plan.sampling, FullParticipation):
-        hidden = ("who took part stays secret", _DRAWN if secure_cohorts else _DRAWN_BY_SEED)
+        hidden = (HIDDEN_DRAW, _DRAWN if secure_cohorts else _DRAWN_BY_SEED)
     models = Guarantee(
         unit=plan.unit,
         relation=relation,
@@ -254,6 +271,7 @@ def client_level_guarantees(
         assumptions=(
             *common,
             *honest_clients,
+            *(NOISE_OF_OTHERS if by_clients else ()),
             *hidden,
             "the server follows the protocol and keeps uploads to itself",
         ),
@@ -305,6 +323,25 @@ def client_level_guarantees(
             not_covered=tuple(not_covered),
         ),
     ]
+
+
+def check_client_plan(plan: ReleasePlan) -> None:
+    """Refuse a plan of other units, or of clients that have a part in several uploads.
+
+    Raises
+    ------
+    ValueError
+        Names the setting.
+    """
+    if plan.unit is not PrivacyUnit.CLIENT:
+        raise ValueError(
+            f"unit={plan.unit.value!r} of the plan: expected 'client', as each client's update is "
+            "bounded as a whole"
+        )
+    if plan.sensitivity != 1:
+        raise ValueError(
+            f"sensitivity={plan.sensitivity!r} of the plan: expected 1, as a client has one upload"
+        )
 
 
 _SERVER_VIEWS = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)

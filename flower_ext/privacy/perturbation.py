@@ -46,6 +46,11 @@ class PreconditionFailed(ValueError):
 # Mechanisms -------------------------------------------------------------------------------------
 
 
+_ROUNDING = 2.0**-22
+"""How far rounding moves a model on its way to the noise, in clipping norms: four times to single
+precision (the minimiser, its difference to the received model, their sum, what is clipped)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputPerturbation:
     """Clip the whole local model to norm τ, add N(0, σ² I).
@@ -285,10 +290,12 @@ def sensitivity(
 ) -> float:
     """How far one record can move what is noised (L2): min(2τ, what stability gives).
 
-    Clipping is a projection onto a ball, so it moves no two models apart.
+    Clipping is a projection onto a ball, so it moves no two models apart; rounding may, each of
+    them by `_ROUNDING` τ.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
-    return min(2 * perturbation.clipping_norm, stable)
+    norm = perturbation.clipping_norm
+    return min(2 * norm, stable + 2 * _ROUNDING * norm)
 
 
 def epsilons(

@@ -31,7 +31,13 @@ from flower_ext.privacy.accounting import (
     participations_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.claims import Condition, Guarantee, noise_assumption
+from flower_ext.privacy.claims import (
+    HIDDEN_DRAW,
+    NOISE_OF_OTHERS,
+    Condition,
+    Guarantee,
+    noise_assumption,
+)
 from flower_ext.privacy.group import DpSgd, check_group, group_loss, lemma_9
 from flower_ext.privacy.plan import PlainAverage, ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
@@ -47,7 +53,7 @@ _ALWAYS = (
     "noise in floating point (not proof against attacks on low-order bits)",
 )
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
-_DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which must stay secret"
+_DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
 _of_one_user = partial(
     Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
 )
@@ -345,7 +351,7 @@ def uldp_avg_guarantees(
     facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
     in_rounds = f"{facts}, {rounds} rounds"
     exposed = in_rounds if hidden_draw else f"most exposed user: {exposure:.4g} sums' worth"
-    hidden = () if everyone else ("who was sampled stays secret", *drawn)
+    hidden = () if everyone else (HIDDEN_DRAW, *drawn)
     from_server = (hidden_draw,) if hidden_draw else ()
     return [
         _theorem_5(plan, rounds),
@@ -355,6 +361,7 @@ def uldp_avg_guarantees(
             loss.accountant,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
+            *NOISE_OF_OTHERS,
             *hidden,
         ),
         provable(

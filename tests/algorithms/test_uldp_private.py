@@ -100,12 +100,18 @@ def difference(one, other):
 def test_the_model_is_that_of_plain_weights_over_several_rounds(
     ours, theirs, sampling, monkeypatch
 ):
+    draw, drawn = FederatedStrategy.draw_cohort, {}
+
+    def noted(self, number):
+        return drawn.setdefault(number, draw(self, number))
+
+    monkeypatch.setattr(FederatedStrategy, "draw_cohort", noted)
     grid, model = start(strategy := make(ours, sampling=sampling))
     assert strategy.refusals == []
-    order, draw = kept(grid)._order, FederatedStrategy.draw_cohort
+    order = kept(grid)._order
 
     def told(self, number):  # the users at the places that the server drew
-        return sorted(order[place] for place in draw(self, number))
+        return sorted(order[place] for place in drawn[number])
 
     monkeypatch.setattr(FederatedStrategy, "draw_cohort", told)
     _, expected = start(make(theirs, sampling=sampling))

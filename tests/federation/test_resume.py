@@ -170,7 +170,7 @@ def test_a_run_at_its_end_needs_nobody_to_state_its_outcome_again(tmp_path):
 def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_not_used_again(
     tmp_path,
 ):
-    secure = {"seeded_noise": False}
+    secure = {"seeded_noise": False, "plan": plan(sampling=FixedSizeSampling(CLIENTS, 3))}
     for dies_in, at in ((3, "questions"), (3, "answers"), (3, "answers"), (3, "answers")):
         with pytest.raises(Died):
             play(tmp_path, dies_in=dies_in, at=at, **secure)
@@ -187,12 +187,13 @@ def test_under_secure_noise_a_round_that_was_given_up_counts_and_its_number_is_n
 
 
 def test_a_failed_run_leaves_a_guarantee_for_what_was_asked_and_says_so(tmp_path):
+    secure = {"seeded_noise": False, "plan": plan(sampling=FixedSizeSampling(CLIENTS, 3))}
     with pytest.raises(Died):
-        play(tmp_path, dies_in=3, seeded_noise=False)
+        play(tmp_path, dies_in=3, **secure)
     run = RunDirectory.open(tmp_path / "run")
     assert run.facts["status"] == "failed"
     failed = {(g.basis, g.view): g.epsilon for g in run.guarantees()}
-    complete, _ = play(tmp_path / "three", rounds=3, seeded_noise=False)
+    complete, _ = play(tmp_path / "three", rounds=3, **secure)
     assert failed.keys() == {(g.basis, g.view) for g in complete.guarantees()} != set()
     released = next(g for g in complete.guarantees() if g.basis == "provable")
     assert failed["provable", released.view] == pytest.approx(released.epsilon)

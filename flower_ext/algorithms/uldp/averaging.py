@@ -208,6 +208,7 @@ class UldpAvg(FederatedStrategy):
     """
 
     plan: ReleasePlan
+    units_are_clients = False
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
@@ -313,7 +314,7 @@ class UldpAvg(FederatedStrategy):
             # Uploads that could not be used were seen; sums that lacked noise count for more.
             participations=max(self.participations.in_sums, most),
             secure_noise=not self.seeded_noise,
-            secure_sampling=self.seed is None or bool(self.hidden_draw),
+            secure_sampling=not self.repeats or bool(self.hidden_draw),
             secure_sum=self.secure_sum,
             hidden_draw=self.hidden_draw,
             not_covered=self.not_covered(),

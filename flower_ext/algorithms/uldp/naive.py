@@ -71,6 +71,7 @@ class UldpNaive(FederatedStrategy):
     """
 
     plan: ReleasePlan
+    units_are_clients = False
     client = ClientMethod(
         name="uldp_naive",
         local_update=local_update,
