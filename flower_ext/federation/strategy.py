@@ -44,6 +44,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
     client_level_guarantees,
+    derived_seed,
     secure_generator,
     seeded_generator,
 )
@@ -295,8 +296,9 @@ class FederatedStrategy(Strategy):
         self._cohort = self.draw_cohort(number)
         self._check_budget(server_round)
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
+            same = derived_seed(self.seed or 0, "release", self._checkpoints.run_id, number)
             entry = self.ledger.reserve(
-                self.plan.release, round=server_round, repeatable=self.repeats
+                self.plan.release, round=server_round, identity=same if self.repeats else None
             )
             self._reservation = self._release.enter_context(entry)
         slow: dict[int, float] = {}

@@ -331,6 +331,21 @@ def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
     assert models.epsilon <= 0.4
 
 
+def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_path):
+    ledger, run = Ledger(tmp_path / "ledger.jsonl"), RunDirectory.create(tmp_path / "run", {})
+
+    def strategy(**how):
+        options = {"plan": plan(), "local": FAST, "evaluate_every": 0, "ledger": ledger, "seed": 1}
+        return DPFedAvg(**{**options, "seeded_noise": True, **how})
+
+    twice = strategy()
+    runs = [twice, twice, strategy(), strategy(seed=2), strategy(run=run), strategy(run=run)]
+    for number, one in enumerate(runs, start=1):
+        one.start(grid_of(average_app()), initial(), num_rounds=2)
+        assert ledger.releases == 2 * number
+    run.close()
+
+
 def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
     def share(outputs, targets):
         if len(targets) == 0:
