@@ -89,6 +89,9 @@ class FederatedStrategy(Strategy):
         Stops the run before a round with which its provable ε would exceed it, whatever the plan.
     run : RunDirectory, optional
         Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
+    exposed : Sequence[str]
+        What else shows anything of the clients' data, before the run or beside it, in a line each:
+        the guarantees list it as not covered.
     """
 
     client: ClassVar[ClientMethod]
@@ -113,6 +116,7 @@ class FederatedStrategy(Strategy):
         ledger: Ledger | None = None,
         budget: Budget | None = None,
         run: RunDirectory | None = None,
+        exposed: Sequence[str] = (),
     ) -> None:
         if not 0 < server_learning_rate < float("inf"):
             raise ValueError(f"server_learning_rate={server_learning_rate!r}: expected > 0")
@@ -138,6 +142,7 @@ class FederatedStrategy(Strategy):
         self.timeout = timeout
         self.ledger = ledger
         self.budget = budget
+        self.exposed = tuple(exposed)
         self.participations = Participations()
         self.progress = Progress(run)
         self._exchange = Exchange(self.client.name, self.progress)
@@ -538,7 +543,7 @@ class FederatedStrategy(Strategy):
             )
         if self.diagnostics:
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-        return exposed
+        return [*exposed, *self.exposed]
 
     def _check_budget(self, server_round: int) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""

@@ -382,13 +382,21 @@ def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
 
 
 def test_guarantees_of_a_run_say_what_is_not_covered():
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, diagnostics=True, seed=1)
+    strategy = DP2FedSAM(
+        plan=plan(),
+        head=FAST,
+        extractor=FAST,
+        diagnostics=True,
+        seed=1,
+        exposed=["a figure by hand"],
+    )
     strategy.start(grid_of(), initial(), num_rounds=2)
     published, models, *_ = strategy.guarantees()
     assert published.basis == "published"
     text = models.statement()
     assert "scores" in text
     assert "norms of updates" in text
+    assert "a figure by hand" in text
     quiet = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, evaluate_every=0)
     quiet.start(grid_of(), initial(), num_rounds=1)
     assert "scores" not in quiet.guarantees()[1].statement()
