@@ -29,7 +29,7 @@ from flower_ext.federation import (
     Steps,
     records,
 )
-from flower_ext.privacy import Plan
+from flower_ext.privacy import Plan, ReleasePlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term, difference
 
 REGULARIZATION = "regularization"
@@ -105,6 +105,8 @@ class FedDyn(FederatedStrategy):
     ) -> records.Arrays:
         """h ← h − (α/m) Σ (θ_k − θ);  θ ← mean θ_k − h/α."""
         share = len(updates) / self.plan.sampling.population
+        if isinstance(self.plan, ReleasePlan):  # how many answered would show in the model
+            share = self.plan.sampling.sampling_rate
         self.h = {
             name: self.h.get(name, np.zeros_like(base[name]))
             - self.regularization * share * mean[name]

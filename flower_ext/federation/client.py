@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.cohort import partition_of, tell_partition
@@ -296,16 +296,15 @@ class _ClientSide:
         asked, works = self._unpack(messages, contexts)
         models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
         tests = [work.data.test for work in works]
-        every = evaluate_many(works[0].task, models, tests, memory_limit=memory_limit)
+        every = _scores(works[0].task, models, tests, memory_limit=memory_limit)
         if asked[0].facts.get("training-loss"):
             own = [work.data.train for work in works]
-            trained = evaluate_many(works[0].task, models, own, memory_limit=memory_limit)
+            trained = _scores(works[0].task, models, own, memory_limit=memory_limit)
             for scores, on_training in zip(every, trained, strict=True):
-                scores["training_loss"] = on_training["loss"]
+                if on_training:
+                    scores["training_loss"] = on_training["loss"]
         replies = []
         for work, scores in zip(works, every, strict=True):
-            if len(work.data.test) == 0:
-                scores.clear()
             # A metric may be undefined for these examples; a loss that is no number has diverged.
             scores = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
             scores["num-examples"] = float(len(work.data.test))
@@ -423,6 +422,18 @@ class _ClientSide:
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
         )
+
+
+def _scores(
+    task: Task, models: Sequence[Params], examples: Sequence[Examples], *, memory_limit: int
+) -> list[dict[str, float]]:
+    """What `evaluate_many` returns; nothing for a model without examples."""
+    some = [index for index, one in enumerate(examples) if len(one)]
+    found = evaluate_many(
+        task, [models[i] for i in some], [examples[i] for i in some], memory_limit=memory_limit
+    )
+    scores = dict(zip(some, found, strict=True))
+    return [scores.get(index, {}) for index in range(len(models))]
 
 
 def _check_memory(params: Params | None) -> None:

@@ -44,6 +44,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
     client_level_guarantees,
+    derived_seed,
     secure_generator,
     seeded_generator,
 )
@@ -89,6 +90,9 @@ class FederatedStrategy(Strategy):
         Stops the run before a round with which its provable ε would exceed it, whatever the plan.
     run : RunDirectory, optional
         Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
+    exposed : Sequence[str]
+        What else shows anything of the clients' data, before the run or beside it, in a line each:
+        the guarantees list it as not covered.
     """
 
     client: ClassVar[ClientMethod]
@@ -115,6 +119,7 @@ class FederatedStrategy(Strategy):
         ledger: Ledger | None = None,
         budget: Budget | None = None,
         run: RunDirectory | None = None,
+        exposed: Sequence[str] = (),
     ) -> None:
         if not 0 < server_learning_rate < float("inf"):
             raise ValueError(f"server_learning_rate={server_learning_rate!r}: expected > 0")
@@ -145,6 +150,7 @@ class FederatedStrategy(Strategy):
         self.timeout = timeout
         self.ledger = ledger
         self.budget = budget
+        self.exposed = tuple(exposed)
         self.participations = Participations()
         self.progress = Progress(run)
         self._exchange = Exchange(self.client.name, self.progress)
@@ -306,8 +312,9 @@ class FederatedStrategy(Strategy):
         self._cohort = self.draw_cohort(number)
         self._check_budget(server_round)
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
+            same = derived_seed(self.seed or 0, "release", self._checkpoints.run_id, number)
             entry = self.ledger.reserve(
-                self.plan.release, round=server_round, repeatable=self.repeats
+                self.plan.release, round=server_round, identity=same if self.repeats else None
             )
             self._reservation = self._release.enter_context(entry)
         slow: dict[int, float] = {}
@@ -548,7 +555,7 @@ class FederatedStrategy(Strategy):
             )
         if self.diagnostics:
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-        return exposed
+        return [*exposed, *self.exposed]
 
     def _check_budget(self, server_round: int) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""

@@ -9,7 +9,7 @@ strategy nor a client notices: each client has its own partition, state, noise a
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from logging import getLogger
@@ -168,14 +168,14 @@ class VirtualGrid(Grid):
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send, in one message a node; ids of the single messages."""
-        ids: list[str] = []
-        by_node: dict[int, dict[str, Message]] = defaultdict(dict)
-        for message in messages:
+        """Send, in one message a node and turn; ids of the single messages."""
+        messages, ids = list(messages), []
+        parcels: dict[tuple[int, int], dict[str, Message]] = defaultdict(dict)
+        for message, parcel in zip(messages, self._parcels(messages), strict=True):
             ids.append(f"virtual-{next(self._ids)}")
-            by_node[self._place(message)[0]][ids[-1]] = message
-        packed = [self._pack(node, list(own.values())) for node, own in by_node.items()]
-        self._packed |= zip(self._grid.push_messages(packed), by_node.values(), strict=True)
+            parcels[parcel][ids[-1]] = message
+        packed = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
+        self._packed |= zip(self._grid.push_messages(packed), parcels.values(), strict=True)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -189,9 +189,25 @@ class VirtualGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Ask all clients; those on nodes that do not answer in time do not either."""
-        by_node: dict[int, list[Message]] = defaultdict(list)
+        messages = list(messages)
+        turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        for message, (turn, node) in zip(messages, self._parcels(messages), strict=True):
+            turns[turn][node].append(message)
+        return [reply for own in turns.values() for reply in self._answered(own, timeout)]
+
+    def _parcels(self, messages: Sequence[Message]) -> list[tuple[int, int]]:
+        """In which turn each message goes to which node: no client is asked twice in a turn."""
+        turns: Counter[int] = Counter()
+        parcels = []
         for message in messages:
-            by_node[self._place(message)[0]].append(message)
+            client = message.metadata.dst_node_id
+            parcels.append((turns[client], self._place(message)[0]))
+            turns[client] += 1
+        return parcels
+
+    def _answered(
+        self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
+    ) -> list[Message]:
         packed = {node: self._pack(node, own) for node, own in by_node.items()}
         singles: list[Message] = []
         for reply in self._grid.send_and_receive(list(packed.values()), timeout=timeout):
@@ -269,11 +285,11 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     per_node, places = int(facts["clients-per-node"]), list(facts["place"])
     node = partition_of(context.node_config)
     nodes = int(context.node_config.get("num-partitions", node + 1))
-    states: dict[int, RecordDict] = {place: RecordDict() for place in places}
-    for key, record in context.state.items():
-        place, _, name = key.partition("/")
-        if place.isdigit() and int(place) in states:
-            states[int(place)][name] = record
+    states = {str(place): RecordDict() for place in places}
+    held = [key for key in context.state if key.partition("/")[0] in states]
+    for key in held:
+        number, _, name = key.partition("/")
+        states[number][name] = context.state[key]
     contexts = [
         Context(
             run_id=context.run_id,
@@ -283,7 +299,7 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
                 "partition-id": node * per_node + place,
                 "num-partitions": nodes * per_node,
             },
-            state=states[place],
+            state=states[str(place)],
             run_config=context.run_config,
         )
         for place in places
@@ -293,6 +309,8 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
         for content, kind in zip(contents, facts["type"], strict=True)
     ]
     replies = answer_all(app, messages, contexts)
+    for key in held:
+        del context.state[key]
     for own, place in zip(contexts, places, strict=True):
         for name, record in own.state.items():
             context.state[f"{place}/{name}"] = record

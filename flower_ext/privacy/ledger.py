@@ -22,6 +22,7 @@ from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, priv
 
 GENESIS = "0" * 64
 """What the first line names as its predecessor's hash."""
+_OWN_NAMES = {"seq", "kind", "round", "identity", "release", "reason", "prev", "hash"}
 
 
 class BudgetExhausted(RuntimeError):
@@ -68,7 +69,7 @@ class Reservation:
         ValueError
             A name that the ledger uses itself.
         """
-        if taken := {"seq", "kind", "round", "release", "reason", "prev", "hash"} & set(facts):
+        if taken := _OWN_NAMES & set(facts):
             raise ValueError(f"{sorted(taken)}: names the ledger uses itself; choose others")
         self.notes.update(facts)
 
@@ -112,12 +113,18 @@ class Ledger:
             raise
         self._next = len(entries)
         self._last_hash = entries[-1]["hash"] if entries else GENESIS
-        self._reserved = _reserved(entries)
+        earlier = [
+            (entry["round"], entry.get("identity"), Release.from_dict(entry["release"]))
+            for entry in entries
+            if entry["kind"] == "reserve"
+        ]
+        self._reserved = [release for *_, release in earlier]
+        self._repeatable = {one for one in earlier if one[1] is not None}
         _sync_directory(self.path.parent)
 
     @contextmanager
     def reserve(
-        self, release: Release, *, round: int, repeatable: bool = False
+        self, release: Release, *, round: int, identity: int | None = None
     ) -> Iterator[Reservation]:
         """Make a spend durable, then let the body release.
 
@@ -125,9 +132,10 @@ class Ledger:
         ----------
         release : Release
         round : int
-        repeatable : bool
-            The release is the same, bit for bit, whenever it is done for this round: a second one
-            tells nothing new, and is noted without being counted. Never with secure noise.
+        identity : int, optional
+            Of all that the release follows from, where it would be the same, bit for bit. Done
+            again, once, after this ledger was opened anew, it tells nothing new, and is noted
+            without being counted. None under secure noise, which makes every release another one.
 
         Raises
         ------
@@ -137,12 +145,14 @@ class Ledger:
             The ledger was closed, or could not be written: nothing may be released.
         """
         self._check_usable()
-        if repeatable and (round, release) in self._reserved:
-            self._append("repeat", {"round": round})
+        facts = {"round": round, **({} if identity is None else {"identity": identity})}
+        if (again := (round, identity, release)) in self._repeatable:
+            self._append("repeat", facts)
+            self._repeatable.remove(again)
         else:
             self._check_budget(release, round)
-            self._append("reserve", {"round": round, "release": release.to_dict()})
-            self._reserved.append((round, release))
+            self._append("reserve", {**facts, "release": release.to_dict()})
+            self._reserved.append(release)
         reservation = Reservation()
         try:
             yield reservation
@@ -151,8 +161,8 @@ class Ledger:
             self._append("discard", {"round": round, "reason": reason, **reservation.notes})
             raise
         if reservation.discarded is not None:
-            facts = {"round": round, "reason": reservation.discarded, **reservation.notes}
-            self._append("discard", facts)
+            reason = reservation.discarded
+            self._append("discard", {"round": round, "reason": reason, **reservation.notes})
         else:
             self._append("commit", {"round": round, **reservation.notes})
 
@@ -174,7 +184,7 @@ class Ledger:
 
     @property
     def _counted(self) -> Counter[Release]:
-        return Counter(release for _, release in self._reserved)
+        return Counter(self._reserved)
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -270,14 +280,6 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         previous = entry["hash"]
     return entries, whole
-
-
-def _reserved(entries: list[dict[str, Any]]) -> list[tuple[int, Release]]:
-    return [
-        (entry["round"], Release.from_dict(entry["release"]))
-        for entry in entries
-        if entry["kind"] == "reserve"
-    ]
 
 
 def _sync_directory(folder: Path) -> None:

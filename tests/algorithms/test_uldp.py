@@ -304,6 +304,15 @@ def test_weights_by_which_one_user_could_do_more_are_refused(weights, said):
         check_weights(weights, SILOS, [7, 9])
 
 
+def test_weights_that_are_said_to_be_equal_are_at_most_one_over_the_silos():
+    check_weights(np.full((SILOS, 1), 1 / SILOS), SILOS, [7, 9], "equal")
+    check_weights(np.empty((SILOS, 0)), SILOS, [], "equal")
+    one_silo = np.array([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
+    check_weights(one_silo, SILOS, [7, 9], "by-records")
+    with pytest.raises(ValueError, match="weights up to 1: expected at most 1/3"):
+        check_weights(one_silo, SILOS, [7, 9], "equal")
+
+
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 100), seed=st.integers(0, 2**20))
 def test_weights_by_records_sum_to_one_or_to_nothing_whatever_the_histogram(count, seed):
@@ -322,9 +331,17 @@ class Doubled(WeightsByRecords):
         return 2 * super().of_users(users)
 
 
-def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent():
-    strategy = UldpAvg(plan=plan(), weighting=Doubled(), local=LOCAL, **COMMON)
-    with pytest.raises(ValueError, match=r"numbers in \[0, 1\]|sum to 2"):
+class CalledEqual(WeightsByRecords):
+    weighting = "equal"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [(Doubled, r"numbers in \[0, 1\]|sum to 2"), (CalledEqual, "expected at most 1/3")],
+)
+def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_sent(source, said):
+    strategy = UldpAvg(plan=plan(), weighting=source(), local=LOCAL, **COMMON)
+    with pytest.raises(ValueError, match=said):
         run(strategy)
     assert strategy.participations.rounds == 0
 

@@ -688,6 +688,17 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     assert ledger.spent(1e-5).epsilon == pytest.approx(expected)
 
 
+def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
+    def after(before, anew):
+        earlier, strategy = make(), make()
+        earlier.plan = replace(earlier.plan, sensitivity=before)
+        strategy.plan = replace(strategy.plan, sensitivity=anew)
+        strategy.restore(earlier.state())
+        return strategy.plan.sensitivity
+
+    assert after(before=1.1, anew=1.2) == after(before=1.2, anew=1.1) == 1.2
+
+
 def test_guarantees_say_what_the_protocol_shows_and_what_it_rests_on():
     start(strategy := make(sampling=PoissonSampling(USERS, 0.5)))
     sums = next(g for g in strategy.guarantees() if g.view is AdversaryView.SUM_ONLY)

@@ -129,6 +129,9 @@ def test_a_pilot_run_finds_the_constants_leaves_them_and_plans_by_them(tmp_path)
     same = run(tmp_path / "same", **{**facts, **again})
     assert same.config["planned-rounds"] == run_.config["planned-rounds"] >= 1
     assert not (same.path / "pilot.json").exists()
+    for one, piloted in ((run_, True), (same, False)):
+        provable = one.guarantees()[1]
+        assert any("pilot.json" in text for text in provable.not_covered) == piloted
 
 
 def test_the_planner_says_where_no_round_is_worth_its_noise(tmp_path):

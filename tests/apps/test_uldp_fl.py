@@ -32,6 +32,11 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     files = {p.name for p in run_.path.iterdir()}
     expected = {"run.json", "metrics.jsonl", "model.safetensors", "clients.csv"}
     assert ("users.csv" in files) == (method not in PRIVATE)
+    assert all(
+        any("users.csv" in text for text in g.not_covered) == (method not in PRIVATE)
+        for g in run_.guarantees()
+        if g.basis == "provable"
+    )
     assert expected | {"report.md", "report.html", "figures", "guarantee.json"} <= files
     assert run_.facts["status"] == "completed"
     rows = run_.metrics()

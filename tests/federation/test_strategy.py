@@ -1,5 +1,7 @@
 """The shared Strategy, seen through DP-FedAvg and DP²-FedSAM on real ClientApps in this process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
+from flower_ext.data import ClientData, Examples
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.privacy import (
     AdversaryView,
@@ -22,7 +25,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.reporting import RunDirectory
 from flower_ext.training import LocalTraining, UnshareableModel
-from tests.worlds import Net, task
+from tests.worlds import FEATURES, Net, client_data, task
 
 CLIENTS = 6
 FAST = LocalTraining(epochs=1, batch_size=10)
@@ -329,14 +332,72 @@ def test_the_run_stops_cleanly_at_its_budget_and_sends_nothing_beyond(tmp_path):
     assert models.epsilon <= 0.4
 
 
+def test_with_seeded_noise_every_release_is_on_the_ledger_whoever_makes_it(tmp_path):
+    ledger, run = Ledger(tmp_path / "ledger.jsonl"), RunDirectory.create(tmp_path / "run", {})
+
+    def strategy(**how):
+        options = {"plan": plan(), "local": FAST, "evaluate_every": 0, "ledger": ledger, "seed": 1}
+        return DPFedAvg(**{**options, "seeded_noise": True, **how})
+
+    twice = strategy()
+    runs = [twice, twice, strategy(), strategy(seed=2), strategy(run=run), strategy(run=run)]
+    for number, one in enumerate(runs, start=1):
+        one.start(grid_of(average_app()), initial(), num_rounds=2)
+        assert ledger.releases == 2 * number
+    run.close()
+
+
+def test_a_client_without_test_or_training_examples_tells_of_what_it_has():
+    def share(outputs, targets):
+        if len(targets) == 0:
+            raise ValueError("a share of nothing")
+        return float((outputs.argmax(dim=1) == targets).float().mean())
+
+    nothing = Examples(torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.long))
+
+    def data(client):
+        one = client_data(client)
+        if client == 2:
+            return ClientData(train=one.train, test=nothing)
+        return one if client != 3 else ClientData(train=nothing, test=one.test)
+
+    strategy = DPFedAvg(plan=plan(), local=FAST, training_loss=True)
+    grid = Recorder(
+        average_app(DPFedAvg.client_app(replace(task(), data=data, metrics={"share": share}))),
+        num_clients=CLIENTS,
+    )
+    strategy.start(grid, initial(), num_rounds=1)
+    assert all("cannot train" in refusal for refusal in strategy.refusals)  # of client 3
+    told = {
+        reply.metadata.src_node_id - 1_000: set(reply.content.metric_records[records.METRICS])
+        for reply in grid.received
+        if reply.metadata.message_type.startswith("evaluate")
+    }
+    both = {"loss", "share", "training_loss", "num-examples"}
+    assert told == {
+        **dict.fromkeys(range(CLIENTS), both),
+        2: {"training_loss", "num-examples"},
+        3: both - {"training_loss"},
+    }
+    assert set(strategy.client_metrics) == {0, 1, 3, 4, 5}
+
+
 def test_guarantees_of_a_run_say_what_is_not_covered():
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, diagnostics=True, seed=1)
+    strategy = DP2FedSAM(
+        plan=plan(),
+        head=FAST,
+        extractor=FAST,
+        diagnostics=True,
+        seed=1,
+        exposed=["a figure by hand"],
+    )
     strategy.start(grid_of(), initial(), num_rounds=2)
     published, models, *_ = strategy.guarantees()
     assert published.basis == "published"
     text = models.statement()
     assert "scores" in text
     assert "norms of updates" in text
+    assert "a figure by hand" in text
     quiet = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, evaluate_every=0)
     quiet.start(grid_of(), initial(), num_rounds=1)
     assert "scores" not in quiet.guarantees()[1].statement()

@@ -94,6 +94,33 @@ def test_each_client_has_its_own_partition_state_and_error():
     assert again.content.config_records["own"]["seen"] == 2
 
 
+def test_two_messages_to_one_client_are_answered_one_after_the_other():
+    grid = on_virtual_nodes(counting())
+    clients = list(grid.get_node_ids())
+    replies = list(grid.send_and_receive(ask(grid, [clients[1], clients[0], clients[1]])))
+    assert [reply.content.config_records["own"]["seen"] for reply in replies] == [1, 1, 2]
+    assert [reply.metadata.src_node_id for reply in replies] == [clients[1], *clients[:2]]
+    pulled = grid.pull_messages(grid.push_messages(ask(grid, [clients[1], clients[1]])))
+    assert [reply.content.config_records["own"]["seen"] for reply in pulled] == [3, 4]
+
+
+def test_what_a_client_deletes_from_its_state_stays_deleted():
+    app = CohortApp()
+
+    @app.query()
+    def _(message: Message, context: Context) -> Message:
+        had = context.state.pop("key", None) is not None
+        if not had:
+            context.state["key"] = ConfigRecord({})
+        return Message(RecordDict({"own": ConfigRecord({"had": had})}), reply_to=message)
+
+    grid = on_virtual_nodes(app)
+    clients = list(grid.get_node_ids())
+    for had in (False, True, False):
+        replies = grid.send_and_receive(ask(grid, clients))
+        assert {reply.content.config_records["own"]["had"] for reply in replies} == {had}
+
+
 def test_replies_can_be_pulled_each_once():
     grid = on_virtual_nodes(counting())
     clients = list(grid.get_node_ids())

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -93,6 +94,45 @@ def test_a_resumed_ledger_counts_what_was_spent_before(tmp_path):
         pass
     assert ledger.releases == 4
     assert len(Ledger.read(path)) == 8
+
+
+def again(path, *, round=1, identity=7, release=RELEASE):
+    """Opened anew, how many releases are counted after one more."""
+    ledger = Ledger(path)
+    with ledger.reserve(release, round=round, identity=identity):
+        pass
+    ledger.close()
+    return ledger.releases
+
+
+def test_a_release_that_is_done_again_counts_once_if_it_is_the_very_same(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    other = dataclasses.replace(RELEASE, noise_multiplier=2.0)
+    assert [again(path) for _ in range(3)] == [1, 1, 1]
+    assert kinds(path) == ["reserve", "commit"] + 2 * ["repeat", "commit"]
+    assert again(path, identity=8) == 2
+    assert again(path, identity=None) == again(path, round=2) - 1 == 3
+    assert again(path, release=other) == 5
+    assert again(path, identity=None) == 6
+    assert again(path, release=other) == again(path) == 6
+
+
+def test_while_a_ledger_is_open_no_release_is_the_same_as_another_of_that_time(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    for expected in ([1, 2], [2, 3], [3, 4]):  # one is done again, the other is not
+        ledger = Ledger(path)
+        for releases in expected:
+            with ledger.reserve(RELEASE, round=1, identity=7):
+                assert ledger.releases == releases
+        ledger.close()
+
+
+def test_what_a_ledger_without_identities_holds_counts_and_is_never_the_same(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    filled(path)
+    assert "identity" not in path.read_text()
+    assert again(path, round=1) == 4
+    assert again(path, round=1) == 4
 
 
 def test_two_runs_cannot_share_a_ledger(tmp_path):

@@ -30,6 +30,10 @@ from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
 from flower_ext.training.models import build, parameter_count
 
 WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
+PILOT = (
+    "a pilot run without noise on the clients' training records, which chose the number of rounds "
+    "and left its constants in pilot.json (planner=bound or none turns this off)"
+)
 METHODS = (*(f"dp-{method}" for method in WITHOUT_PRIVACY), *WITHOUT_PRIVACY)
 
 app = ServerApp()
@@ -195,6 +199,7 @@ def strategy_of(
         "timeout": float(config["connect-timeout"]),
         "budget": budget_of(config),
         "run": run,
+        "exposed": [PILOT] if config["planner"] == "pilot" else [],
     }
     rate = float(config["personal-learning-rate"])
     match str(config["method"]).removeprefix("dp-"):

@@ -34,6 +34,10 @@ AVERAGING = {
     "uldp-sgd-w": (UldpSgd, "by-records"),
 }
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+RECORDS_FIGURE = (
+    "exact numbers of records a user and silo, in users.csv and its figure in the run directory "
+    "(records-figure=false turns this off)"
+)
 BASELINES = ("uldp-naive", "uldp-group", "default")
 
 app = ServerApp()
@@ -52,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     task = task_of(context)  # a missing data set ends the run here, with its message
 
     with recorded_run(config, f"{method}-{config['dataset']}") as run:
-        if config["records-figure"] and method not in PRIVATE:  # its server knows no such numbers
+        if shows_records(config):
             run.save_user_records(histogram(silos_of(config), num_users_of(config)))
         strategy = strategy_of(config, run)
         check_shareable(task.model(), strategy.personal)
@@ -66,6 +70,12 @@ def main(grid: Grid, context: Context) -> None:
         save_outcome(run, strategy, result)
 
 
+def shows_records(config: UserConfig) -> bool:
+    """Whether the run directory shows the users' numbers of records."""
+    # Under private weighting the server knows no such numbers.
+    return bool(config["records-figure"]) and config["method"] not in PRIVATE
+
+
 def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     method, silos = str(config["method"]), int(config["num-silos"])
@@ -77,6 +87,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         "timeout": float(config["connect-timeout"]),
         "budget": budget_of(config),
         "run": run,
+        "exposed": [RECORDS_FIGURE] if shows_records(config) else [],
     }
     local = LocalTraining(
         epochs=int(config["local-epochs"]),

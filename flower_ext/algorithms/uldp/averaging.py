@@ -267,7 +267,7 @@ class UldpAvg(FederatedStrategy):
     def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
         """What tells each silo the weights of training round ``number``."""
         weights = self.weights.of_users(users)
-        check_weights(weights, self.num_silos, users)
+        check_weights(weights, self.num_silos, users, self.weights.weighting)
         return users_records(weights, users, self.plan.sampling.population)
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:

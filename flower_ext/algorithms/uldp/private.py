@@ -301,8 +301,8 @@ class PrivateUldpAvg(UldpAvg):
         return {_SENSITIVITY: {_SENSITIVITY: np.asarray(self.plan.sensitivity)}}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """The set-up was made anew: places are those of a new order."""
-        sensitivity = float(state[_SENSITIVITY][_SENSITIVITY])
+        """The set-up was made anew: places are those of a new order, the larger bound counts."""
+        sensitivity = max(self.plan.sensitivity, float(state[_SENSITIVITY][_SENSITIVITY]))
         self.plan = replace(self.plan, sensitivity=sensitivity)
         self._forget_order()
 

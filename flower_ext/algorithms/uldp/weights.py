@@ -131,14 +131,21 @@ def weight_source(weighting: Weighting | WeightSource) -> WeightSource:
     return sources[weighting]()
 
 
-def check_weights(weights: np.ndarray, num_silos: int, users: Sequence[int]) -> None:
+def check_weights(
+    weights: np.ndarray,
+    num_silos: int,
+    users: Sequence[int],
+    weighting: Weighting = "by-records",
+) -> None:
     """Refuse weights by which one user could move the sum by more than the clipping norm.
+
+    Equal weights are accounted as 1/|S| in single uploads, so none of them may be larger.
 
     Raises
     ------
     ValueError
-        Another shape than (silos, users) or (silos, 1); a weight that is not in [0, 1]; or a user
-        whose weights sum to more than 1.
+        Another shape than (silos, users) or (silos, 1); a weight that is not in [0, 1], or above
+        1/|S| where weights are equal; or a user whose weights sum to more than 1.
     """
     if weights.shape not in ((num_silos, len(users)), (num_silos, 1)):
         raise ValueError(
@@ -147,6 +154,11 @@ def check_weights(weights: np.ndarray, num_silos: int, users: Sequence[int]) -> 
         )
     if not ((weights >= 0) & (weights <= 1)).all():  # NaN is neither
         raise ValueError("weights: expected numbers in [0, 1]")
+    if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
+        raise ValueError(
+            f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as the source "
+            "says that they are equal, or one user moves a single upload by more than is counted"
+        )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():
         worst = int(sums.argmax())

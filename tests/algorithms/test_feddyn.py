@@ -1,0 +1,45 @@
+"""FedDyn on the server: what its correction takes from a round."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flower_ext.algorithms import FedDyn
+from flower_ext.federation.records import Update
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    ReleasePlan,
+)
+
+BASE, MEAN = {"w": np.zeros(3)}, {"w": np.ones(3)}
+
+
+def moved(plan, answered):
+    return FedDyn(plan=plan).next_model(BASE, MEAN, dict.fromkeys(range(answered), Update({}, {})))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "share"),
+    [
+        (PoissonSampling(100, 0.1), 0.1),
+        (FixedSizeSampling(100, 20), 0.2),
+        (FullParticipation(100), 1.0),
+    ],
+)
+def test_how_many_answered_does_not_show_in_a_private_model(sampling, share):
+    plan = ReleasePlan(
+        sampling=sampling, clipping_norm=1.0, noise_multiplier=1.0, rounds=3, delta=1e-3
+    )
+    server_noise = replace(plan, noise_placement="server")
+    for one in (plan, server_noise):
+        for answered in (0, 5, 15):
+            np.testing.assert_allclose(moved(one, answered)["w"], 1 + share)
+
+
+def test_without_privacy_the_share_of_those_who_answered_counts():
+    plan = NonPrivatePlan(sampling=PoissonSampling(100, 0.1))
+    np.testing.assert_allclose(moved(plan, 15)["w"], 1.15)
