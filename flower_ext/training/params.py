@@ -26,6 +26,11 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
     return {name: after[name] - before[name] for name in after}
 
 
+def sizes(params: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:
+    """All names and shapes: by them a cache tells models apart that one factory builds."""
+    return tuple((name, tensor.shape) for name, tensor in params.items())
+
+
 def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
     """The same parameters under names that begin with ``tag``: several models in one dictionary."""
     return {f"{tag}/{name}": tensor for name, tensor in params.items()}
