@@ -25,7 +25,7 @@ from torch.nn import functional
 from flower_ext.training.layout import LINE, PLAIN, RELU, SIGMOID, TANH
 from flower_ext.training.local import Job
 from flower_ext.training.objective import affine
-from flower_ext.training.params import Params, sizes
+from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.stacked import hooked
 from flower_ext.training.task import Task
 
@@ -212,9 +212,7 @@ def _kernels() -> Any:
 
 @lru_cache(maxsize=64)
 def _network(
-    build: Callable[[], nn.Module],
-    shape: torch.Size,
-    parameters: tuple[tuple[str, torch.Size], ...],
+    build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
 ) -> DenseNetwork | None:
     """That of a model which is a chain of dense layers, for examples and parameters like these."""
     model = build()
