@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import ClientData, Examples
 from flower_ext.training import dense
 from flower_ext.training.dense import DenseNetwork
-from flower_ext.training.local import Job, LocalTraining, batch_rows, predict, score, train
+from flower_ext.training.local import Job, LocalTraining, batch_rows, predict, score, spared, train
 from flower_ext.training.objective import Linear, Proximal, affine
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.stacked import (
@@ -404,7 +404,7 @@ class Stack:
     ) -> None:
         """Each job's gradient of its loss, times its factor, to ``targets``."""
         loss = self._loss(y, counts, factors)
-        self.form.gradient({**rest, **point}, x, loss, targets)
+        self.form.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
