@@ -25,7 +25,8 @@ from torch.nn import functional
 from flower_ext.training.layout import LINE, PLAIN, RELU, SIGMOID, TANH
 from flower_ext.training.local import Job
 from flower_ext.training.objective import affine
-from flower_ext.training.params import Params
+from flower_ext.training.params import Params, Sizes, sizes
+from flower_ext.training.stacked import hooked
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -186,7 +187,7 @@ def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     first = jobs[0].examples.features.shape[1:]
-    found = _network(task.model, first)
+    found = _network(task.model, first, sizes(jobs[0].params))
     if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
         return None
     return found if _kernels() is not None and all(map(found.takes, jobs)) else None
@@ -210,18 +211,23 @@ def _kernels() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _network(build: Callable[[], nn.Module], shape: torch.Size) -> DenseNetwork | None:
-    """That of a model which is a chain of dense layers, for examples of this shape."""
+def _network(
+    build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
+) -> DenseNetwork | None:
+    """That of a model which is a chain of dense layers, for examples and parameters like these."""
     model = build()
+    if hooked(model):
+        return None
     layers = _chain(model, flat=len(shape) == 1)
     widths = [shape.numel(), *(layer.linear.out_features for layer in layers)]
     if not layers or widths[:-1] != [layer.linear.in_features for layer in layers]:
         return None
     found = DenseNetwork(layers)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if sorted(names) != sorted(found.parts) or any(True for _ in model.buffers()):
-        return None
-    return found
+    # Each layer is used once, and all its parameters are its own.
+    own = {name for name, _ in model.named_parameters()}
+    used_once = len({layer.name for layer in layers}) == len(layers) and own == set(found.parts)
+    alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
+    return found if used_once and alike else None
 
 
 def _chain(model: nn.Module, *, flat: bool) -> list[Layer]:

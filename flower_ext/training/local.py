@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -221,12 +222,33 @@ def local_problem(
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
     def loss_at(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
-        value = task.loss(functional_call(model, {**rest, **chosen}, (x,)), y)
+        value = task.loss(functional_call(model, {**rest, **chosen}, (spared(task, x),)), y)
         for term in terms:
             value = value + term(chosen)
         return value
 
     return LocalProblem(start=start, loss_at=loss_at, rest=rest, device=device)
+
+
+def spared(task: Task, x: Tensor, batched: int = 1) -> Tensor:
+    """What the model may be given without harm to ``x``: a copy, if it writes into features.
+
+    The first ``batched`` dimensions are not those of an example.
+    """
+    return x.clone() if _writes(task.model, x.shape[batched:], x.dtype) else x
+
+
+@lru_cache(maxsize=64)
+def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a model of this kind begins with an operation in place."""
+    x = torch.zeros((2, *shape), dtype=dtype)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = build()
+            (model.to(dtype) if dtype.is_floating_point else model)(x)
+        except Exception:  # a model may ask for more than zeros; a copy does for any
+            return True
+    return x._version > 0
 
 
 def train(
@@ -284,7 +306,9 @@ def predict(
     model: nn.Module = task.model().to(device).eval()
     weights = to_device(params, device)
     parts = torch.split(features, batch_size)
-    return torch.cat([functional_call(model, weights, (x.to(device),)) for x in parts])
+    return torch.cat(
+        [functional_call(model, weights, (spared(task, x.to(device)),)) for x in parts]
+    )
 
 
 def score(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:

@@ -11,18 +11,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from logging import getLogger
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from flower_ext.data import Examples
+from flower_ext.data import ClientData, Examples
 from flower_ext.training import dense
 from flower_ext.training.dense import DenseNetwork
-from flower_ext.training.local import Job, batch_rows, predict, score, train
+from flower_ext.training.local import Job, LocalTraining, batch_rows, predict, score, spared, train
 from flower_ext.training.objective import Linear, Proximal, affine
-from flower_ext.training.params import Params
+from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.stacked import (
     Loss,
     MappedModel,
@@ -38,6 +39,8 @@ MEMORY_LIMIT = 2**30
 """Bytes that one batch of trainings may take, unless the caller says otherwise."""
 _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
+_IGNORED = -100
+"""Targets that cross_entropy leaves out of its mean."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 
@@ -146,7 +149,7 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
     order = sorted(range(len(jobs)), key=lambda i: (-_steps(jobs[i]), -len(jobs[i].examples)))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
-    if jobs and why_apart(task, jobs) is None:
+    if len(jobs) > 1 and why_apart(task, jobs) is None:
         fewest = _form_for(task, jobs[0]).fewest
         worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
         lonely = next(worth, len(jobs))
@@ -168,23 +171,84 @@ def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
         return "exact minimisers are found one by one"
     if any(not isinstance(term, Proximal | Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
-    reason = _why_unlike(task.model)
+    targets = jobs[0].examples.targets
+    reason = _why_unlike(_kind(task, jobs[0]), task.loss, targets.shape[1:], targets.dtype)
     if reason is not None:
         _say_once(reason)
     return reason
 
 
+class Kind(NamedTuple):
+    """All that the form of K models depends on."""
+
+    build: Callable[[], nn.Module]
+    device: torch.device
+    shape: torch.Size
+    dtype: torch.dtype
+    parameters: Sizes
+
+
+def _kind(task: Task, job: Job) -> Kind:
+    features, device = job.examples.features, task.torch_device()
+    return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
+
+
 @lru_cache(maxsize=64)
-def _why_unlike(build: Callable[[], nn.Module]) -> str | None:
-    """What keeps models of this kind from training in a batch."""
-    for module in build().modules():
+def _why_unlike(
+    kind: Kind, loss: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype
+) -> str | None:
+    """What keeps models of this kind from training in a batch, with targets of this shape."""
+    for module in kind.build().modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "batch normalisation changes the model while it is evaluated"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return "dropout draws other numbers in a batch of models"
         if isinstance(module, nn.RNNBase):
             return "recurrent layers have no batched form"
+    return _trial(kind, loss, shape, dtype)
+
+
+def _trial(
+    kind: Kind, loss: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype
+) -> str | None:
+    """Why two short trainings in a batch are not what `train` makes of them; None if they are."""
+    task = Task(model=kind.build, data=_no_data, loss=loss, device=str(kind.device))
+    training = LocalTraining(steps=2, batch_size=3)
+
+    def jobs() -> Iterator[Job]:
+        for count in (3, 2):
+            random = torch.Generator().manual_seed(count)
+            features = torch.randint(2, (count, *kind.shape), generator=random).to(kind.dtype)
+            if kind.dtype.is_floating_point:
+                features.normal_(generator=random)
+            yield Job(
+                params=task.initial_params(count),
+                examples=Examples(
+                    features, torch.randint(2, (count, *shape), generator=random).to(dtype)
+                ),
+                training=training,
+                generator=random,
+            )
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            both = [*jobs()]
+            ours = unstacked(Stack(task, both, lambda name: True).minimise(), both)
+            theirs = [
+                train(task, job.params, job.examples, training, generator=job.generator)
+                for job in jobs()
+            ]
+        except Exception as error:  # whatever a model or a loss makes of a batch
+            return f"two in a batch end with {error!r}"
+    for one, other in zip(ours, theirs, strict=True):
+        for name, p in other.items():
+            if not torch.allclose(one[name].to(p), p, 1e-3, 1e-4, equal_nan=True):
+                return f"two in a batch do not make the same {name}"
     return None
+
+
+def _no_data(client: int) -> ClientData:
+    raise NotImplementedError
 
 
 @lru_cache(maxsize=64)
@@ -193,21 +257,22 @@ def _say_once(reason: str) -> None:
 
 
 def _form_for(task: Task, job: Job) -> StackedModel | MappedModel:
-    features = job.examples.features
-    return _form(task.model, task.torch_device(), features.shape[1:], features.dtype)
+    return _form(_kind(task, job))
 
 
 @lru_cache(maxsize=64)
-def _form(
-    build: Callable[[], nn.Module], device: torch.device, shape: torch.Size, dtype: torch.dtype
-) -> StackedModel | MappedModel:
-    """How K models of this kind are computed at once, for examples of this shape."""
-    model = build().to(device).train()
+def _form(kind: Kind) -> StackedModel | MappedModel:
+    """How K models of this kind are computed at once."""
+
+    def model() -> nn.Module:
+        return kind.build().to(kind.device).train()
+
     try:
-        return StackedModel(model, torch.zeros(shape, dtype=dtype, device=device))
+        return StackedModel(model(), torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device))
     except NotStackable as reason:
-        log.info("local trainings of %s go through vmap: %s", type(model).__name__, reason)
-        return MappedModel(model)
+        fresh = model()  # tracing may have left something in the other
+        log.info("local trainings of %s go through vmap: %s", type(fresh).__name__, reason)
+        return MappedModel(fresh)
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
@@ -266,14 +331,19 @@ class Stack:
             for name in jobs[0].params
         }
         self.weights = {name: every.pop(name) for name in self.names}
+        self.dtype = self.weights[self.names[0]].dtype
         self.rest = every
         self.batches = Batches(jobs, self.device)
         self._shape: tuple[Sequence[int], bool] | None = None
+        # Whether each example counts the same, at the usual loss.
+        self.classifies = task.loss is cross_entropy and not any(
+            _IGNORED in job.examples.targets for job in jobs
+        )
 
     def minimise(self) -> Params:
         """SGD with momentum, or SAM, on every job to its own end; ``weights`` afterwards."""
         rate, momentum, radius = (
-            torch.tensor([getattr(job.training, name) for job in self.jobs], device=self.device)
+            self._numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
         )
         terms = self.terms()
@@ -334,7 +404,7 @@ class Stack:
     ) -> None:
         """Each job's gradient of its loss, times its factor, to ``targets``."""
         loss = self._loss(y, counts, factors)
-        self.form.gradient({**rest, **point}, x, loss, targets)
+        self.form.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
@@ -342,27 +412,29 @@ class Stack:
             self._shape = (counts, factors is None)
             self._real, self._share = self._shares(counts, factors)
         real, share, loss = self._real, self._share, self.task.loss
-        if loss is cross_entropy:
 
-            def summed(outputs: Tensor) -> Tensor:
+        def summed(outputs: Tensor) -> Tensor:
+            if self.classifies and outputs.dim() == 3:
                 each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
                 return torch.dot(each, share.flatten())
+            scale = share.sum(dim=1)
+            if self.task.compares_examples:
+                return torch.dot(vmap(loss)(outputs, y, real), scale)
+            total = scale.new_zeros(())
+            for count in set(counts):  # a mean over examples or not: no loss ever sees padding
+                rows = [row for row, own in enumerate(counts) if own == count]
+                own = vmap(loss)(outputs[rows, :count], y[rows, :count])
+                total = total + torch.dot(own, scale[rows])
+            return total
 
-            return summed
-        scale = share.sum(dim=1)
-        if self.task.compares_examples:
-            return lambda outputs: torch.dot(vmap(loss)(outputs, y, real), scale)
-        if min(counts) == max(counts):
-            return lambda outputs: torch.dot(vmap(loss)(outputs, y), scale)
+        return summed
 
-        def alone(output: Tensor, target: Tensor) -> Tensor:
-            return loss(output.unsqueeze(0), target.unsqueeze(0))
-
-        return lambda outputs: (vmap(vmap(alone))(outputs, y) * share).sum()
+    def _numbers(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """Which places of each mini-batch hold examples, and what each of them counts."""
-        number = torch.tensor(counts, device=self.device).unsqueeze(1)
+        number = self._numbers(counts).unsqueeze(1)
         real = torch.arange(max(counts), device=self.device) < number
         share = real / number
         return real, share if factors is None else share * factors.unsqueeze(1)
@@ -371,7 +443,7 @@ class Stack:
         """The gradient of all terms of a job is slope · w + offset, name by name."""
         if not any(job.objective for job in self.jobs):
             return {}
-        slopes = torch.zeros(len(self.jobs), device=self.device)
+        slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
         offsets = {name: torch.zeros_like(w) for name, w in self.weights.items()}
         for row, job in enumerate(self.jobs):
             for slope, scale, vector in affine(job.objective):

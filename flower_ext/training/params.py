@@ -9,6 +9,7 @@ from torch import Tensor
 
 Params = dict[str, Tensor]
 """Parameter (and buffer) tensors by their names in the model."""
+Sizes = tuple[tuple[str, torch.Size], ...]
 
 
 def clone(params: Mapping[str, Tensor]) -> Params:
@@ -24,6 +25,11 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
     """``after − before`` for every name of ``after``."""
     return {name: after[name] - before[name] for name in after}
+
+
+def sizes(params: Mapping[str, Tensor]) -> Sizes:
+    """All names and shapes: by them a cache tells models apart that one factory builds."""
+    return tuple((name, tensor.shape) for name, tensor in params.items())
 
 
 def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:

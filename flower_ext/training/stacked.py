@@ -25,6 +25,12 @@ Loss = Callable[[Tensor], Tensor]
 """A number from the outputs of K models, of shape (K, batch, …)."""
 
 
+def hooked(model: nn.Module) -> bool:
+    """Whether a module has hooks, which a traced forward pass does not show."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in model.modules() for kind in kinds)
+
+
 class NotStackable(ValueError):
     """A model holds something that has no form for many models; the message says what."""
 
@@ -80,6 +86,8 @@ class StackedModel:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         if names != self.parameters:
             raise NotStackable("two layers share a parameter")
+        if hooked(model):
+            raise NotStackable("a module has hooks")
         whole = nn.Sequential(model) if type(model) in LAYERS else model  # a single layer
         try:
             graph = fx.Tracer().trace(whole)
@@ -269,15 +277,31 @@ def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) ->
     bias = None if layer.bias is None else parameters.leaf(f"{name}.bias").flatten()
     groups = len(weight) * layer.groups
     x, kernel = _by_channel(x), weight.flatten(0, 1)
+    if len(kernel) == 1:  # PyTorch's backward pass wants a single filter in its usual order
+        kernel = kernel.contiguous()
     return functional.conv2d(x, kernel, bias, layer.stride, layer.padding, layer.dilation, groups)
 
 
 def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) -> Tensor:
     weight = bias = None
-    groups = layer.num_groups * parameters.count
+    groups, x = layer.num_groups * parameters.count, _by_channel(x)
     if layer.affine:
         weight, bias = (parameters.leaf(f"{name}.{leaf}").flatten() for leaf in ("weight", "bias"))
-    return functional.group_norm(_by_channel(x), groups, weight, bias, layer.eps)
+        if weight.requires_grad or bias.requires_grad:
+            x = _Wanting.apply(parameters.begin, x)  # type: ignore[no-untyped-call]
+    return functional.group_norm(x, groups, weight, bias, layer.eps)
+
+
+class _Wanting(torch.autograd.Function):
+    """x, whose gradient is always wanted: PyTorch's group_norm crashes without, channels last."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[None, Tensor]:
+        return None, slope
 
 
 def _pooled(parameters: Pass, x: Tensor, *, layer: nn.Module, name: str) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,10 @@ class Task:
     )
     device: str = "auto"
 
+    def __post_init__(self) -> None:
+        for name in ("model", "loss"):  # both are keys of caches
+            object.__setattr__(self, name, _hashable(getattr(self, name)))
+
     @property
     def compares_examples(self) -> bool:
         """Whether the loss of a batch is no mean over its examples."""
@@ -71,3 +76,12 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return clone(self.model().state_dict())
+
+
+def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, wrapped if it is an object without a hash."""
+    try:
+        hash(function)
+    except TypeError:
+        return partial(function)
+    return function

@@ -24,6 +24,7 @@ from flower_ext.training import (
 )
 from flower_ext.training import compiled as kernels
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
+from flower_ext.training.params import sizes
 from tests.training.test_many import one_by_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
@@ -200,8 +201,12 @@ def test_a_diverged_model_is_not_made_to_look_sound(compiled):
     assert len(compiled) == 2
 
 
+def network_of(model, *shape):
+    return dense._network(model, torch.Size(shape), sizes(model().state_dict()))
+
+
 def test_few_models_are_held_at_a_time(compiled):
-    size = dense._network(digits_mlp, torch.Size((64,))).size
+    size = network_of(digits_mlp, 64).size
     limit = 2 * 16 * size
     groups = [group for group, _ in train_groups(task(), jobs(), memory_limit=limit)]
     assert groups == [[0, 1], [2, 3]]
@@ -241,18 +246,88 @@ def mismatched():
     return nn.Sequential(nn.Linear(64, 5), nn.ReLU(), nn.Linear(6, 10))
 
 
+class Again(nn.Module):
+    """A layer that is used three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(64, 6), nn.Linear(6, 6), nn.Linear(6, 10)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for _ in range(3):
+            x = torch.tanh(self.again(x))
+        return self.head(x)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    return model
+
+
+def hooked():
+    model = narrow()
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+def hooked_whole():
+    model = narrow()
+    model.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    return model
+
+
+def weight_normed():
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 5)), nn.ReLU(), nn.Linear(5, 10))
+
+
 @pytest.mark.parametrize(
-    "model", [dropout, twice, buffered, normed, activated_first, activated_twice, mismatched, Odd]
+    "model",
+    [
+        *(dropout, twice, buffered, normed, activated_first, activated_twice, mismatched, Odd),
+        *(Again, tied, hooked, hooked_whole, weight_normed),
+    ],
 )
 def test_other_models_are_left_to_the_loop(model):
-    assert dense._network(model, torch.Size((64,))) is None
+    assert network_of(model, 64) is None
+
+
+@pytest.mark.parametrize("model", [Again, hooked, hooked_whole, weight_normed])
+def test_what_a_chain_does_not_show_is_trained_right(model, compiled):
+    small = replace(SGD, learning_rate=0.05)
+    ours = train_many(task(model), jobs(model, small))
+    same(ours, one_by_one(task(model), jobs(model, small)))
+    assert compiled == []
+
+
+def test_tied_layers_are_the_same_clear_error_as_one_by_one():
+    with pytest.raises(ValueError, match="tied"):
+        train_many(task(tied), jobs(tied))
+
+
+class Factory:
+    """Whose models follow its settings."""
+
+    width = 5
+
+    def build(self):
+        return nn.Sequential(nn.Linear(64, self.width), nn.ReLU(), nn.Linear(self.width, 10))
+
+
+def test_a_factory_with_new_settings_makes_new_models(compiled):
+    factory = Factory()
+    for factory.width in (5, 7, 5):
+        ours = train_many(task(factory.build), jobs(factory.build))
+        same(ours, one_by_one(task(factory.build), jobs(factory.build)))
+    assert len(compiled) == 3 * 4
 
 
 def test_a_layer_for_other_examples_is_left_to_the_loop():
-    assert dense._network(digits_mlp, torch.Size((65,))) is None
+    assert network_of(digits_mlp, 65) is None
     unflattened = partial(nn.Sequential, nn.Linear(8, 10))
-    assert dense._network(unflattened, torch.Size((8, 8))) is None
-    assert dense._network(unflattened, torch.Size((8,))) is not None
+    assert network_of(unflattened, 8, 8) is None
+    assert network_of(unflattened, 8) is not None
 
 
 def weighted(outputs, targets):

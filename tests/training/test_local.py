@@ -1,12 +1,23 @@
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training import LocalTraining, Proximal, Task, evaluate, minimise, train
-from flower_ext.training.local import batches, perturbation
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Proximal,
+    Task,
+    evaluate,
+    minimise,
+    train,
+    train_many,
+)
+from flower_ext.training.local import batches, perturbation, spared
 from flower_ext.training.objective import Linear
 
 
@@ -350,6 +361,71 @@ def test_evaluation_in_pieces_equals_evaluation_at_once():
     pieces = evaluate(task(), params, examples(), batch_size=4)
     assert whole == pytest.approx(pieces)
     assert set(whole) == {"loss", "accuracy"}
+
+
+def leaky(in_place):
+    return nn.Sequential(nn.LeakyReLU(0.1, inplace=in_place), nn.Linear(4, 3))
+
+
+class Scaling(nn.Module):
+    """Begins with a function in place."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.head, self.in_place = nn.Linear(4, 3), in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mul_(0.5) if self.in_place else x * 0.5)
+
+
+IN_PLACE = pytest.mark.parametrize("model", [leaky, Scaling])
+SEVERAL_LOOKS = pytest.mark.parametrize(
+    "training",
+    [
+        LocalTraining(epochs=4, batch_size=64),
+        LocalTraining(epochs=2, batch_size=8, sam_radius=0.2),
+        LocalTraining(tolerance=1e-8, proximal_weight=0.1),
+    ],
+)
+
+
+@IN_PLACE
+@SEVERAL_LOOKS
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_model_that_begins_in_place_sees_the_same_features_every_time(model, training, count):
+    trained = []
+    for in_place in (True, False):
+        given = replace(task(), model=partial(model, in_place))
+        jobs = [
+            Job(
+                params=given.initial_params(0),
+                examples=examples(seed=client),
+                training=training,
+                generator=torch.Generator().manual_seed(client),
+            )
+            for client in range(count)
+        ]
+        trained.append(train_many(given, jobs))
+    for one, other in zip(*trained, strict=True):
+        for name, p in other.items():
+            torch.testing.assert_close(one[name], p, rtol=1e-5, atol=1e-5)
+
+
+@IN_PLACE
+def test_evaluation_and_training_leave_the_examples_as_they_are(model):
+    given, data = replace(task(), model=partial(model, True)), examples()
+    params = given.initial_params(0)
+    evaluate(given, params, data, batch_size=7)
+    training = LocalTraining(tolerance=1e-8, proximal_weight=0.1)
+    double = Examples(data.features.double(), data.targets)
+    train(given, params, double, training, generator=torch.Generator())
+    assert torch.equal(data.features, examples().features)
+    assert torch.equal(double.features, examples().features.double())
+
+
+def test_a_model_that_leaves_its_features_alone_is_given_them_uncopied():
+    x = examples().features
+    assert spared(task(), x) is x
 
 
 def test_selecting_nothing_to_train_is_an_error():

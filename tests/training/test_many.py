@@ -1,11 +1,12 @@
 """Many local trainings at once are the same trainings one by one."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.training import (
@@ -69,7 +70,7 @@ class Words(nn.Module):
 def features(model, count, generator):
     if model is Words:
         return torch.randint(11, (count, 5), generator=generator)
-    shape = (2, 6, 6) if model is Convolutional else (4,)
+    shape = (2, 6, 6) if model in (Convolutional, double_convolutional) else (4,)
     return torch.randn(count, *shape, generator=generator)
 
 
@@ -119,14 +120,15 @@ def one_by_one(task, jobs, trained=lambda name: True):
 def batched(monkeypatch):
     """Every training in a batch, however few; returns how many jobs each batch held."""
     held = []
-    build = module.Stack.__init__
+    groups = module.train_groups
 
-    def counted(self, task, jobs, trained):
-        held.append(len(jobs))
-        build(self, task, jobs, trained)
+    def counted(*args, **settings):
+        for group, rows in groups(*args, **settings):
+            held.extend([len(group)] * (len(group) > 1))
+            yield group, rows
 
     monkeypatch.setattr(module.MappedModel, "fewest", 1)
-    monkeypatch.setattr(module.Stack, "__init__", counted)
+    monkeypatch.setattr(module, "train_groups", counted)
     return held
 
 
@@ -170,8 +172,8 @@ def test_a_batch_of_trainings_equals_them_one_by_one(batched, way, sizes):
 def pulled(start, client):
     """Two terms of either kind, other ones for every client."""
     generator = torch.Generator().manual_seed(client)
-    elsewhere = {n: torch.randn(p.shape, generator=generator) for n, p in start.items()}
-    direction = {n: 0.1 * torch.randn(p.shape, generator=generator) for n, p in start.items()}
+    elsewhere = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in start.items()}
+    direction = {n: 0.1 * torch.randn(p.shape, generator=generator).to(p) for n, p in start.items()}
     return [Proximal(weight=0.1 * client, anchor=elsewhere), Linear(direction=direction)]
 
 
@@ -219,6 +221,199 @@ def test_a_loss_of_ones_own_is_averaged_over_each_clients_examples(batched):
     ours = train_many(task, jobs_of(Dense, [SGD], UNEVEN))
     same(ours, one_by_one(task, jobs_of(Dense, [SGD], UNEVEN)))
     assert batched
+
+
+def class_weights(outputs, targets):
+    return cross_entropy(outputs, targets, weight=torch.tensor([0.1, 1.0, 5.0]))
+
+
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize("model", [Dense, Convolutional])
+@pytest.mark.parametrize("way", ["sgd", "all different"])
+def test_a_batch_loss_that_is_no_mean_over_examples_is_each_clients_own(batched, model, sizes, way):
+    task = problem(model, class_weights)
+    ours = train_many(task, jobs_of(model, WAYS[way], sizes))
+    same(ours, one_by_one(task, jobs_of(model, WAYS[way], sizes)))
+    assert batched
+
+
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize("model", [Dense, Convolutional])
+def test_targets_that_cross_entropy_ignores_do_not_count(batched, model, sizes):
+    def jobs():
+        made = jobs_of(model, [SGD], sizes)
+        for job in made:
+            job.examples.targets[::3] = -100
+        made[1].examples.targets[:] = -100
+        return made
+
+    same(train_many(problem(model), jobs()), one_by_one(problem(model), jobs()))
+    assert batched
+
+
+class Tagging(nn.Module):
+    """A class for each of four numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.unsqueeze(-1)).transpose(1, 2)
+
+
+def test_an_example_may_have_many_targets(batched):
+    def jobs():
+        for job in jobs_of(Tagging, [SGD], UNEVEN):
+            yield replace(job, examples=Examples(job.examples.features, targets_of(job)))
+
+    def targets_of(job):
+        return torch.bucketize(job.examples.features, torch.tensor([-0.5, 0.5]))
+
+    same(train_many(problem(Tagging), list(jobs())), one_by_one(problem(Tagging), list(jobs())))
+
+
+def perceptron(*between):
+    return nn.Sequential(nn.Linear(4, 5), *between, nn.Linear(5, 3))
+
+
+def double():
+    return perceptron(nn.LayerNorm(5)).double()
+
+
+def double_stacked():
+    return perceptron(nn.ELU()).double()
+
+
+def double_convolutional():
+    return Convolutional().double()
+
+
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize("way", ["sgd", "all different"])
+@pytest.mark.parametrize("model", [double, double_stacked, double_convolutional])
+def test_models_of_double_precision_train_in_double_precision(batched, model, way, sizes):
+    def jobs():
+        for job in jobs_of(model, WAYS[way], sizes, pulled):
+            data = Examples(job.examples.features.double(), job.examples.targets)
+            yield replace(job, examples=data)
+
+    ours = train_many(problem(model), list(jobs()))
+    alone = one_by_one(problem(model), list(jobs()))
+    for one, other in zip(ours, alone, strict=True):
+        for name, p in other.items():
+            torch.testing.assert_close(one[name], p, rtol=1e-12, atol=1e-12)
+    assert batched
+
+
+class Counting(nn.Module):
+    """Remembers a mean of what it saw: in place, or in a new tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.head, self.in_place = nn.Linear(4, 3), in_place
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.mean.mul_(0.9).add_(0.1 * x.mean(dim=0))
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(dim=0)
+        return self.head(x - self.mean)
+
+
+class Compared(nn.Module):
+    """Each example is seen beside the others of its mini-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x - x.mean(dim=0))
+
+
+def instance_normed():
+    norm = nn.InstanceNorm1d(1, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), norm, nn.Flatten(), nn.Linear(4, 3))
+
+
+def hooked():
+    model = perceptron(nn.ReLU())
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
+def spectral_normed():
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5))
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(5, 3))
+
+
+@dataclass
+class Width:
+    """A factory without a hash."""
+
+    width: int
+
+    def __call__(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.LayerNorm(self.width), nn.Tanh())
+
+
+@pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        partial(Counting, True),
+        partial(Counting, False),
+        *(Compared, instance_normed, hooked, spectral_normed, Width(3)),
+    ],
+)
+def test_models_of_any_kind_are_those_of_the_loop(batched, model, sizes):
+    small = [replace(SGD, learning_rate=0.05)]
+    same(
+        train_many(problem(model), jobs_of(model, small, sizes)),
+        one_by_one(problem(model), jobs_of(model, small, sizes)),
+    )
+
+
+class Dropping(nn.Module):
+    """Dropout that no module shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(dropout(x, 0.5, self.training))
+
+
+def randomly_leaky():
+    return perceptron(nn.RReLU())
+
+
+@pytest.mark.parametrize("model", [Dropping, randomly_leaky])
+def test_models_that_draw_numbers_are_trained_one_by_one(batched, model):
+    assert len(train_many(problem(model), jobs_of(model, [SGD], ALIKE))) == len(ALIKE)
+    assert why_apart(problem(model), jobs_of(model, [SGD], ALIKE))
+    assert batched == []
+
+
+class Factory:
+    """Whose models follow its settings."""
+
+    width = 5
+
+    def build(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.LayerNorm(self.width))
+
+
+def test_a_factory_with_new_settings_makes_new_models(batched):
+    factory = Factory()
+    for factory.width in (5, 7, 5):
+        build = factory.build
+        ours = train_many(problem(build), jobs_of(build, [SGD], ALIKE))
+        same(ours, one_by_one(problem(build), jobs_of(build, [SGD], ALIKE)))
+    assert len(batched) == 3
 
 
 def test_chunks_respect_the_memory_limit_and_change_nothing(batched):

@@ -129,6 +129,30 @@ def test_only_parameters_with_a_target_have_a_gradient(chosen):
     assert all(torch.equal(stacked[name], p) for name, p in before.items())
 
 
+@pytest.mark.parametrize("chosen", [["norm.weight"], ["norm.bias", "head.bias"]])
+def test_a_norm_may_be_trained_behind_frozen_layers(chosen):
+    model, every, stacked, x, y = setting("residual")
+    targets = {name: Target(torch.zeros_like(stacked[name])) for name in chosen}
+    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
+    expected = alone(model, every[1], x[1], y[1])
+    for name in chosen:
+        torch.testing.assert_close(targets[name].tensor[1], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+@pytest.mark.parametrize("filters", [1, 2])
+def test_a_single_example_of_a_single_model_is_enough(kernel, filters):
+    model = nn.Sequential(nn.Conv2d(3, filters, kernel), nn.Flatten(), nn.LazyLinear(3))
+    x, y = torch.randn(1, 1, 3, 5, 5), torch.tensor([[2]])
+    model(x[0])
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    stacked = {name: StackedModel.stack([p]) for name, p in params.items()}
+    targets = {name: Target(torch.zeros_like(p)) for name, p in stacked.items()}
+    StackedModel(model, x[0, 0]).gradient(stacked, x, summed(y), targets)
+    for name, expected in alone(model, params, x[0], y[0]).items():
+        torch.testing.assert_close(targets[name].tensor[0], expected, rtol=1e-4, atol=1e-5)
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
@@ -177,9 +201,16 @@ class Tied(nn.Module):
         return self.other(self.one(x))
 
 
+def hooked():
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "shape", "said"),
     [
+        (hooked, (4,), "hooks"),
         (Branching, (4,), "traced"),
         (Looking, (4,), "mean"),
         (Twice, (4,), "used twice"),
