@@ -10,12 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import getLogger
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+log = getLogger("flwr")
+
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
+_SAY_EVERY = 10.0
+"""Seconds between two lines in the log while nodes are missing."""
 
 
 class FederationNotReady(RuntimeError):
@@ -31,8 +36,12 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
         Fewer (after ``timeout`` seconds) or more nodes than expected: the sampling rate would
         not be the one accounted.
     """
-    deadline = time.monotonic() + timeout
+    said = time.monotonic()
+    deadline = said + timeout
     while len(nodes := sorted(grid.get_node_ids())) < expected:
+        if time.monotonic() >= said:
+            log.info("waiting for nodes: %d of %d are connected", len(nodes), expected)
+            said += _SAY_EVERY
         if time.monotonic() > deadline:
             raise FederationNotReady(
                 f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
@@ -71,6 +80,9 @@ class Roster:
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
+        log.info(
+            "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
+        )
         answers: dict[int, int] = {}
         waiting = set(nodes)
         for reply in grid.send_and_receive(asked, timeout=timeout):

@@ -160,7 +160,7 @@ class FederatedStrategy(Strategy):
         self.remembered: dict[int, int] = {}
         """By partition, the training round whose memory the client has, as far as it answered."""
         self.stopped: str | None = None
-        self._ready = False
+        self._ready = self._ever_answered = False
         self._last_round: int | None = None
         self._cohort: list[int] = []
         self._base: records.Arrays = {}
@@ -287,7 +287,7 @@ class FederatedStrategy(Strategy):
         base, mean : Arrays
             The model that was sent, and the mean of what came back, bounded and noised.
         updates : Mapping[int, Update]
-            The single updates by partition. Only methods without a `ReleasePlan` may use them.
+            The single updates by partition; none under a `ReleasePlan`, which releases the mean.
         """
         return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
 
@@ -355,6 +355,7 @@ class FederatedStrategy(Strategy):
         if self.client.keeps_memory:
             self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         row["answered"] = len(updates)
+        self._ever_answered |= bool(updates)
         norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
         if norms:
             row["update_norm_mean"] = float(np.mean(norms))
@@ -370,7 +371,8 @@ class FederatedStrategy(Strategy):
             mean = self._aggregate(updates, server_round)
         if mean is None:
             return None, records.metrics_record(row)
-        moved = self.next_model(self._base, mean, updates)
+        released_only = isinstance(self.plan, ReleasePlan)  # nothing else may show in the model
+        moved = self.next_model(self._base, mean, {} if released_only else updates)
         moved = {name: moved[name].astype(base.dtype) for name, base in self._base.items()}
         return records.to_record(moved), records.metrics_record(row)
 
@@ -457,8 +459,16 @@ class FederatedStrategy(Strategy):
 
         A run directory that was resumed is gone on with: ``initial_arrays`` then only say which
         model it is.
+
+        Raises
+        ------
+        FederationNotReady
+            Not all nodes are there, or no client ever sent anything of use.
         """
         self.summary()
+        for prefix in self.personal:
+            if not any(matches(name, [prefix]) for name in initial_arrays):
+                log.warning("personal=%r names none of %s", prefix, sorted(initial_arrays))
         self._last_round = num_rounds
         result = Result()
         result.arrays, done = self._checkpoints.resume(
@@ -474,6 +484,10 @@ class FederatedStrategy(Strategy):
                     log.warning("stopped before round %d: %s", server_round, reason)
                     self._checkpoints.save_guarantees(self)
                     break
+            if self.refusals and self.participations.rounds and not self._ever_answered:
+                raise FederationNotReady(
+                    f"no client ever sent anything of use; the first said: {self.refusals[0]}"
+                )
         return result
 
     def _play(

@@ -12,7 +12,7 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import HiddenSum, InProcessGrid, records
+from flower_ext.federation import FederationNotReady, HiddenSum, InProcessGrid, records
 from flower_ext.federation.protection import (
     per_unit,
     perturbation_facts,
@@ -316,7 +316,8 @@ def test_seeded_noise_that_a_client_does_not_allow_is_refused_with_what_to_chang
     strategy = DPFedAvg(
         plan=plan(perturbation), local=EXACT, evaluate_every=0, seed=1, seeded_noise=True
     )
-    strategy.start(grid, initial(), num_rounds=1)
+    with pytest.raises(FederationNotReady, match="seeded noise, which this client"):
+        strategy.start(grid, initial(), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
     for said in strategy.refusals:
         assert "seeded noise, which this client does not allow" in said

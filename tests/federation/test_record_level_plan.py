@@ -10,7 +10,7 @@ from scipy import stats
 from flower_ext.algorithms import Apple, DPDitto, DPFedAvg, FedALA, FedAMP, PFedMe, Scaffold
 from flower_ext.algorithms.fedamp import attention
 from flower_ext.data import ClientData
-from flower_ext.federation import client_app, records
+from flower_ext.federation import FederationNotReady, InProcessGrid, client_app, records
 from flower_ext.privacy import (
     ClippedSteps,
     FullParticipation,
@@ -207,7 +207,9 @@ def test_other_steps_than_the_plans_are_refused(method, change, said):
 
 def test_clients_of_another_size_than_the_plans_refuse_to_train():
     strategy = DPDitto(plan=plan(num_examples=29), local=FAST, seed=1)
-    grid = run(strategy, rounds=1)
+    grid = InProcessGrid(DPDitto.client_app(task()), num_clients=CLIENTS)
+    with pytest.raises(FederationNotReady, match="num_examples is 29"):
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
     assert "trains on 30 examples; the plan's num_examples is 29" in strategy.refusals[0]
     assert all(not context.state.array_records for context in grid.contexts.values())
@@ -217,7 +219,8 @@ def test_seeded_noise_in_steps_needs_a_client_that_allows_it():
     app = DPDitto.client_app(task())
     grid = Recorder(app, num_clients=CLIENTS)
     strategy = DPDitto(plan=plan(steps=STEPS), local=FAST, seed=1, seeded_noise=True)
-    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    with pytest.raises(FederationNotReady, match="does not allow"):
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
     assert len(strategy.refusals) == CLIENTS
     assert "does not allow" in strategy.refusals[0]
 

@@ -20,8 +20,11 @@ from flower_ext.privacy import (
     Ledger,
     NonPrivatePlan,
     PoissonSampling,
+    PrivacyUnit,
+    RecordLevelPlan,
     ReleasePlan,
     calibrate_rounds,
+    privacy_loss_of,
 )
 from flower_ext.reporting import RunDirectory
 from flower_ext.training import LocalTraining, UnshareableModel
@@ -180,7 +183,8 @@ def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_i
         strategy = DP2FedSAM(
             plan=plan(), head=FAST, extractor=FAST, seed=1, seeded_noise=True, evaluate_every=0
         )
-        strategy.start(grid, initial(), num_rounds=1)
+        with pytest.raises(FederationNotReady, match="no client ever sent anything of use"):
+            strategy.start(grid, initial(), num_rounds=1)
         assert len(strategy.refusals) == 4
         assert "does not allow" in strategy.refusals[0]
 
@@ -502,3 +506,65 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
 def test_unfit_options_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         DPFedAvg(plan=plan(), **options).start(grid_of(average_app()), initial(), num_rounds=1)
+
+
+def test_a_ledger_that_would_stay_empty_is_refused(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    everyone = FullParticipation(CLIENTS)
+    noised = RecordLevelPlan(
+        sampling=everyone, clipping_norm=1.0, noise_stddev=1.0, num_examples=9, rounds=3, delta=0.1
+    )
+    for other in (NonPrivatePlan(sampling=everyone), noised):
+        with pytest.raises(ValueError, match="releases of a ReleasePlan alone"):
+            DPFedAvg(plan=other, local=FAST, ledger=ledger)
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unit": PrivacyUnit.USER}, "unit='user' of the plan: expected 'client'"),
+        ({"sensitivity": 3.0}, r"sensitivity=3\.0 of the plan: expected 1"),
+    ],
+)
+def test_a_plan_that_is_not_of_clients_with_one_upload_is_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        DPFedAvg(plan=plan(**changes), local=FAST)
+
+
+def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    spent = privacy_loss_of({plan().release: 5}, delta=0.1).epsilon
+    strategy = DPFedAvg(
+        plan=plan(),
+        local=FAST,
+        budget=Budget(epsilon=spent + 1e-6, delta=0.1),
+        run=run,
+        evaluate_every=3,
+    )
+    strategy.start(grid_of(DPFedAvg.client_app(task())), initial(), num_rounds=9)
+    assert strategy.stopped is not None
+    assert strategy.participations.rounds == 5
+    assert run.guarantees() == strategy.guarantees()
+
+
+def test_a_personal_name_that_is_none_of_the_models_is_said(caplog):
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("haed",))
+    with pytest.raises(FederationNotReady, match="selects no parameter"):
+        strategy.start(grid_of(), initial(), num_rounds=1)
+    assert "personal='haed' names none of ['extractor" in caplog.text
+
+
+def test_a_method_sees_no_single_update_under_a_release_plan():
+    seen = []
+
+    class Curious(DPFedAvg):
+        def next_model(self, base, mean, updates):
+            seen.append(len(updates))
+            return super().next_model(base, mean, updates)
+
+    app = DPFedAvg.client_app(task())
+    Curious(plan=plan(), local=FAST).start(grid_of(app), initial(), num_rounds=1)
+    free = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 4))
+    Curious(plan=free, local=FAST).start(grid_of(app), initial(), num_rounds=1)
+    assert seen == [0, 4]
