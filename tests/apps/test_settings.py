@@ -1,0 +1,28 @@
+"""What every app makes of a setting of the wrong type, as a config file may have it."""
+
+import pytest
+
+from flower_ext.federation import run_in_process
+from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+
+
+@pytest.mark.parametrize(
+    "app", [DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL], ids=lambda app: app.folder.name
+)
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("seeded-noise", "false", "true or false"),
+        ("rounds", "many", "an integer >= 1"),
+        ("rounds", 0, "an integer >= 1"),
+        ("rounds", 2.5, "an integer >= 1"),
+        ("evaluate-every", True, "an integer"),
+        ("clipping-norm", "two", "a number"),
+        ("dataset", 5, "a text"),
+    ],
+)
+def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, expected, tmp_path):
+    server, client = app.parts()
+    config = {**app.small_config(run_directory=str(tmp_path / "run")), name: value}
+    with pytest.raises(ValueError, match=f"run-config {name}={value!r}: expected {expected}"):
+        run_in_process(server, client, num_clients=3, run_config=config)
