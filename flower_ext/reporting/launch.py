@@ -109,13 +109,23 @@ def launch(
         federation = f"num-supernodes={count} client-resources-num-cpus=1"
         command += ["--federation-config", federation]
     env = environment() if env is None else env
-    answer = _answer(_flwr(command, env), "flwr run")
+    connection = [superlink] if superlink else []
+    try:
+        answer = _answer(_flwr(command, env), "flwr run")
+    except KeyboardInterrupt:
+        raise LaunchFailed(
+            "interrupted while the run was being started: if it was, it goes on; "
+            + _how_to_stop("ID", connection)
+        ) from None
     if not answer.get("success"):
         raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}")
-    connection = [superlink] if superlink else []
-    facts = _finished(str(answer["run-id"]), connection, env)
+    run_id = str(answer["run-id"])
+    try:
+        facts = _finished(run_id, connection, env)
+    except KeyboardInterrupt:
+        facts = _stopped(run_id, connection, env)
     if facts["status"] != "finished:completed":
-        reason = f"run {answer['run-id']} ended as {facts['status']}: {facts['status-details']}"
+        reason = f"run {run_id} ended as {facts['status']}: {facts['status-details']}"
         _note_failure(path, reason)
         raise LaunchFailed(reason)
     return path
@@ -132,8 +142,7 @@ def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dic
     heard = time.monotonic()
     while True:
         try:
-            listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
-            (facts,) = _answer(listed, "flwr list")["runs"]
+            facts = _facts(run_id, connection, env)
         except (LaunchFailed, KeyError) as error:
             if time.monotonic() - heard > PATIENCE:
                 raise LaunchFailed(
@@ -143,8 +152,34 @@ def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dic
         else:
             heard = time.monotonic()
             if str(facts["status"]).startswith("finished"):
-                return dict(facts)
+                return facts
         time.sleep(3)
+
+
+def _stopped(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Stop a run, which would outlive this command; what the SuperLink says of it then."""
+    try:
+        answer = _answer(_flwr(["stop", run_id, *connection, "--format", "json"], env), "flwr stop")
+        if not answer.get("success"):
+            raise LaunchFailed(str(answer.get("error-message", answer)))
+        return {**_facts(run_id, connection, env), "status-details": "interrupted"}
+    except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
+        raise LaunchFailed(
+            f"interrupted, but run {run_id} could not be stopped: it may go on and spend privacy; "
+            f"{_how_to_stop(run_id, connection)} ({error})"
+        ) from None
+
+
+def _how_to_stop(run_id: str, connection: list[str]) -> str:
+    where = "".join(f" {name}" for name in connection)
+    return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
+
+
+def _facts(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """What the SuperLink says of a run."""
+    listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
+    (facts,) = _answer(listed, "flwr list")["runs"]
+    return dict(facts)
 
 
 def _note_failure(path: Path | None, reason: str) -> None:
