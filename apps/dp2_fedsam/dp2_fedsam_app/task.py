@@ -19,6 +19,7 @@ DEFAULT_MODELS = {
     "fashion-mnist": "mnist-mlp",
     "cifar10": "cifar10-cnn",
     "femnist": "mnist-cnn",
+    "letters": "letters-mlp",
 }
 
 

@@ -19,6 +19,7 @@ DEFAULT_MODELS = {
     "fashion-mnist": "mnist-cnn-32-64",
     "cifar10": "cifar10-cnn-32-64",
     "femnist": "mnist-dnn",
+    "letters": "letters-mlp",
 }
 
 
