@@ -88,6 +88,9 @@ def launch(
     empty = not {**defaults, **changes}.get("data-folder", True)
     if superlink is None and empty and FOLDER_VARIABLE in os.environ:
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
+    named = {**defaults, **changes}.get("run-directory")
+    if superlink is None and named and defaults.get("state-folder") == "":
+        changes.setdefault("state-folder", str(Path(named, "state")))  # for --resume
     if changes.get("state-folder"):
         changes["state-folder"] = str(Path(changes["state-folder"]).expanduser().absolute())
     config = {**defaults, **changes}

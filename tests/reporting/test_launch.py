@@ -54,3 +54,29 @@ def test_a_run_that_cannot_be_stopped_is_said_to_go_on(monkeypatch, tmp_path):
 def test_ctrl_c_before_the_run_has_a_number_says_how_to_stop_it(monkeypatch, tmp_path):
     with pytest.raises(LaunchFailed, match="`flwr list far` shows it, `flwr stop ID far` ends it"):
         start(monkeypatch, Flower("run"), tmp_path, "far")
+
+
+def overrides(monkeypatch, **options):
+    """The run configuration that ``flwr run`` is given, without the app's defaults."""
+    flower = Flower("run")
+    monkeypatch.setattr(module, "_flwr", flower.command)
+    with pytest.raises(LaunchFailed, match="interrupted"):
+        launch(DP2_FEDSAM.folder, **options)
+    ((_, *words),) = flower.asked
+    given = (words[i + 1] for i, word in enumerate(words) if word == "--run-config")
+    return dict(setting.split("=", 1) for setting in given)
+
+
+def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):
+    config = overrides(monkeypatch, runs=tmp_path)
+    assert json.loads(config["state-folder"]) == f"{json.loads(config['run-directory'])}/state"
+
+
+@pytest.mark.parametrize("folder", ["", "/elsewhere"])
+def test_a_state_folder_that_was_set_stays(folder, monkeypatch, tmp_path):
+    config = overrides(monkeypatch, runs=tmp_path, settings=[f"state-folder={folder}"])
+    assert json.loads(config["state-folder"]) == folder
+
+
+def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
+    assert "state-folder" not in overrides(monkeypatch, runs=tmp_path, superlink="far")
