@@ -21,6 +21,7 @@ from typing import Any
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
+from flower_ext.reporting.settings import integer
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
@@ -38,6 +39,7 @@ def launch(
     settings: Sequence[str] = (),
     runs: Path = Path("runs"),
     in_process: bool = False,
+    clients: int | None = None,
     workers: int = 1,
     env: Mapping[str, str] | None = None,
     resume: Path | None = None,
@@ -59,6 +61,8 @@ def launch(
         Folder in which the run directory is made.
     in_process : bool
         All clients in one process, without Ray: what is trained in a round is trained together.
+    clients : int, optional
+        So many, in one process: the value of the app's setting for them.
     workers : int
         Of a run in one process: how many such processes share the clients.
     env : Mapping[str, str], optional
@@ -71,6 +75,7 @@ def launch(
     LaunchFailed
         Unknown setting, ``flwr run`` refused, or the run ended in failure.
     """
+    in_process = in_process or clients is not None
     if in_process and superlink is not None:
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     if workers > 1 and not in_process:
@@ -79,9 +84,14 @@ def launch(
     changes = dict(_override(setting, defaults) for setting in settings)
     if resume is not None:
         changes = {**_begun_with(resume, defaults), **changes}
-    if nodes is not None and (name := clients_setting(defaults)) is not None:
+    setting = clients_setting(defaults)
+    if nodes is not None and setting is not None:
         per_node = int({**defaults, **changes}.get("clients-per-node", 1))
-        changes = {name: nodes * per_node, **changes}
+        changes = {setting: nodes * per_node, **changes}
+    if clients is not None:
+        if setting is None:
+            raise LaunchFailed(f"--clients={clients}: {app} has no setting for how many there are")
+        changes[setting] = clients
     if not {**defaults, **changes}.get("run-directory", True):
         name = str(changes.get("method", defaults.get("method", app.name)))
         changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
@@ -200,7 +210,11 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     setting = clients_setting(config)
     if setting is None:
         return None
-    count, per_node = int(config[setting]), int(config.get("clients-per-node", 1))
+    try:
+        count = integer(config, setting)
+        per_node = integer({"clients-per-node": 1, **config}, "clients-per-node")
+    except ValueError as error:
+        raise LaunchFailed(str(error)) from None
     if per_node < 1 or count % per_node:
         raise LaunchFailed(
             f"clients-per-node={per_node}: expected an integer >= 1 that divides {setting}={count}"

@@ -1,11 +1,12 @@
 import json
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.reporting import RunDirectory
+from flower_ext.reporting import RunDirectory, cli
 from flower_ext.reporting.cli import app
 from flower_ext.reporting.commands.calibrate import epsilon_text, noise_text
 from tests.reporting.test_report import finished
@@ -130,6 +131,25 @@ def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
     assert RunDirectory.open(run).facts["config"]["clients"] == 7
 
 
+@pytest.mark.parametrize("command", ["run", "deploy"])
+def test_runs_go_where_the_environment_says(command):
+    assert "FLOWER_EXT_RUNS" in call(command, "--help").output
+
+
+def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "launch", lambda *_, runs, **__: asked.append(str(runs)))
+    monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
+    call("run", "somewhere")
+    call("run", "somewhere", "--runs", "/here")
+    assert asked == ["/there", "/here"]
+
+
+def test_the_version_is_that_of_the_package():
+    done = call("--version")
+    assert (done.exit_code, done.output) == (0, f"flower-ext {version('flower-ext')}\n")
+
+
 def test_resuming_what_is_no_run_fails(tmp_path):
     from tests.apps.app import DP2_FEDSAM
 
@@ -145,8 +165,6 @@ def test_run_of_something_else_fails(tmp_path):
 
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
-    from flower_ext.reporting import cli
-
     def fail(*args, **options):
         raise cli.LaunchFailed("pip install 'flower-ext[vision]'")
 

@@ -7,8 +7,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from flower_ext.reporting import launch as module
-from flower_ext.reporting.launch import LaunchFailed, launch
-from tests.apps.app import DP2_FEDSAM
+from flower_ext.reporting.launch import LaunchFailed, launch, num_nodes
+from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL
 
 
 class Flower:
@@ -65,6 +65,30 @@ def overrides(monkeypatch, **options):
     ((_, *words),) = flower.asked
     given = (words[i + 1] for i, word in enumerate(words) if word == "--run-config")
     return dict(setting.split("=", 1) for setting in given)
+
+
+def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it(
+    monkeypatch, tmp_path
+):
+    given = []
+    monkeypatch.setattr(
+        module.subprocess,
+        "run",
+        lambda *_, input, **__: given.append(json.loads(input)) or CompletedProcess([], 0),
+    )
+    for app in (DP2_FEDSAM, ULDP_FL):
+        launch(app.folder, runs=tmp_path, clients=7)
+    assert [(one.get("clients"), one.get("num-silos")) for one in given] == [(7, None), (None, 7)]
+
+
+def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
+    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many"):
+        launch(FOREIGN.folder, runs=tmp_path, clients=7)
+
+
+def test_a_number_of_clients_that_is_none_is_refused_by_name():
+    with pytest.raises(LaunchFailed, match="num-silos='5': expected an integer"):
+        num_nodes({"num-silos": "5"})
 
 
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):
