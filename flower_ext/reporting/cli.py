@@ -147,7 +147,7 @@ def report(
         "comparison"
     ),
 ) -> None:
-    """(Re)write the report of a run; compare several, grouped by method.
+    """(Re)write the report of a run; compare several, those that differ in the seed as one.
 
     Example: flower-ext report runs/20260101-120000-dp2-fedsam-digits
     """
