@@ -1,5 +1,7 @@
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -290,6 +292,21 @@ def test_without_gradient_bounds_only_the_provable_plan_is_made(tmp_path):
     assert [one["basis"] for one in json.loads(done.output)["plans"]] == ["provable"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_bound": None}, "needs --gradient-bound as well"),
+        (
+            {"gradient_bound": None, "model_spread": None},
+            "needs --gradient-bound, --model-spread as well",
+        ),
+    ],
+)
+def test_a_published_plan_that_is_missing_says_what_it_needs(given, said, tmp_path):
+    assert said in plan(tmp_path, global_weight="0.5", **given).output
+    assert "No published plan" not in plan(tmp_path, global_weight="0.5").output
+
+
 def test_without_clipped_gradients_the_provable_noise_is_that_of_2C(tmp_path):
     done = plan(tmp_path, "--json", global_weight="0.5", gradient_clipping_norm=None)
     provable = json.loads(done.output)["plans"][1]
@@ -372,6 +389,16 @@ def test_a_plan_that_cannot_be_made_exits_with_2_and_says_what_to_change(
     done = plan(tmp_path, *more, **changes)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_the_example_in_readme_has_a_plan_of_both_bases(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"^flower-ext (plan (?:.*\\\n)*.*)", readme, re.MULTILINE)
+    words = example.replace("\\\n", " ").split()
+    done = call(*words, "--output", str(tmp_path), "--json")
+    plans = json.loads(done.output)["plans"]
+    assert [one["basis"] for one in plans] == ["published", "provable"]
+    assert all(one["rounds"] > 0 for one in plans)
 
 
 def test_the_help_of_plan_explains_its_symbols():
