@@ -287,7 +287,7 @@ def _from_hub(name: str, info: DatasetInfo, folder: Path | None) -> tuple[np.nda
         f"  1. a folder with {alternatives}\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
         f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub};\n"
-        "  3. dataset='digits', which is always there."
+        "  3. one that is always there, as far as the app takes it: 'digits' or 'synthetic-iid'."
     )
     try:
         from flwr_datasets import FederatedDataset

@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.reporting import RunDirectory, new_run_path, write_report
 from flower_ext.reporting.run import Status
+from flower_ext.reporting.settings import flag
 
 log = getLogger("flwr")
 
@@ -89,7 +90,7 @@ def _named(config: UserConfig) -> Path:
 
 def _path_to_resume(config: UserConfig) -> Path | None:
     """Where a run is that goes on; None if one begins."""
-    if not config.get("resume"):
+    if "resume" not in config or not flag(config, "resume"):
         return None
     if not config.get("run-directory"):
         raise ValueError("run-config resume=true: expected the run's path as run-directory")

@@ -30,6 +30,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
+from flower_ext.reporting.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
@@ -111,7 +112,7 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:
     """The clients of an app: ``clients-per-node`` of them on each of its nodes."""
-    per_node = int(config["clients-per-node"])
+    per_node = integer(config, "clients-per-node", least=1)
     return grid if per_node == 1 else VirtualGrid(grid, per_node)
 
 

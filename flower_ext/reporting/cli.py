@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -19,15 +20,34 @@ from flower_ext.reporting.comparison import write_comparison
 from flower_ext.reporting.deployment import CONNECTION, Deployment, DeploymentFailed
 from flower_ext.reporting.launch import LaunchFailed, launch
 from flower_ext.reporting.report import write_report
-from flower_ext.reporting.run import NotARun, RunDirectory
+from flower_ext.reporting.run import RUNS_VARIABLE, NotARun, RunDirectory
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Private and personalised federated learning for Flower.",
 )
 console = Console()
+
+_RUNS = "Where the run directory is made."
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"flower-ext {metadata.version('flower-ext')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Private and personalised federated learning for Flower."""
 
 
 @app.command()
@@ -40,7 +60,7 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Where the run directory is made.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help=_RUNS)] = Path("runs"),
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
@@ -60,14 +80,14 @@ def run(
 
     Example: flower-ext run apps/dp2_fedsam --clients 200 --set method=centaur --set rounds=20
     """
-    settings = [*(settings or ()), *([] if clients is None else [f"clients={clients}"])]
     try:
         path = launch(
             app_folder,
             superlink=superlink,
-            settings=settings,
+            settings=settings or (),
             runs=runs,
-            in_process=in_process or clients is not None,
+            in_process=in_process,
+            clients=clients,
             workers=workers,
             resume=resume,
         )
@@ -85,7 +105,7 @@ def deploy(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Where the run directory is made.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help=_RUNS)] = Path("runs"),
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -127,7 +147,7 @@ def report(
         "comparison"
     ),
 ) -> None:
-    """(Re)write the report of a run; compare several, grouped by method.
+    """(Re)write the report of a run; compare several, those that differ in the seed as one.
 
     Example: flower-ext report runs/20260101-120000-dp2-fedsam-digits
     """

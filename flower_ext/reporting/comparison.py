@@ -16,15 +16,15 @@ from flower_ext.reporting.run import NotARun, RunDirectory
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
     """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
-    Runs are grouped by their configured method, plain or upcycled; within a group they are
-    repetitions (seeds).
+    Runs whose settings are the same but for the seed are repetitions, one line together; a run that
+    is named twice counts once.
 
     Raises
     ------
     NotARun
         A run has no final evaluation to compare.
     """
-    groups: dict[str, list[RunDirectory]] = {}
+    runs = list({run.path.resolve(): run for run in runs}.values())
     for run in runs:
         if not all("accuracy" in row for row in run.client_metrics() or [{}]):
             raise NotARun(
@@ -32,7 +32,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             )
         if run.facts["status"] not in ("completed", "budget-exhausted"):
             raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
-        groups.setdefault(group_name(run), []).append(run)
+    groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     figures = _figures(groups, folder / "figures")
     short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
@@ -54,7 +54,44 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     return path
 
 
-def group_name(run: RunDirectory) -> str:
+NOT_COMPARED = frozenset(
+    {
+        "seed",
+        "planned-rounds",
+        "clients-per-node",
+        "resume",
+        "run-directory",
+        "data-folder",
+        "state-folder",
+        "connect-timeout",
+        "round-timeout",
+    }
+)
+"""Settings in which repetitions may differ: the seed and what follows from it, places, patience."""
+
+
+def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
+    """Repetitions together: by method, and by whatever else differs between runs of a method."""
+    methods: dict[str, list[RunDirectory]] = {}
+    for run in runs:
+        methods.setdefault(method_name(run), []).append(run)
+    groups: dict[str, list[RunDirectory]] = {}
+    for run in runs:
+        method = method_name(run)
+        configs = [one.config for one in methods[method]]
+        names = dict.fromkeys(name for config in configs for name in config)
+        differing = (
+            name
+            for name in names
+            if name not in NOT_COMPARED
+            and any(config.get(name) != configs[0].get(name) for config in configs)
+        )
+        facts = [f"{name}={run.config.get(name, '–')}" for name in differing]
+        groups.setdefault(", ".join([method, *facts]), []).append(run)
+    return groups
+
+
+def method_name(run: RunDirectory) -> str:
     """The configured method, and whether it was upcycled."""
     method = str(run.config.get("method", run.path.name))
     return f"{method}, upcycled" if run.config.get("upcycled") else method

@@ -31,8 +31,8 @@ def search_by_runs(
     Parameters
     ----------
     app : Path
-        Its settings are ``rounds``, ``global-weight``, ``seed``, ``evaluate-every`` and
-        ``training-loss``, as those of ``apps/dp_ditto``.
+        Its settings are ``rounds``, ``global-weight``, ``seed``, ``evaluate-every``,
+        ``training-loss`` and ``state-folder``, as those of ``apps/dp_ditto``.
     settings : Sequence[str]
         Other overrides, ``name=value``.
     folder : Path
@@ -70,6 +70,7 @@ def _run(
         "evaluate-every": T,
         "training-loss": "true",
         "run-directory": path,
+        "state-folder": "",  # short runs, which nobody resumes
     }
     launch(app, settings=[*settings, *(f"{n}={v}" for n, v in own.items())], in_process=True)
     last = RunDirectory.open(path).metrics()[-1]

@@ -21,6 +21,7 @@ from typing import Any
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
+from flower_ext.reporting.settings import integer
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
@@ -38,6 +39,7 @@ def launch(
     settings: Sequence[str] = (),
     runs: Path = Path("runs"),
     in_process: bool = False,
+    clients: int | None = None,
     workers: int = 1,
     env: Mapping[str, str] | None = None,
     resume: Path | None = None,
@@ -59,6 +61,8 @@ def launch(
         Folder in which the run directory is made.
     in_process : bool
         All clients in one process, without Ray: what is trained in a round is trained together.
+    clients : int, optional
+        So many, in one process: the value of the app's setting for them.
     workers : int
         Of a run in one process: how many such processes share the clients.
     env : Mapping[str, str], optional
@@ -71,6 +75,7 @@ def launch(
     LaunchFailed
         Unknown setting, ``flwr run`` refused, or the run ended in failure.
     """
+    in_process = in_process or clients is not None
     if in_process and superlink is not None:
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     if workers > 1 and not in_process:
@@ -79,15 +84,23 @@ def launch(
     changes = dict(_override(setting, defaults) for setting in settings)
     if resume is not None:
         changes = {**_begun_with(resume, defaults), **changes}
-    if nodes is not None and (name := clients_setting(defaults)) is not None:
+    setting = clients_setting(defaults)
+    if nodes is not None and setting is not None:
         per_node = int({**defaults, **changes}.get("clients-per-node", 1))
-        changes = {name: nodes * per_node, **changes}
+        changes = {setting: nodes * per_node, **changes}
+    if clients is not None:
+        if setting is None:
+            raise LaunchFailed(f"--clients={clients}: {app} has no setting for how many there are")
+        changes[setting] = clients
     if not {**defaults, **changes}.get("run-directory", True):
         name = str(changes.get("method", defaults.get("method", app.name)))
         changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
     empty = not {**defaults, **changes}.get("data-folder", True)
     if superlink is None and empty and FOLDER_VARIABLE in os.environ:
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
+    named = {**defaults, **changes}.get("run-directory")
+    if superlink is None and named and defaults.get("state-folder") == "":
+        changes.setdefault("state-folder", str(Path(named, "state")))  # for --resume
     if changes.get("state-folder"):
         changes["state-folder"] = str(Path(changes["state-folder"]).expanduser().absolute())
     config = {**defaults, **changes}
@@ -109,13 +122,23 @@ def launch(
         federation = f"num-supernodes={count} client-resources-num-cpus=1"
         command += ["--federation-config", federation]
     env = environment() if env is None else env
-    answer = _answer(_flwr(command, env), "flwr run")
+    connection = [superlink] if superlink else []
+    try:
+        answer = _answer(_flwr(command, env), "flwr run")
+    except KeyboardInterrupt:
+        raise LaunchFailed(
+            "interrupted while the run was being started: if it was, it goes on; "
+            + _how_to_stop("ID", connection)
+        ) from None
     if not answer.get("success"):
         raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}")
-    connection = [superlink] if superlink else []
-    facts = _finished(str(answer["run-id"]), connection, env)
+    run_id = str(answer["run-id"])
+    try:
+        facts = _finished(run_id, connection, env)
+    except KeyboardInterrupt:
+        facts = _stopped(run_id, connection, env)
     if facts["status"] != "finished:completed":
-        reason = f"run {answer['run-id']} ended as {facts['status']}: {facts['status-details']}"
+        reason = f"run {run_id} ended as {facts['status']}: {facts['status-details']}"
         _note_failure(path, reason)
         raise LaunchFailed(reason)
     return path
@@ -132,8 +155,7 @@ def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dic
     heard = time.monotonic()
     while True:
         try:
-            listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
-            (facts,) = _answer(listed, "flwr list")["runs"]
+            facts = _facts(run_id, connection, env)
         except (LaunchFailed, KeyError) as error:
             if time.monotonic() - heard > PATIENCE:
                 raise LaunchFailed(
@@ -143,8 +165,34 @@ def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dic
         else:
             heard = time.monotonic()
             if str(facts["status"]).startswith("finished"):
-                return dict(facts)
+                return facts
         time.sleep(3)
+
+
+def _stopped(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Stop a run, which would outlive this command; what the SuperLink says of it then."""
+    try:
+        answer = _answer(_flwr(["stop", run_id, *connection, "--format", "json"], env), "flwr stop")
+        if not answer.get("success"):
+            raise LaunchFailed(str(answer.get("error-message", answer)))
+        return {**_facts(run_id, connection, env), "status-details": "interrupted"}
+    except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
+        raise LaunchFailed(
+            f"interrupted, but run {run_id} could not be stopped: it may go on and spend privacy; "
+            f"{_how_to_stop(run_id, connection)} ({error})"
+        ) from None
+
+
+def _how_to_stop(run_id: str, connection: list[str]) -> str:
+    where = "".join(f" {name}" for name in connection)
+    return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
+
+
+def _facts(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """What the SuperLink says of a run."""
+    listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
+    (facts,) = _answer(listed, "flwr list")["runs"]
+    return dict(facts)
 
 
 def _note_failure(path: Path | None, reason: str) -> None:
@@ -162,7 +210,11 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     setting = clients_setting(config)
     if setting is None:
         return None
-    count, per_node = int(config[setting]), int(config.get("clients-per-node", 1))
+    try:
+        count = integer(config, setting)
+        per_node = integer({"clients-per-node": 1, **config}, "clients-per-node")
+    except ValueError as error:
+        raise LaunchFailed(str(error)) from None
     if per_node < 1 or count % per_node:
         raise LaunchFailed(
             f"clients-per-node={per_node}: expected an integer >= 1 that divides {setting}={count}"

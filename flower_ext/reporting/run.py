@@ -28,6 +28,9 @@ from flower_ext.reporting.files import append_line, lock, whole_lines, write_who
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
+RUNS_VARIABLE = "FLOWER_EXT_RUNS"
+"""Names the folder in which run directories are made."""
+
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.draft")
 """What a run leaves that was ended before its ``run.json`` was there."""

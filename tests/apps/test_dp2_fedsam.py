@@ -95,6 +95,7 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"partition": "even"}, "partition='even': expected pathological"),
         ({"classes_per_client": 11}, "classes_per_partition=11"),
         ({"epsilon": -1.0}, r"epsilon=-1\.0: expected a finite number > 0"),
+        ({"epsilon": "two"}, "epsilon='two': expected a number"),
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"model": "gpt"}, "model='gpt'"),

@@ -1,11 +1,14 @@
 import json
+import re
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
-from flower_ext.reporting import RunDirectory
+from flower_ext.reporting import RunDirectory, cli
 from flower_ext.reporting.cli import app
 from flower_ext.reporting.commands.calibrate import epsilon_text, noise_text
 from tests.reporting.test_report import finished
@@ -130,6 +133,25 @@ def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
     assert RunDirectory.open(run).facts["config"]["clients"] == 7
 
 
+@pytest.mark.parametrize("command", ["run", "deploy"])
+def test_runs_go_where_the_environment_says(command):
+    assert "FLOWER_EXT_RUNS" in call(command, "--help").output
+
+
+def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "launch", lambda *_, runs, **__: asked.append(str(runs)))
+    monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
+    call("run", "somewhere")
+    call("run", "somewhere", "--runs", "/here")
+    assert asked == ["/there", "/here"]
+
+
+def test_the_version_is_that_of_the_package():
+    done = call("--version")
+    assert (done.exit_code, done.output) == (0, f"flower-ext {version('flower-ext')}\n")
+
+
 def test_resuming_what_is_no_run_fails(tmp_path):
     from tests.apps.app import DP2_FEDSAM
 
@@ -145,8 +167,6 @@ def test_run_of_something_else_fails(tmp_path):
 
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
-    from flower_ext.reporting import cli
-
     def fail(*args, **options):
         raise cli.LaunchFailed("pip install 'flower-ext[vision]'")
 
@@ -272,6 +292,21 @@ def test_without_gradient_bounds_only_the_provable_plan_is_made(tmp_path):
     assert [one["basis"] for one in json.loads(done.output)["plans"]] == ["provable"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gradient_bound": None}, "needs --gradient-bound as well"),
+        (
+            {"gradient_bound": None, "model_spread": None},
+            "needs --gradient-bound, --model-spread as well",
+        ),
+    ],
+)
+def test_a_published_plan_that_is_missing_says_what_it_needs(given, said, tmp_path):
+    assert said in plan(tmp_path, global_weight="0.5", **given).output
+    assert "No published plan" not in plan(tmp_path, global_weight="0.5").output
+
+
 def test_without_clipped_gradients_the_provable_noise_is_that_of_2C(tmp_path):
     done = plan(tmp_path, "--json", global_weight="0.5", gradient_clipping_norm=None)
     provable = json.loads(done.output)["plans"][1]
@@ -354,6 +389,16 @@ def test_a_plan_that_cannot_be_made_exits_with_2_and_says_what_to_change(
     done = plan(tmp_path, *more, **changes)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_the_example_in_readme_has_a_plan_of_both_bases(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"^flower-ext (plan (?:.*\\\n)*.*)", readme, re.MULTILINE)
+    words = example.replace("\\\n", " ").split()
+    done = call(*words, "--output", str(tmp_path), "--json")
+    plans = json.loads(done.output)["plans"]
+    assert [one["basis"] for one in plans] == ["published", "provable"]
+    assert all(one["rounds"] > 0 for one in plans)
 
 
 def test_the_help_of_plan_explains_its_symbols():

@@ -69,6 +69,42 @@ def test_one_run_without_privacy_takes_the_epsilon_from_its_method(tmp_path):
     assert "| none | none |" in (tmp_path / "comparison.md").read_text()
 
 
+def rows(runs, folder):
+    """The first two cells of each line of the table: what is compared, and how many runs."""
+    write_comparison(runs, folder, title="Table")
+    lines = (folder / "comparison.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line[:1] == "|"]
+    return [(name, number) for name, number in cells[2:]]
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path):
+    run = finished(tmp_path / "a")
+    (tmp_path / "link").symlink_to(run.path)
+    again = RunDirectory.open(tmp_path / "link")
+    assert rows([run, RunDirectory.open(run.path), again], tmp_path) == [("dp2-fedsam", "1")]
+
+
+def test_runs_that_differ_in_the_seed_and_in_places_are_repetitions(tmp_path):
+    facts = [{"seed": 1, "state-folder": "/a"}, {"seed": 2, "state-folder": "/b"}]
+    runs = [finished(tmp_path / str(one["seed"]), **one) for one in facts]
+    assert rows(runs, tmp_path) == [("dp2-fedsam", "2")]
+
+
+def test_runs_that_differ_in_more_are_lines_of_their_own_which_say_in_what(tmp_path):
+    shared = {"rounds": 4, "momentum": 0.5}
+    runs = [
+        finished(tmp_path / f"{epsilon}-{seed}", epsilon=epsilon, seed=seed, **shared)
+        for epsilon in (1.0, 2.0)
+        for seed in (1, 2)
+    ]
+    runs += [finished(tmp_path / "other", method="centaur", epsilon=8.0, seed=1, **shared)]
+    assert rows(runs, tmp_path) == [
+        ("dp2-fedsam, epsilon=1.0", "2"),
+        ("dp2-fedsam, epsilon=2.0", "2"),
+        ("centaur", "1"),
+    ]
+
+
 def test_a_failed_run_is_not_averaged_in(tmp_path):
     run = finished(tmp_path / "a")
     run.finish("failed", "disk full")

@@ -35,6 +35,7 @@ from flower_ext.privacy import (
     dp2_fedsam_theorem2_noise_multiplier,
 )
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.settings import flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 
 SHARED_MODEL = {
@@ -55,6 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
     method = choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD))
+    rounds = integer(context.run_config, "rounds", least=1)
     plan = plan_of(config)
     task = task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
@@ -62,12 +64,12 @@ def main(grid: Grid, context: Context) -> None:
     with recorded_run(config, f"{method}-{config['dataset']}") as run:
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
-        initial = task.initial_params(int(config["seed"]))
+        initial = task.initial_params(integer(config, "seed"))
         result = strategy.start(
             clients_of(grid, config),
             ArrayRecord(initial),
-            num_rounds=int(context.run_config["rounds"]),
-            timeout=float(config["round-timeout"]),
+            num_rounds=rounds,
+            timeout=number(config, "round-timeout"),
         )
         save_outcome(run, strategy, result)
 
@@ -77,10 +79,11 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
     sampling = sampling_of(config)
     if config["method"] in WITHOUT_PRIVACY:
         return NonPrivatePlan(sampling=sampling)
-    rounds, delta = int(config["rounds"]), float(config["delta"]) or 1 / sampling.population
-    multiplier = float(config["noise-multiplier"])
+    rounds = integer(config, "rounds")
+    delta = number(config, "delta") or 1 / sampling.population
+    multiplier = number(config, "noise-multiplier")
     if multiplier == 0:
-        target = {"epsilon": float(config["epsilon"]), "delta": delta, "rounds": rounds}
+        target = {"epsilon": number(config, "epsilon"), "delta": delta, "rounds": rounds}
         if choice(config, "calibration", ("provable", "published")) == "published":
             multiplier = dp2_fedsam_theorem2_noise_multiplier(
                 **target, sampling_rate=sampling.sampling_rate
@@ -89,7 +92,7 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
             multiplier = calibrate_noise_multiplier(**target, sampling=sampling)
     return ReleasePlan(
         sampling=sampling,
-        clipping_norm=float(config["clipping-norm"]),
+        clipping_norm=number(config, "clipping-norm"),
         noise_multiplier=multiplier,
         noise_placement=choice(config, "noise-placement", ("client", "server")),
         dropout_policy=choice(config, "dropout-policy", ("top-up", "discard")),
@@ -100,7 +103,7 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
 
 def sampling_of(config: UserConfig) -> Sampling:
     """How a round's cohort is drawn."""
-    clients, rate = int(config["clients"]), float(config["sampling-rate"])
+    clients, rate = integer(config, "clients"), number(config, "sampling-rate")
     match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
         case "poisson":
             return PoissonSampling(population=clients, rate=rate)
@@ -114,28 +117,28 @@ def strategy_of(
     config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
-    method = str(config["method"])
+    method = text(config, "method")
     sgd = LocalTraining(
-        epochs=int(config["local-epochs"]),
-        batch_size=int(config["batch-size"]),
-        learning_rate=float(config["learning-rate"]),
-        learning_rate_decay=float(config["learning-rate-decay"]),
-        momentum=float(config["momentum"]),
+        epochs=integer(config, "local-epochs"),
+        batch_size=integer(config, "batch-size"),
+        learning_rate=number(config, "learning-rate"),
+        learning_rate_decay=number(config, "learning-rate-decay"),
+        momentum=number(config, "momentum"),
     )
-    sam = replace(sgd, sam_radius=float(config["sam-radius"]))
+    sam = replace(sgd, sam_radius=number(config, "sam-radius"))
     head = replace(
         sgd,
-        epochs=int(config["head-epochs"]),
-        learning_rate=float(config["head-learning-rate"]),
+        epochs=integer(config, "head-epochs"),
+        learning_rate=number(config, "head-learning-rate"),
     )
     options = {
         "plan": plan,
-        "server_learning_rate": float(config["server-learning-rate"]),
-        "seed": int(config["seed"]) or None,
-        "seeded_noise": bool(config["seeded-noise"]),
-        "evaluate_every": int(config["evaluate-every"]),
-        "diagnostics": bool(config["diagnostics"]),
-        "timeout": float(config["connect-timeout"]),
+        "server_learning_rate": number(config, "server-learning-rate"),
+        "seed": integer(config, "seed") or None,
+        "seeded_noise": flag(config, "seeded-noise"),
+        "evaluate_every": integer(config, "evaluate-every"),
+        "diagnostics": flag(config, "diagnostics"),
+        "timeout": number(config, "connect-timeout"),
         "run": run,
         "ledger": ledger_of(config, plan, run),
     }
@@ -143,7 +146,7 @@ def strategy_of(
         return PERSONAL_HEAD[method](
             head=head,
             extractor=sam,
-            adapt_before_evaluation=bool(config["adapt-before-evaluation"]),
+            adapt_before_evaluation=flag(config, "adapt-before-evaluation"),
             **options,
         )
     return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
@@ -155,6 +158,6 @@ def ledger_of(
     """The run's ledger; it stops the run at a provable epsilon, where one was asked for."""
     if isinstance(plan, NonPrivatePlan):
         return None
-    asked = config["calibration"] == "provable" and float(config["noise-multiplier"]) == 0
-    budget = Budget(epsilon=float(config["epsilon"]), delta=plan.delta) if asked else None
+    asked = config["calibration"] == "provable" and number(config, "noise-multiplier") == 0
+    budget = Budget(epsilon=number(config, "epsilon"), delta=plan.delta) if asked else None
     return run.open_ledger(budget=budget)

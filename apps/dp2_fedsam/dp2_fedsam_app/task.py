@@ -9,6 +9,7 @@ from flwr.app import Context
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
+from flower_ext.reporting.settings import integer, number, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -18,25 +19,26 @@ DEFAULT_MODELS = {
     "fashion-mnist": "mnist-mlp",
     "cifar10": "cifar10-cnn",
     "femnist": "mnist-cnn",
+    "letters": "letters-mlp",
 }
 
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its clients and its server alike."""
     config = settings_of(context)
-    dataset = str(config["dataset"])
+    dataset = text(config, "dataset")
     classes = describe(dataset).num_classes
-    model = str(config["model"]) or DEFAULT_MODELS[dataset]
+    model = text(config, "model") or DEFAULT_MODELS[dataset]
     partitions = (
-        str(config["partition"]),
-        int(config["clients"]),
-        int(config["classes-per-client"]),
-        float(config["dirichlet-alpha"]),
-        int(config["seed"]),
+        text(config, "partition"),
+        integer(config, "clients"),
+        integer(config, "classes-per-client"),
+        number(config, "dirichlet-alpha"),
+        integer(config, "seed"),
     )
     return Task(
         model=lambda: build(model, num_classes=classes),
-        data=lambda client: client_data(dataset, str(config["data-folder"]), partitions, client),
+        data=lambda client: client_data(dataset, text(config, "data-folder"), partitions, client),
     )
 
 

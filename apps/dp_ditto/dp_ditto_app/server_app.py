@@ -26,6 +26,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
 )
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.settings import flag, integer, number, text
 from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
 from flower_ext.training.models import build, parameter_count
 
@@ -44,8 +45,9 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
     method = choice(config, "method", METHODS)
+    last = integer(context.run_config, "rounds", least=1)
     task = task_of(context)
-    for client in range(int(config["clients"])):
+    for client in range(integer(config, "clients")):
         task.data(client)  # missing data, or a client with too few, end the run here
     pilot = pilot_of(config, task)
     rounds = rounds_of(config, pilot)
@@ -56,13 +58,13 @@ def main(grid: Grid, context: Context) -> None:
             pilot.save(run.path / "pilot.json", dimension=dimension_of(config))
         strategy = strategy_of(config, plan, run)
         check_shareable(task.model(), strategy.personal)
-        initial = ArrayRecord(task.initial_params(int(config["seed"])))
-        more = int(context.run_config["rounds"]) - int(config["rounds"])
+        initial = ArrayRecord(task.initial_params(integer(config, "seed")))
+        more = last - integer(config, "rounds")
         result = strategy.start(
             clients_of(grid, config),
             initial,
             num_rounds=rounds + more,
-            timeout=float(config["round-timeout"]),
+            timeout=number(config, "round-timeout"),
         )
         save_outcome(run, strategy, result)
 
@@ -73,10 +75,10 @@ def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
         return None
     return pilot_run(
         task,
-        task.initial_params(int(config["seed"])),
-        [task.data(client).train for client in range(int(config["clients"]))],
-        rounds=int(config["pilot-rounds"]),
-        learning_rate=float(config["pilot-learning-rate"]),
+        task.initial_params(integer(config, "seed")),
+        [task.data(client).train for client in range(integer(config, "clients"))],
+        rounds=integer(config, "pilot-rounds"),
+        learning_rate=number(config, "pilot-learning-rate"),
     )
 
 
@@ -93,9 +95,8 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
     ValueError
         Fewer than one, or no number of rounds improves the bound.
     """
-    most, basis = int(config["rounds"]), choice(config, "calibration", ("published", "provable"))
-    if most < 1:
-        raise ValueError(f"run-config rounds={most}: expected an integer >= 1")
+    most = integer(config, "rounds", least=1)
+    basis = choice(config, "calibration", ("published", "provable"))
     planner = choice(config, "planner", ("none", "bound", "pilot"))
     if planner == "none":
         return most
@@ -104,7 +105,7 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
         raise ValueError(f"run-config planner={planner!r}: expected a method with privacy")
     planned = best_rounds(
         problem_of(config, pilot),
-        global_weight=float(config["global-weight"]),
+        global_weight=number(config, "global-weight"),
         variance_per_round=plan.upload_stddev**2,
         max_rounds=most,
         basis=basis,
@@ -122,47 +123,47 @@ def problem_of(config: UserConfig, pilot: PilotEstimates | None) -> DittoProblem
     return DittoProblem(
         **asdict(pilot or configured_constants(config)),
         dimension=dimension_of(config),
-        num_clients=int(config["clients"]),
-        learning_rate=float(config["learning-rate"]),
-        personal_learning_rate=float(config["personal-learning-rate"]),
+        num_clients=integer(config, "clients"),
+        learning_rate=number(config, "learning-rate"),
+        personal_learning_rate=number(config, "personal-learning-rate"),
     )
 
 
 def configured_constants(config: UserConfig) -> PilotEstimates:
     """μ, L, G₀, M, Ψ₁ and Ψ₂ as the run configuration has them; 0 for G₀ or M is unknown."""
     return PilotEstimates(
-        strong_convexity=float(config["strong-convexity"]),
-        smoothness=float(config["smoothness"]),
-        initial_gap=float(config["initial-gap"]),
-        initial_distance=float(config["initial-distance"]),
-        gradient_bound=float(config["gradient-bound"]) or float("inf"),
-        model_spread=float(config["model-spread"]) or float("inf"),
+        strong_convexity=number(config, "strong-convexity"),
+        smoothness=number(config, "smoothness"),
+        initial_gap=number(config, "initial-gap"),
+        initial_distance=number(config, "initial-distance"),
+        gradient_bound=number(config, "gradient-bound") or float("inf"),
+        model_spread=number(config, "model-spread") or float("inf"),
     )
 
 
 def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
     """Who takes part, and what is clipped and noised: uploads, or the local steps behind them."""
-    sampling = FullParticipation(int(config["clients"]))
+    sampling = FullParticipation(integer(config, "clients"))
     if config["method"] in WITHOUT_PRIVACY:
         return NonPrivatePlan(sampling=sampling)
-    size, local = int(config["examples-per-client"]), local_training(config)
+    size, local = integer(config, "examples-per-client"), local_training(config)
     steps = None
     if choice(config, "noise", ("upload", "steps")) == "steps":
         steps = ClippedSteps(
             learning_rate=local.learning_rate,
-            gradient_clipping_norm=float(config["gradient-clipping-norm"]),
+            gradient_clipping_norm=number(config, "gradient-clipping-norm"),
             num_examples=size,
             local_steps=local.num_steps(size),
             batch_size=min(local.batch_size, size),
         )
     basis = choice(config, "calibration", ("published", "provable"))
     return RecordLevelPlan.for_target(
-        epsilon=float(config["epsilon"]),
-        delta=float(config["delta"]),
+        epsilon=number(config, "epsilon"),
+        delta=number(config, "delta"),
         sampling=sampling,
         num_examples=size,
         rounds=rounds,
-        clipping_norm=float(config["clipping-norm"]),
+        clipping_norm=number(config, "clipping-norm"),
         basis="published" if basis == "published" else "provable",
         steps=steps,
     )
@@ -172,15 +173,15 @@ def budget_of(config: UserConfig) -> Budget | None:
     """The provable epsilon that noise was calibrated for: more rounds than planned end at it."""
     if config["method"] in WITHOUT_PRIVACY or config["calibration"] != "provable":
         return None
-    return Budget(epsilon=float(config["epsilon"]), delta=float(config["delta"]))
+    return Budget(epsilon=number(config, "epsilon"), delta=number(config, "delta"))
 
 
 def local_training(config: UserConfig) -> LocalTraining:
     """Of the model that is uploaded, whatever the method."""
     return LocalTraining(
-        epochs=int(config["local-epochs"]),
-        batch_size=int(config["batch-size"]) or int(config["examples-per-client"]),
-        learning_rate=float(config["learning-rate"]),
+        epochs=integer(config, "local-epochs"),
+        batch_size=integer(config, "batch-size") or integer(config, "examples-per-client"),
+        learning_rate=number(config, "learning-rate"),
     )
 
 
@@ -192,50 +193,50 @@ def strategy_of(
     options: Mapping[str, Any] = {
         "plan": plan,
         "local": local,
-        "seed": int(config["seed"]) or None,
-        "seeded_noise": bool(config["seeded-noise"]),
-        "evaluate_every": int(config["evaluate-every"]),
-        "training_loss": bool(config["training-loss"]),
-        "timeout": float(config["connect-timeout"]),
+        "seed": integer(config, "seed") or None,
+        "seeded_noise": flag(config, "seeded-noise"),
+        "evaluate_every": integer(config, "evaluate-every"),
+        "training_loss": flag(config, "training-loss"),
+        "timeout": number(config, "connect-timeout"),
         "budget": budget_of(config),
         "run": run,
         "exposed": [PILOT] if config["planner"] == "pilot" else [],
     }
-    rate = float(config["personal-learning-rate"])
-    match str(config["method"]).removeprefix("dp-"):
+    rate = number(config, "personal-learning-rate")
+    match text(config, "method").removeprefix("dp-"):
         case "ditto":
             personal = LocalTraining(
-                epochs=int(config["personal-epochs"]),
+                epochs=integer(config, "personal-epochs"),
                 batch_size=local.batch_size,
                 learning_rate=rate,
             )
             return DPDitto(
-                global_weight=float(config["global-weight"]), personal_training=personal, **options
+                global_weight=number(config, "global-weight"), personal_training=personal, **options
             )
         case "pfedme":
             return PFedMe(
-                attraction=float(config["attraction"]),
+                attraction=number(config, "attraction"),
                 personal_training=LocalTraining(
-                    steps=int(config["personal-steps"]), learning_rate=rate
+                    steps=integer(config, "personal-steps"), learning_rate=rate
                 ),
                 **options,
             )
         case "fedamp":
             return FedAMP(
-                attention_width=float(config["attention-width"]),
-                attraction=float(config["cloud-attraction"]),
+                attention_width=number(config, "attention-width"),
+                attraction=number(config, "cloud-attraction"),
                 **options,
             )
         case "apple":
             return Apple(
-                relation_learning_rate=float(config["relation-learning-rate"]),
-                penalty=float(config["penalty"]),
-                penalty_rounds=int(config["rounds"]),
+                relation_learning_rate=number(config, "relation-learning-rate"),
+                penalty=number(config, "penalty"),
+                penalty_rounds=integer(config, "rounds"),
                 **options,
             )
         case _:
             return FedALA(
-                weight_learning_rate=float(config["weight-learning-rate"]),
-                sample_share=float(config["sample-share"]),
+                weight_learning_rate=number(config, "weight-learning-rate"),
+                sample_share=number(config, "sample-share"),
                 **options,
             )

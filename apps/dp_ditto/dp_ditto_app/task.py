@@ -9,6 +9,7 @@ from flwr.app import Context, UserConfig
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
+from flower_ext.reporting.settings import integer, number, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -18,31 +19,32 @@ DEFAULT_MODELS = {
     "fashion-mnist": "mnist-cnn-32-64",
     "cifar10": "cifar10-cnn-32-64",
     "femnist": "mnist-dnn",
+    "letters": "letters-mlp",
 }
 
 
 def task_of(context: Context) -> Task:
     """The task of a run, for its clients and its server alike."""
     config = settings_of(context)
-    dataset, model = str(config["dataset"]), model_name(config)
+    dataset, model = text(config, "dataset"), model_name(config)
     classes = describe(dataset).num_classes
     key = (
-        str(config["partition"]),
-        int(config["clients"]),
-        int(config["classes-per-client"]),
-        float(config["dirichlet-alpha"]),
-        int(config["seed"]),
+        text(config, "partition"),
+        integer(config, "clients"),
+        integer(config, "classes-per-client"),
+        number(config, "dirichlet-alpha"),
+        integer(config, "seed"),
     )
-    size = int(config["examples-per-client"])
+    size = integer(config, "examples-per-client")
     return Task(
         model=lambda: build(model, num_classes=classes),
-        data=lambda client: client_data(dataset, str(config["data-folder"]), key, size, client),
+        data=lambda client: client_data(dataset, text(config, "data-folder"), key, size, client),
     )
 
 
 def model_name(config: UserConfig) -> str:
     """The configured model, or the data set's."""
-    return str(config["model"]) or DEFAULT_MODELS[describe_known(str(config["dataset"]))]
+    return text(config, "model") or DEFAULT_MODELS[describe_known(text(config, "dataset"))]
 
 
 def describe_known(dataset: str) -> str:

@@ -24,6 +24,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.settings import flag, integer, number, text
 from flower_ext.training import DpSgdTraining, LocalTraining, check_shareable
 from uldp_fl_app.task import SURVIVAL, num_users_of, silos_of, task_of
 
@@ -48,6 +49,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
     method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
+    rounds = integer(context.run_config, "rounds", least=1)
     if method == "uldp-group" and config["dataset"] in SURVIVAL:
         raise ValueError(
             f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
@@ -60,12 +62,12 @@ def main(grid: Grid, context: Context) -> None:
             run.save_user_records(histogram(silos_of(config), num_users_of(config)))
         strategy = strategy_of(config, run)
         check_shareable(task.model(), strategy.personal)
-        initial = task.initial_params(int(config["seed"]))
+        initial = task.initial_params(integer(config, "seed"))
         result = strategy.start(
             grid,
             ArrayRecord(initial),
-            num_rounds=int(context.run_config["rounds"]),
-            timeout=float(config["round-timeout"]),
+            num_rounds=rounds,
+            timeout=number(config, "round-timeout"),
         )
         save_outcome(run, strategy, result)
 
@@ -73,28 +75,28 @@ def main(grid: Grid, context: Context) -> None:
 def shows_records(config: UserConfig) -> bool:
     """Whether the run directory shows the users' numbers of records."""
     # Under private weighting the server knows no such numbers.
-    return bool(config["records-figure"]) and config["method"] not in PRIVATE
+    return flag(config, "records-figure") and config["method"] not in PRIVATE
 
 
 def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
-    method, silos = str(config["method"]), int(config["num-silos"])
+    method, silos = text(config, "method"), integer(config, "num-silos")
     options = {
         "server_learning_rate": server_learning_rate(config),
-        "seed": int(config["seed"]) or None,
-        "seeded_noise": bool(config["seeded-noise"]),
-        "evaluate_every": int(config["evaluate-every"]),
-        "timeout": float(config["connect-timeout"]),
+        "seed": integer(config, "seed") or None,
+        "seeded_noise": flag(config, "seeded-noise"),
+        "evaluate_every": integer(config, "evaluate-every"),
+        "timeout": number(config, "connect-timeout"),
         "budget": budget_of(config),
         "run": run,
         "exposed": [RECORDS_FIGURE] if shows_records(config) else [],
     }
     local = LocalTraining(
-        epochs=int(config["local-epochs"]),
-        batch_size=int(config["batch-size"]),
-        learning_rate=float(config["learning-rate"]),
-        learning_rate_decay=float(config["learning-rate-decay"]),
-        momentum=float(config["momentum"]),
+        epochs=integer(config, "local-epochs"),
+        batch_size=integer(config, "batch-size"),
+        learning_rate=number(config, "learning-rate"),
+        learning_rate_decay=number(config, "learning-rate-decay"),
+        momentum=number(config, "momentum"),
     )
     if method == "default":
         everyone = NonPrivatePlan(sampling=FullParticipation(silos))
@@ -105,7 +107,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
             num_users=num_users_of(config),
             group_size=group_size_of(config),
             local=dp_sgd_of(config),
-            delta=float(config["delta"]),
+            delta=number(config, "delta"),
             **options,
         )
     options |= {"plan": plan_of(config), "num_silos": silos, "ledger": run.open_ledger()}
@@ -126,12 +128,12 @@ def private_strategy_of(
     from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd, PrivateWeighting
 
     options["protocol"] = PrivateWeighting(
-        key_bits=int(config["key-bits"]),
-        precision=float(config["precision"]),
-        max_records_per_user=int(config["max-records-per-user"]),
+        key_bits=integer(config, "key-bits"),
+        precision=number(config, "precision"),
+        max_records_per_user=integer(config, "max-records-per-user"),
         allowed_totals=allowed_totals_of(config),
-        draw_choices=int(config["draw-choices"]) or None,
-        allow_insecure_key_size=bool(config["allow-insecure-keys"]),
+        draw_choices=integer(config, "draw-choices") or None,
+        allow_insecure_key_size=flag(config, "allow-insecure-keys"),
     )
     if config["method"] == "uldp-avg-private":
         return PrivateUldpAvg(local=local, **options)
@@ -146,34 +148,34 @@ def allowed_totals_of(config: UserConfig) -> tuple[int, ...] | None:
     ValueError
         Not integers with commas between them.
     """
-    text = str(config["allowed-totals"])
+    totals = text(config, "allowed-totals")
     try:
-        return tuple(int(part) for part in text.split(",")) if text else None
+        return tuple(int(part) for part in totals.split(",")) if totals else None
     except ValueError:
         raise ValueError(
-            f"run-config allowed-totals={text!r}: expected integers with commas between them"
+            f"run-config allowed-totals={totals!r}: expected integers with commas between them"
         ) from None
 
 
 def plan_of(config: UserConfig) -> ReleasePlan:
     """How users are sampled, clipped, noised and accounted."""
-    users, rate = num_users_of(config), float(config["user-sampling-rate"])
+    users, rate = num_users_of(config), number(config, "user-sampling-rate")
     return ReleasePlan(
         unit=PrivacyUnit.USER,
         sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
-        clipping_norm=float(config["clipping-norm"]),
-        noise_multiplier=float(config["noise-multiplier"]),
+        clipping_norm=number(config, "clipping-norm"),
+        noise_multiplier=number(config, "noise-multiplier"),
         dropout_policy=dropout_policy_of(config),
-        rounds=int(config["rounds"]),
-        delta=float(config["delta"]),
+        rounds=integer(config, "rounds"),
+        delta=number(config, "delta"),
     )
 
 
 def budget_of(config: UserConfig) -> Budget | None:
     """The provable epsilon at which the run ends, where one is set."""
-    if config["method"] == "default" or not (epsilon := float(config["budget"])):
+    if config["method"] == "default" or not (epsilon := number(config, "budget")):
         return None
-    return Budget(epsilon=epsilon, delta=float(config["delta"]))
+    return Budget(epsilon=epsilon, delta=number(config, "delta"))
 
 
 def dropout_policy_of(config: UserConfig) -> str:
@@ -184,13 +186,13 @@ def dropout_policy_of(config: UserConfig) -> str:
 
 def server_learning_rate(config: UserConfig) -> float:
     """As configured; by default that of the paper's theory where users are averaged, else 1."""
-    if (rate := float(config["server-learning-rate"])) != 0:
+    if (rate := number(config, "server-learning-rate")) != 0:
         return rate
-    method = str(config["method"])
+    method = text(config, "method")
     if method not in (*AVERAGING, *PRIVATE):
         return 1.0
-    epochs = 1 if method.startswith("uldp-sgd") else int(config["local-epochs"])
-    users, silos = num_users_of(config), int(config["num-silos"])
+    epochs = 1 if method.startswith("uldp-sgd") else integer(config, "local-epochs")
+    users, silos = num_users_of(config), integer(config, "num-silos")
     return theory_learning_rate(num_silos=silos, num_users=users, epochs=epochs)
 
 
@@ -215,12 +217,12 @@ def group_size_of(config: UserConfig) -> int | str:
 
 def dp_sgd_of(config: UserConfig) -> DpSgdTraining:
     """DP-SGD of one round in one silo: as many steps as pass over the records in expectation."""
-    rate, epochs = float(config["record-sampling-rate"]), int(config["local-epochs"])
+    rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs")
     return DpSgdTraining(
         steps=max(1, round(epochs / rate)) if rate > 0 else 0,
         sampling_rate=rate,
-        batch_size=float(config["expected-batch-size"]),
-        learning_rate=float(config["learning-rate"]),
-        clipping_norm=float(config["record-clipping-norm"]),
-        noise_multiplier=float(config["noise-multiplier"]),
+        batch_size=number(config, "expected-batch-size"),
+        learning_rate=number(config, "learning-rate"),
+        clipping_norm=number(config, "record-clipping-norm"),
+        noise_multiplier=number(config, "noise-multiplier"),
     )

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import SiloData, describe_silos, load_silos
 from flower_ext.evaluation import average_precision, concordance_index, roc_auc
 from flower_ext.federation import settings_of
+from flower_ext.reporting.settings import integer, text
 from flower_ext.training import Task, accuracy, cox_loss
 from flower_ext.training.models import build
 
@@ -29,9 +30,9 @@ METRICS: dict[str, Mapping[str, Callable[[Tensor, Tensor], float]]] = {
 def task_of(context: Context) -> Task:
     """The task of a run, for its silos and its server alike."""
     config = settings_of(context)
-    dataset = str(config["dataset"])
+    dataset = text(config, "dataset")
     info = describe_silos(dataset)
-    model = str(config["model"]) or info.model
+    model = text(config, "model") or info.model
     silos = silos_of(config)
     return Task(
         model=lambda: build(model, num_classes=info.num_classes),
@@ -43,19 +44,19 @@ def task_of(context: Context) -> Task:
 
 def num_users_of(config: UserConfig) -> int:
     """|U|, by default that of the data set."""
-    return int(config["num-users"]) or describe_silos(str(config["dataset"])).num_users
+    return integer(config, "num-users") or describe_silos(text(config, "dataset")).num_users
 
 
 def silos_of(config: UserConfig) -> list[SiloData]:
     """All silos; the same in every process."""
     return _silos(
-        str(config["dataset"]),
-        str(config["data-folder"]),
+        text(config, "dataset"),
+        text(config, "data-folder"),
         num_users_of(config),
-        int(config["num-silos"]),
-        str(config["distribution"]),
-        int(config["labels-per-user"]),
-        int(config["seed"]),
+        integer(config, "num-silos"),
+        text(config, "distribution"),
+        integer(config, "labels-per-user"),
+        integer(config, "seed"),
     )
 
 

@@ -34,6 +34,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.settings import flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 from upcycled_fl_app.task import data_facts, model_name, task_of
 
@@ -61,6 +62,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
     method = choice(config, "method", METHODS)
+    rounds = integer(context.run_config, "rounds", least=1)
     coefficient, plan = schedule_of(config), plan_of(config)
     task = task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
@@ -68,21 +70,21 @@ def main(grid: Grid, context: Context) -> None:
 
     with recorded_run({**config, **facts}, f"{method}-{config['dataset']}") as run:
         base = strategy_of(config, plan, run)
-        strategy = Upcycled(base, coefficient) if config["upcycled"] else base
+        strategy = Upcycled(base, coefficient) if flag(config, "upcycled") else base
         check_shareable(task.model(), base.personal)
-        initial = ArrayRecord(task.initial_params(int(config["seed"])))
+        initial = ArrayRecord(task.initial_params(integer(config, "seed")))
         result = strategy.start(
             clients_of(grid, config),
             initial,
-            num_rounds=int(context.run_config["rounds"]),
-            timeout=float(config["round-timeout"]),
+            num_rounds=rounds,
+            timeout=number(config, "round-timeout"),
         )
         save_outcome(run, base, result)
 
 
 def schedule_of(config: UserConfig) -> Schedule:
     """The coefficient of the even rounds."""
-    value = float(config["coefficient"])
+    value = number(config, "coefficient")
     names = ("constant", "decaying", "half-lambda", "proximal-ratio")
     match choice(config, "schedule", names):
         case "constant":
@@ -105,8 +107,8 @@ def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
     PreconditionFailed
         Objective perturbation of a problem that Theorem 6.3 does not cover.
     """
-    clients = int(config["clients"])
-    size = size_for_rate(clients, float(config["sampling-rate"]))
+    clients = integer(config, "clients")
+    size = size_for_rate(clients, number(config, "sampling-rate"))
     sampling = FixedSizeSampling(population=clients, size=size)
     perturbation: OutputPerturbation | ObjectivePerturbation
     match choice(config, "perturbation", ("none", "output", "objective")):
@@ -114,39 +116,39 @@ def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
             return NonPrivatePlan(sampling=sampling)
         case "output":
             perturbation = OutputPerturbation(
-                clipping_norm=float(config["clipping-norm"]),
-                noise_stddev=float(config["noise-stddev"]),
+                clipping_norm=number(config, "clipping-norm"),
+                noise_stddev=number(config, "noise-stddev"),
             )
         case _:
-            perturbation = ObjectivePerturbation(rate=float(config["noise-rate"]))
+            perturbation = ObjectivePerturbation(rate=number(config, "noise-rate"))
     loss = LOSSES.get(model_name(config), LocalObjective())
-    if not config["unit-features"]:
+    if not flag(config, "unit-features"):
         loss = LocalObjective(convex=loss.convex, generalised_linear=loss.generalised_linear)
     return PerturbationPlan(
         sampling=sampling,
         perturbation=perturbation,
         objective=loss,
-        delta=float(config["delta"]),
+        delta=number(config, "delta"),
     )
 
 
 def budget_of(config: UserConfig) -> Budget | None:
     """The provable epsilon at which the run ends, where one is set."""
-    if config["perturbation"] == "none" or not (epsilon := float(config["budget"])):
+    if config["perturbation"] == "none" or not (epsilon := number(config, "budget")):
         return None
-    return Budget(epsilon=epsilon, delta=float(config["delta"]))
+    return Budget(epsilon=epsilon, delta=number(config, "delta"))
 
 
 def local_training(config: UserConfig) -> LocalTraining:
     """What every client does, whatever the method."""
     method, exact = config["method"], choice(config, "solver", ("sgd", "newton")) == "newton"
-    weight = float(config["proximal-weight"])
+    weight = number(config, "proximal-weight")
     return LocalTraining(
-        epochs=int(config["local-epochs"]),
-        batch_size=int(config["batch-size"]),
-        learning_rate=float(config["learning-rate"]),
-        learning_rate_decay=float(config["learning-rate-decay"]),
-        momentum=0.0 if method == "pfedme" else float(config["momentum"]),
+        epochs=integer(config, "local-epochs"),
+        batch_size=integer(config, "batch-size"),
+        learning_rate=number(config, "learning-rate"),
+        learning_rate_decay=number(config, "learning-rate-decay"),
+        momentum=0.0 if method == "pfedme" else number(config, "momentum"),
         proximal_weight=weight or (0.1 if method == "fedprox" else 0.0),
         tolerance=NEWTON_TOLERANCE if exact else 0.0,
     )
@@ -156,17 +158,17 @@ def strategy_of(
     config: UserConfig, plan: NonPrivatePlan | PerturbationPlan, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
-    method, local = str(config["method"]), local_training(config)
-    rate = float(config["server-learning-rate"])
-    ratio = float(config["straggler-ratio"])
+    method, local = text(config, "method"), local_training(config)
+    rate = number(config, "server-learning-rate")
+    ratio = number(config, "straggler-ratio")
     options = {
         "plan": plan,
         "local": local,
         "stragglers": Stragglers(ratio=ratio) if ratio else None,
-        "seed": int(config["seed"]) or None,
-        "seeded_noise": bool(config["seeded-noise"]),
-        "evaluate_every": int(config["evaluate-every"]),
-        "timeout": float(config["connect-timeout"]),
+        "seed": integer(config, "seed") or None,
+        "seeded_noise": flag(config, "seeded-noise"),
+        "evaluate_every": integer(config, "evaluate-every"),
+        "timeout": number(config, "connect-timeout"),
         "budget": budget_of(config),
         "run": run,
     }
@@ -178,7 +180,7 @@ def strategy_of(
         case "fedavgm":
             server = FedAvgM(
                 server_learning_rate=rate or 1.0,
-                server_momentum=float(config["server-momentum"]),
+                server_momentum=number(config, "server-momentum"),
                 **nodes,
             )
             return Hosted(server, **options)
@@ -186,20 +188,20 @@ def strategy_of(
             return Hosted(FedProx(proximal_mu=local.proximal_weight, **nodes), **options)
         case "fedyogi":
             return Hosted(
-                FedYogi(eta=rate or 0.01, tau=float(config["adaptivity"]), **nodes), **options
+                FedYogi(eta=rate or 0.01, tau=number(config, "adaptivity"), **nodes), **options
             )
         case "scaffold":
             return Scaffold(server_learning_rate=rate or 1.0, **options)
         case "feddyn":
-            return FedDyn(regularization=float(config["regularization"]), **options)
+            return FedDyn(regularization=number(config, "regularization"), **options)
         case _:
             personal = replace(
                 local,
-                steps=int(config["personal-steps"]),
-                learning_rate=float(config["personal-learning-rate"]),
+                steps=integer(config, "personal-steps"),
+                learning_rate=number(config, "personal-learning-rate"),
             )
             return PFedMe(
-                attraction=float(config["attraction"]),
+                attraction=number(config, "attraction"),
                 personal_training=personal,
                 server_learning_rate=rate or 1.0,
                 **options,

@@ -13,6 +13,7 @@ from flower_ext.data import (
     within_unit_ball,
 )
 from flower_ext.federation import settings_of
+from flower_ext.reporting.settings import flag, integer, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -22,13 +23,13 @@ def task_of(context: Context) -> Task:
     config = settings_of(context)
     facts, model = data_facts(config), model_name(config)
     key = (
-        str(config["dataset"]),
-        str(config["data-folder"]),
-        int(config["clients"]),
-        int(config["classes"]),
-        int(config["seed"]),
-        bool(config["generated"]),
-        bool(config["unit-features"]),
+        text(config, "dataset"),
+        text(config, "data-folder"),
+        integer(config, "clients"),
+        integer(config, "classes"),
+        integer(config, "seed"),
+        flag(config, "generated"),
+        flag(config, "unit-features"),
     )
     return Task(
         model=lambda: build(model, num_classes=facts.num_classes),
@@ -39,16 +40,16 @@ def task_of(context: Context) -> Task:
 def data_facts(config: UserConfig) -> DevicesInfo:
     """Classes, model and source of the data set."""
     return describe_devices(
-        str(config["dataset"]),
-        folder(str(config["data-folder"])),
-        num_classes=int(config["classes"]) or None,
-        generated=bool(config["generated"]),
+        text(config, "dataset"),
+        folder(text(config, "data-folder")),
+        num_classes=integer(config, "classes") or None,
+        generated=flag(config, "generated"),
     )
 
 
 def model_name(config: UserConfig) -> str:
     """The configured model, or the data set's."""
-    return str(config["model"]) or data_facts(config).model
+    return text(config, "model") or data_facts(config).model
 
 
 @cache

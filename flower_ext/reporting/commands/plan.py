@@ -129,7 +129,8 @@ def plan(
 
     Example: flower-ext plan --epsilon 10 --delta 1e-4 --clients 20 --examples 3000
     --clipping-norm 20 --gradient-clipping-norm 1 --learning-rate 0.1 --dimension 10
-    --strong-convexity 0.5 --smoothness 2 --initial-gap 1 --initial-distance 4 --global-weight 0.5
+    --strong-convexity 1 --smoothness 2 --initial-gap 1 --initial-distance 4 --gradient-bound 1
+    --model-spread 1 --global-weight 0.5
     """
     linear = {
         "feature_energy": feature_energy,
@@ -221,6 +222,9 @@ def plan(
         )
         return
     _print_plan(budget, found, drawn)
+    unknown = [name for name in ("gradient_bound", "model_spread") if math.isinf(losses[name])]
+    if unknown:
+        console.print(f"No published plan: its bound needs {_options(unknown)} as well")
 
 
 def search(
@@ -290,9 +294,12 @@ def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
         known |= {**asdict(estimates), "dimension": dimension}
     known |= {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in given if name not in known]:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise ValueError(f"give {options}, or --pilot with a file that has them")
+        raise ValueError(f"give {_options(missing)}, or --pilot with a file that has them")
     return known
+
+
+def _options(names: list[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:

@@ -1,0 +1,70 @@
+"""Settings of a run configuration, each read as one type: the words "false" and "2" are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flag(config: Mapping[str, Any], name: str) -> bool:
+    """True or false.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    value = config[name]
+    if not isinstance(value, bool):
+        raise _unfit(name, value, "true or false")
+    return value
+
+
+def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -> int:
+    """An integer, not below ``least``.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    value = config[name]
+    if not _is_a(value, int) or (least is not None and value < least):
+        raise _unfit(name, value, "an integer" if least is None else f"an integer >= {least}")
+    return int(value)
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """A number, with or without a decimal point.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    value = config[name]
+    if not _is_a(value, int | float):
+        raise _unfit(name, value, "a number")
+    return float(value)
+
+
+def text(config: Mapping[str, Any], name: str) -> str:
+    """A text, which may be empty.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    value = config[name]
+    if not isinstance(value, str):
+        raise _unfit(name, value, "a text")
+    return value
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)  # Python's booleans are integers
+
+
+def _unfit(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"run-config {name}={value!r}: expected {expected}")

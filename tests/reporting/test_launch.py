@@ -1,0 +1,106 @@
+"""Starting apps: what is asked of Flower's commands, which are played here."""
+
+import json
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from flower_ext.reporting import launch as module
+from flower_ext.reporting.launch import LaunchFailed, launch, num_nodes
+from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL
+
+
+class Flower:
+    """Plays ``flwr``; Ctrl-C is pressed while the command ``interrupted`` runs."""
+
+    def __init__(self, interrupted: str, *, stops: bool = True) -> None:
+        self.interrupted = interrupted
+        self.stops = stops
+        self.asked: list[list[str]] = []
+
+    def command(self, arguments, env):
+        self.asked.append([*arguments])
+        if arguments[0] == self.interrupted:
+            raise KeyboardInterrupt
+        facts = {"status": "finished:stopped", "status-details": "N/A"}
+        answer = {"success": arguments[0] == "run" or self.stops, "run-id": "7", "runs": [facts]}
+        return CompletedProcess(arguments, 0, stdout=json.dumps(answer), stderr="")
+
+    def log(self, command, **options):
+        return self.command(command[1:], None)
+
+
+def start(monkeypatch, flower: Flower, runs: Path, superlink: str | None = None):
+    monkeypatch.setattr(module, "_flwr", flower.command)
+    monkeypatch.setattr(module.subprocess, "run", flower.log)
+    launch(DP2_FEDSAM.folder, runs=runs, superlink=superlink)
+
+
+@pytest.mark.parametrize("superlink", [None, "far"])
+def test_ctrl_c_stops_the_run(superlink, monkeypatch, tmp_path):
+    flower = Flower("log")
+    with pytest.raises(LaunchFailed, match="run 7 ended as finished:stopped: interrupted"):
+        start(monkeypatch, flower, tmp_path, superlink)
+    (stop,) = (asked for asked in flower.asked if asked[0] == "stop")
+    assert stop[:3] == ["stop", "7", *([superlink] if superlink else ["--format"])]
+
+
+def test_a_run_that_cannot_be_stopped_is_said_to_go_on(monkeypatch, tmp_path):
+    with pytest.raises(LaunchFailed, match="run 7 could not be stopped: .* `flwr stop 7` ends it"):
+        start(monkeypatch, Flower("log", stops=False), tmp_path)
+
+
+def test_ctrl_c_before_the_run_has_a_number_says_how_to_stop_it(monkeypatch, tmp_path):
+    with pytest.raises(LaunchFailed, match="`flwr list far` shows it, `flwr stop ID far` ends it"):
+        start(monkeypatch, Flower("run"), tmp_path, "far")
+
+
+def overrides(monkeypatch, **options):
+    """The run configuration that ``flwr run`` is given, without the app's defaults."""
+    flower = Flower("run")
+    monkeypatch.setattr(module, "_flwr", flower.command)
+    with pytest.raises(LaunchFailed, match="interrupted"):
+        launch(DP2_FEDSAM.folder, **options)
+    ((_, *words),) = flower.asked
+    given = (words[i + 1] for i, word in enumerate(words) if word == "--run-config")
+    return dict(setting.split("=", 1) for setting in given)
+
+
+def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it(
+    monkeypatch, tmp_path
+):
+    given = []
+    monkeypatch.setattr(
+        module.subprocess,
+        "run",
+        lambda *_, input, **__: given.append(json.loads(input)) or CompletedProcess([], 0),
+    )
+    for app in (DP2_FEDSAM, ULDP_FL):
+        launch(app.folder, runs=tmp_path, clients=7)
+    assert [(one.get("clients"), one.get("num-silos")) for one in given] == [(7, None), (None, 7)]
+
+
+def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
+    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many"):
+        launch(FOREIGN.folder, runs=tmp_path, clients=7)
+
+
+def test_a_number_of_clients_that_is_none_is_refused_by_name():
+    with pytest.raises(LaunchFailed, match="num-silos='5': expected an integer"):
+        num_nodes({"num-silos": "5"})
+
+
+def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):
+    config = overrides(monkeypatch, runs=tmp_path)
+    assert json.loads(config["state-folder"]) == f"{json.loads(config['run-directory'])}/state"
+
+
+@pytest.mark.parametrize("folder", ["", "/elsewhere"])
+def test_a_state_folder_that_was_set_stays(folder, monkeypatch, tmp_path):
+    config = overrides(monkeypatch, runs=tmp_path, settings=[f"state-folder={folder}"])
+    assert json.loads(config["state-folder"]) == folder
+
+
+def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
+    assert "state-folder" not in overrides(monkeypatch, runs=tmp_path, superlink="far")

@@ -1,0 +1,39 @@
+import pytest
+
+from flower_ext.reporting.settings import flag, integer, number, text
+
+CONFIG = {"switch": True, "count": 3, "rate": 0.5, "word": "", "quoted": "false", "digits": "2"}
+
+
+def test_settings_are_read_as_what_they_are():
+    assert flag(CONFIG, "switch") is True
+    assert integer(CONFIG, "count", least=3) == 3
+    assert number(CONFIG, "rate") == 0.5
+    assert text(CONFIG, "word") == ""
+
+
+def test_an_integer_is_a_number():
+    assert number(CONFIG, "count") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "said"),
+    [
+        (flag, "quoted", "quoted='false': expected true or false"),
+        (flag, "count", "count=3: expected true or false"),
+        (integer, "digits", "digits='2': expected an integer"),
+        (integer, "rate", r"rate=0\.5: expected an integer"),
+        (integer, "switch", "switch=True: expected an integer"),
+        (number, "digits", "digits='2': expected a number"),
+        (number, "switch", "switch=True: expected a number"),
+        (text, "count", "count=3: expected a text"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_name(read, name, said):
+    with pytest.raises(ValueError, match=f"^run-config {said}$"):
+        read(CONFIG, name)
+
+
+def test_an_integer_below_the_least_is_refused():
+    with pytest.raises(ValueError, match="run-config count=3: expected an integer >= 4"):
+        integer(CONFIG, "count", least=4)
