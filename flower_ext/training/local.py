@@ -7,8 +7,10 @@ w + p. With radius q = 0 this is SGD and costs one pass a step instead of two.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -280,13 +282,23 @@ def train(
         raise ValueError("cannot train on a client without examples")
     terms = objective(params, training, terms)
     dtype = torch.float64 if training.tolerance else None
-    problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
-    data = examples.to(problem.device)
-    if training.tolerance:
-        moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
-    else:
-        moved = minimise(problem.loss_at, problem.start, data, training, generator)
+    with _own_draws(generator):
+        problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
+        data = examples.to(problem.device)
+        if training.tolerance:
+            moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
+        else:
+            moved = minimise(problem.loss_at, problem.start, data, training, generator)
     return problem.whole(moved, like=params)
+
+
+@contextmanager
+def _own_draws(generator: torch.Generator) -> Iterator[None]:
+    """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else."""
+    digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        yield
 
 
 def evaluate(

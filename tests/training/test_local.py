@@ -469,3 +469,29 @@ def test_effective_steps_say_how_far_a_constant_gradient_moves_the_model(momentu
     expected = -0.01 * training.effective_steps(10) * x[0]
     torch.testing.assert_close(moved["w"], expected)
     assert momentum > 0 or training.effective_steps(10) == training.num_steps(10) == 6
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), None], ids=["a layer", "a function"])
+def test_what_a_model_draws_by_itself_follows_the_generator_and_nothing_else(drop):
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            dropped = nn.functional.dropout(x, 0.5) if drop is None else drop(x)
+            return super().forward(dropped)
+
+    random = Task(model=lambda: Dropping(4, 3), data=lambda i: None, device="cpu")
+    params, settings = random.initial_params(0), LocalTraining(epochs=2, batch_size=10)
+
+    def trained(seed):
+        generator = torch.Generator().manual_seed(seed)
+        first = train(random, params, examples(), settings, generator=generator)
+        return first["weight"], train(random, params, examples(), settings, generator=generator)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one, again = trained(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    other, _ = trained(5)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, again["weight"])  # other masks, as other batches, the next time
+    assert not torch.equal(one, trained(6)[0])
