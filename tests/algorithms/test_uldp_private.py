@@ -579,7 +579,9 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
         raise ValueError("updates reach a magnitude of 3.14159")
 
     monkeypatch.setattr(private_silo.WeightingSilo, "weigh", weigh)
-    start(strategy := make())
+    strategy = make()
+    with pytest.raises(FederationNotReady, match="why is in its own log"):
+        start(strategy)
     assert len(strategy.refusals) == SILOS * ROUNDS
     for refusal in strategy.refusals:
         assert "why is in its own log" in refusal
