@@ -295,7 +295,8 @@ class ClippedGradient:
             together = self._in_one_pass(x, directions, _along)
             for row in range(_TRIED):
                 only = torch.eye(_TRIED).to(outputs)[row]
-                own = self._gradients(_along, x[row], directions[row])
+                alone = partial(self._alone, _along, x[row], directions[row])
+                own = gradient(alone, {name: self.params[name] for name in self.names})
                 for name, part in together.items():
                     difference = part.total(only).flatten() - own[name].flatten()
                     if not float(difference.abs().max()) <= _ALIKE * float(own[name].abs().max()):
@@ -333,18 +334,19 @@ class ClippedGradient:
 
     def _one_by_one(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
         """Any other model: every example's own gradient, by vmap."""
-        each = vmap(partial(self._gradients, loss), randomness="different")(x, y)
+        chosen = {name: self.params[name] for name in self.names}
+
+        def own(x: Tensor, y: Tensor) -> Params:
+            found: Params = grad(partial(self._alone, loss, x, y))(chosen)
+            return found
+
+        each = vmap(own, randomness="different")(x, y)
         return {name: _Rows(gradient) for name, gradient in each.items()}
 
-    def _gradients(self, loss: Loss, x: Tensor, y: Tensor) -> Params:
-        """Those of one example, without the dimension of examples."""
-
-        def own(chosen: Params) -> Tensor:
-            outputs = functional_call(self.model, {**self.params, **chosen}, (x.unsqueeze(0),))
-            return loss(outputs, y.unsqueeze(0))
-
-        found: Params = grad(own)({name: self.params[name] for name in self.names})
-        return found
+    def _alone(self, loss: Loss, x: Tensor, y: Tensor, chosen: Params) -> Tensor:
+        """The loss of one example, without the dimension of examples, at ``chosen`` parameters."""
+        outputs = functional_call(self.model, {**self.params, **chosen}, (x.unsqueeze(0),))
+        return loss(outputs, y.unsqueeze(0))
 
 
 def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
