@@ -484,7 +484,7 @@ class FederatedStrategy(Strategy):
                     log.warning("stopped before round %d: %s", server_round, reason)
                     self._checkpoints.save_guarantees(self)
                     break
-            if self.refusals and self.participations.rounds and not self._ever_answered:
+            if self.refusals and not (done or self._ever_answered):
                 raise FederationNotReady(
                     f"no client ever sent anything of use; the first said: {self.refusals[0]}"
                 )

@@ -1,5 +1,6 @@
 """The shared Strategy, seen through DP-FedAvg and DP²-FedSAM on real ClientApps in this process."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -553,6 +554,29 @@ def test_a_personal_name_that_is_none_of_the_models_is_said(caplog):
     with pytest.raises(FederationNotReady, match="selects no parameter"):
         strategy.start(grid_of(), initial(), num_rounds=1)
     assert "personal='haed' names none of ['extractor" in caplog.text
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_run_that_once_had_an_answer_goes_on_whatever_is_refused(tmp_path, rounds):
+    app = DPFedAvg.client_app(task(), allow_seeded_noise=True)
+
+    def play(rounds, refusing):
+        grid = grid_of(app)
+        for node in refusing:
+            grid.contexts[node].node_config["require-secure-noise"] = True
+        run = RunDirectory.resume(path) if path.exists() else RunDirectory.create(path, {})
+        with contextlib.closing(run):
+            everyone = FullParticipation(CLIENTS)
+            strategy = DPFedAvg(
+                plan=plan(sampling=everyone), local=FAST, seed=1, seeded_noise=True, run=run
+            )
+            strategy.start(grid, initial(), num_rounds=rounds)
+        return strategy
+
+    path = tmp_path / "run"
+    play(1, refusing=[1_000])
+    again = play(rounds, refusing=range(1_000, 1_000 + CLIENTS))
+    assert len(again.refusals) == 1 + (CLIENTS if rounds == 2 else 0)
 
 
 def test_a_method_sees_no_single_update_under_a_release_plan():
