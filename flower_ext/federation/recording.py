@@ -15,22 +15,12 @@ from flwr.serverapp.strategy import Result
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.reporting import RunDirectory, new_run_path, write_report
 from flower_ext.reporting.run import Status
-from flower_ext.reporting.settings import flag
+from flower_ext.reporting.settings import INCIDENTAL, flag
 
 log = getLogger("flwr")
 
 
-CHANGEABLE = frozenset(
-    {
-        "rounds",
-        "resume",
-        "run-directory",
-        "data-folder",
-        "state-folder",
-        "connect-timeout",
-        "round-timeout",
-    }
-)
+CHANGEABLE = INCIDENTAL | {"rounds"}
 """Settings in which a start of a run may differ from the one before: its end, places, patience."""
 
 

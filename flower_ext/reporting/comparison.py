@@ -11,6 +11,7 @@ from flower_ext.privacy import AdversaryView, Guarantee
 from flower_ext.reporting.figures import Line, cumulative, draw_comparison
 from flower_ext.reporting.report import epsilon_text, table, to_html
 from flower_ext.reporting.run import NotARun, RunDirectory
+from flower_ext.reporting.settings import INCIDENTAL
 
 
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
@@ -54,19 +55,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     return path
 
 
-NOT_COMPARED = frozenset(
-    {
-        "seed",
-        "planned-rounds",
-        "clients-per-node",
-        "resume",
-        "run-directory",
-        "data-folder",
-        "state-folder",
-        "connect-timeout",
-        "round-timeout",
-    }
-)
+NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
 """Settings in which repetitions may differ: the seed and what follows from it, places, patience."""
 
 

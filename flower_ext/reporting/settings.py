@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+INCIDENTAL = frozenset(
+    {
+        "resume",
+        "run-directory",
+        "data-folder",
+        "state-folder",
+        "connect-timeout",
+        "round-timeout",
+    }
+)
+"""Settings that say where things are and how long to wait: no result depends on them."""
+
 
 def flag(config: Mapping[str, Any], name: str) -> bool:
     """True or false.
