@@ -15,7 +15,7 @@ from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
 from flower_ext.privacy.noise import IMPROBABLE
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.plan import ReleasePlan
-from flower_ext.privacy.sampling import FullParticipation
+from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Basis = Literal["published", "provable"]
@@ -212,6 +212,7 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     "Gaussian noise in floating point (not proof against attacks on low-order bits)",
 )
+_HIDDEN_PLACES = "who was drawn is not known to the adversary"
 HIDDEN_DRAW = (
     "neither who was drawn nor how many is known to the adversary (who is asked learns how many, "
     "and metrics.jsonl tells it)"
@@ -238,7 +239,8 @@ def client_level_guarantees(
 
     Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
 
-    * Released models: amplified by sampling, since who took part and how many stay secret.
+    * Released models: amplified by sampling, since who took part stays secret, and how many unless
+      their number is fixed.
     * Sums only: no amplification; Gaussian composition over the realised participations, each
       with the noise that clients really supplied (the server knows what it topped up itself).
     * Each upload: one client's share of the noise alone, σ/√cohort.
@@ -256,7 +258,11 @@ def client_level_guarantees(
     loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
     hidden: tuple[str, ...] = ()
     if not isinstance(plan.sampling, FullParticipation):
-        hidden = (HIDDEN_DRAW, _DRAWN if secure_cohorts else _DRAWN_BY_SEED)
+        fixed = isinstance(plan.sampling, FixedSizeSampling)  # how many is public
+        hidden = (
+            _HIDDEN_PLACES if fixed else HIDDEN_DRAW,
+            _DRAWN if secure_cohorts else _DRAWN_BY_SEED,
+        )
     models = Guarantee(
         unit=plan.unit,
         relation=relation,

@@ -37,9 +37,9 @@ class AdversaryView(StrEnum):
       without secure aggregation);
     * ``SUM_ONLY`` — each round's released sum and who took part, never a single upload
       (the server behind secure aggregation);
-    * ``RELEASED_MODELS`` — the models after each round, neither who took part nor how many (a
-      third party; the server is trusted). A participant sees more: messages tell how many were
-      asked, and it can take its own share of the noise off again.
+    * ``RELEASED_MODELS`` — the models after each round, neither who took part nor, unless it is
+      fixed, how many (a third party; the server is trusted). A participant sees more: messages
+      tell how many were asked, and it can take its own share of the noise off again.
 
     Amplification by sampling hides *who took part*: it is available in ``RELEASED_MODELS`` only.
     """
