@@ -11,9 +11,11 @@ imported only where there is something to train: importing Numba takes half a se
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
-from numba import njit
+from numba import config, njit
 
 from flower_ext.training.layout import (
     ACTIVATION,
@@ -28,6 +30,11 @@ from flower_ext.training.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
+
+_settings: Any = config
+if _settings.CPU_NAME is None and _settings.CPU_FEATURES is None:  # nothing was asked for
+    # Registers of 512 bits where there are: on some processors LLVM prefers half of them.
+    _settings.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
 
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
