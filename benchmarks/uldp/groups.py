@@ -9,13 +9,14 @@ from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
 from flower_ext.privacy import (
     DpSgd,
     PrivacyLoss,
+    epsilon_text,
     group_loss,
     group_loss_by_conversion,
     group_loss_by_renyi,
     uldp_group_guarantees,
 )
 from flower_ext.reporting.figures import draw_lines
-from flower_ext.reporting.report import epsilon_text, table
+from flower_ext.reporting.report import table
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TRAINING = DpSgd(noise_multiplier=NOISE_MULTIPLIER, sampling_rate=0.01, steps=100_000)

@@ -15,10 +15,11 @@ from benchmarks.uldp.experiment import (
     settings_text,
 )
 from benchmarks.uldp.utility import CREDITCARD, MNIST
+from flower_ext.privacy import epsilon_text
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.comparison import mean_and_std
 from flower_ext.reporting.figures import draw_comparison
-from flower_ext.reporting.report import epsilon_text, table
+from flower_ext.reporting.report import table
 
 LABEL = "ULDP-AVG-w"
 BASES = ("provable", "published")

@@ -12,6 +12,7 @@ from flwr.app import Message
 
 from flower_ext.evaluation import summarize
 from flower_ext.federation import records
+from flower_ext.privacy import epsilon_text
 from flower_ext.reporting import RunDirectory
 
 log = getLogger("flwr")
@@ -92,7 +93,7 @@ class Progress:
             parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
         for name in ("provable", "published"):
             if (epsilon := row.get(f"epsilon_{name}")) is not None:
-                parts.append(f"ε {epsilon:.2f} {name}")
+                parts.append(f"ε {epsilon_text(epsilon)} {name}")
         if not row.get("messages"):
             parts.append("no client was asked to train")
         if "answered" in row:

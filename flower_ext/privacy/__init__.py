@@ -35,6 +35,7 @@ from flower_ext.privacy.claims import (
     client_level_guarantees,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
+    epsilon_text,
     theorem2_of_plan,
 )
 from flower_ext.privacy.group import (
@@ -165,6 +166,7 @@ __all__ = [
     "dp_ditto_epsilon",
     "dp_ditto_guarantees",
     "dp_ditto_noise_stddev",
+    "epsilon_text",
     "gaussian_loss",
     "group_loss",
     "group_loss_by_conversion",

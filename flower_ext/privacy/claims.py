@@ -28,6 +28,17 @@ def noise_assumption(secure: bool) -> str:
     return "SIMULATION: noise is reproducible from the seed, which clients are told"
 
 
+def epsilon_text(epsilon: float) -> str:
+    """ε with three significant digits, rounded up: what is printed is never less than was spent."""
+    if math.isinf(epsilon):
+        return "none"
+    if epsilon == 0:
+        return "0"
+    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
+    # The guard keeps 2.0000000000000004 from becoming 2.01.
+    return f"{math.ceil(epsilon / step - 1e-6) * step:.3g}"
+
+
 @dataclass(frozen=True)
 class Condition:
     """A precondition of a theorem and whether this run meets it."""

@@ -10,12 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.reporting.commands.calibrate import calibrate
 from flower_ext.reporting.commands.plan import plan, search
+from flower_ext.reporting.commands.screen import console, failed
 from flower_ext.reporting.comparison import write_comparison
 from flower_ext.reporting.deployment import CONNECTION, Deployment, DeploymentFailed
 from flower_ext.reporting.launch import LaunchFailed, launch
@@ -27,7 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
 
 _RUNS = "Where the run directory is made."
 
@@ -92,8 +90,7 @@ def run(
             resume=resume,
         )
     except LaunchFailed as error:
-        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise failed(error) from error
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
 
@@ -134,8 +131,7 @@ def deploy(
                     env=deployment.env,
                 )
         except (LaunchFailed, DeploymentFailed) as error:
-            Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
-            raise typer.Exit(1) from error
+            raise failed(error) from error
     if path is not None:
         console.print(f"Report: {path / 'report.html'}", soft_wrap=True)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flower_ext.evaluation import summarize
-from flower_ext.privacy import AdversaryView, Guarantee
+from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.reporting.figures import Line, cumulative, draw_comparison
-from flower_ext.reporting.report import epsilon_text, table, to_html
+from flower_ext.reporting.report import table, to_html
 from flower_ext.reporting.run import NotARun, RunDirectory
 from flower_ext.reporting.settings import INCIDENTAL
 

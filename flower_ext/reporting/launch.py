@@ -15,6 +15,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,23 @@ def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
 
 
+_EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
 def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
     name, separator, text = setting.partition("=")
     if not separator or name not in defaults:
+        alike = get_close_matches(name, defaults)
+        meant = f"did you mean {' or '.join(alike)}? " if alike else ""
         raise LaunchFailed(
-            f"setting {setting!r}: expected name=value with one of {', '.join(sorted(defaults))}"
+            f"setting {setting!r}: {meant}expected name=value with one of "
+            f"{', '.join(sorted(defaults))}"
         )
     kind = type(defaults[name])
     try:
         return name, {"true": True, "false": False}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise LaunchFailed(f"setting {name}={text!r}: expected a {kind.__name__}") from None
+        raise LaunchFailed(f"setting {name}={text!r}: expected {_EXPECTED[kind]}") from None
 
 
 def _toml(value: Any) -> str:

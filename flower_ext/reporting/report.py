@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from flower_ext.evaluation import summarize
-from flower_ext.privacy import AdversaryView, Guarantee, Release, privacy_loss_of
+from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.reporting.figures import draw_figures, in_words, qualities
 from flower_ext.reporting.run import RunDirectory
 
@@ -264,14 +263,6 @@ def _rounds(run: RunDirectory) -> str:
 
 def _epsilon(guarantee: Guarantee) -> str:
     return f"**{epsilon_text(guarantee.epsilon)}**"
-
-
-def epsilon_text(epsilon: float) -> str:
-    """ε with three decimals, rounded up: what is printed is never less than what was spent."""
-    if math.isinf(epsilon):
-        return "none"
-    # The guard keeps 2.0000000000000004 from becoming 2.001.
-    return f"{math.ceil(epsilon * 1000 - 1e-6) / 1000:.3f}"
 
 
 def _conditions(guarantee: Guarantee) -> str:

@@ -122,7 +122,7 @@ def test_one_line_says_what_a_round_achieved_and_cost(logged):
         "round 4/9",
         "accuracy 0.812 (worst tenth 0.250)",
         "ε 3.46 provable",
-        "ε 0.10 published",
+        "ε 0.1 published",
         "5 of 8 answered",
         "3 refused",
     ):

@@ -7,10 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.planning import PilotEstimates
-from flower_ext.privacy import dp2_fedsam_theorem2, dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.privacy import (
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+    epsilon_text,
+)
 from flower_ext.reporting import RunDirectory, cli
 from flower_ext.reporting.cli import app
-from flower_ext.reporting.commands.calibrate import epsilon_text, noise_text
+from flower_ext.reporting.commands.calibrate import noise_text
 from tests.reporting.test_report import finished
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
@@ -95,8 +99,9 @@ def test_report_of_something_else_exits_with_2(tmp_path):
     ("arguments", "said"),
     [
         (["--set", "nome=1"], "expected name=value"),
-        (["--set", "rounds=many"], "expected a int"),
-        (["--set", "seeded-noise=maybe"], "expected a bool"),
+        (["--set", "rouns=1"], "did you mean rounds"),
+        (["--set", "rounds=many"], "expected an integer"),
+        (["--set", "seeded-noise=maybe"], "expected true or false"),
     ],
 )
 def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
@@ -203,6 +208,12 @@ def test_an_impossible_cohort_is_named_by_its_option(size):
     done = call("calibrate", *facts, "--cohort-size", size)
     assert done.exit_code == 2
     assert "--cohort-size" in done.output
+
+
+@pytest.mark.parametrize("asked", [("--epsilon", "2"), ("--noise-multiplier", "1")])
+def test_no_word_of_a_table_is_cut_off_on_a_narrow_terminal(monkeypatch, asked):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "…" not in call("calibrate", *FACTS, *asked).output
 
 
 @pytest.mark.parametrize(("population", "rate", "rounds"), [(100, 0.1, 60), (200, 0.05, 100)])

@@ -145,8 +145,8 @@ def test_plain_and_upcycled_runs_of_a_method_are_two_lines_with_their_costs(tmp_
     (upcycled,) = (line for line in lines if line.startswith("| fedprox, upcycled |"))
     assert "| 38 | 12.00 | 1.0 |" in plain  # messages, megabytes, seconds
     view = "record, each-upload, δ = 0.001"
-    assert plain.endswith(f"| 9.000 ({view}) | 0.250 ({view}) |")
-    assert upcycled.endswith(f"| 4.500 ({view}) | 0.125 ({view}) |")
+    assert plain.endswith(f"| 9 ({view}) | 0.25 ({view}) |")
+    assert upcycled.endswith(f"| 4.5 ({view}) | 0.125 ({view}) |")
 
 
 def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):

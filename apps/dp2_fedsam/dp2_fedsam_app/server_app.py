@@ -119,7 +119,7 @@ def strategy_of(
     """The strategy of a method; every method gets the same settings where it has them."""
     method = text(config, "method")
     sgd = LocalTraining(
-        epochs=integer(config, "local-epochs"),
+        epochs=integer(config, "local-epochs", least=1),
         batch_size=integer(config, "batch-size"),
         learning_rate=number(config, "learning-rate"),
         learning_rate_decay=number(config, "learning-rate-decay"),

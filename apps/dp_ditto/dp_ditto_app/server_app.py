@@ -179,7 +179,7 @@ def budget_of(config: UserConfig) -> Budget | None:
 def local_training(config: UserConfig) -> LocalTraining:
     """Of the model that is uploaded, whatever the method."""
     return LocalTraining(
-        epochs=integer(config, "local-epochs"),
+        epochs=integer(config, "local-epochs", least=1),
         batch_size=integer(config, "batch-size") or integer(config, "examples-per-client"),
         learning_rate=number(config, "learning-rate"),
     )

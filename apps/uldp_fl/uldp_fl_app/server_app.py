@@ -92,7 +92,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         "exposed": [RECORDS_FIGURE] if shows_records(config) else [],
     }
     local = LocalTraining(
-        epochs=integer(config, "local-epochs"),
+        epochs=integer(config, "local-epochs", least=1),
         batch_size=integer(config, "batch-size"),
         learning_rate=number(config, "learning-rate"),
         learning_rate_decay=number(config, "learning-rate-decay"),
@@ -191,7 +191,7 @@ def server_learning_rate(config: UserConfig) -> float:
     method = text(config, "method")
     if method not in (*AVERAGING, *PRIVATE):
         return 1.0
-    epochs = 1 if method.startswith("uldp-sgd") else integer(config, "local-epochs")
+    epochs = 1 if method.startswith("uldp-sgd") else integer(config, "local-epochs", least=1)
     users, silos = num_users_of(config), integer(config, "num-silos")
     return theory_learning_rate(num_silos=silos, num_users=users, epochs=epochs)
 
@@ -217,7 +217,7 @@ def group_size_of(config: UserConfig) -> int | str:
 
 def dp_sgd_of(config: UserConfig) -> DpSgdTraining:
     """DP-SGD of one round in one silo: as many steps as pass over the records in expectation."""
-    rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs")
+    rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs", least=1)
     return DpSgdTraining(
         steps=max(1, round(epochs / rate)) if rate > 0 else 0,
         sampling_rate=rate,

@@ -144,7 +144,7 @@ def local_training(config: UserConfig) -> LocalTraining:
     method, exact = config["method"], choice(config, "solver", ("sgd", "newton")) == "newton"
     weight = number(config, "proximal-weight")
     return LocalTraining(
-        epochs=integer(config, "local-epochs"),
+        epochs=integer(config, "local-epochs", least=1),
         batch_size=integer(config, "batch-size"),
         learning_rate=number(config, "learning-rate"),
         learning_rate_decay=number(config, "learning-rate-decay"),

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from flower_ext.privacy import (
     Accountant,
@@ -24,12 +22,12 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
+    epsilon_text,
     participations_loss,
     privacy_loss,
     size_for_rate,
 )
-
-console = Console()
+from flower_ext.reporting.commands.screen import console, titled_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,20 +187,17 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
 
 
 def _print_noise(rows: list[dict[str, Any]], epsilon: float) -> None:
-    table = Table(title=f"Noise for ε = {epsilon:g}", title_justify="left")
-    for column in ("calibrated by", "basis", "relation", "adversary sees", "noise multiplier σ"):
-        table.add_column(column)
+    described = ("calibrated by", "basis", "relation", "adversary sees")
+    table = titled_table(f"Noise for ε = {epsilon:g}", (*described, "noise multiplier σ"))
     for row in rows:
-        words = [str(row[c]) for c in ("calibrated by", "basis", "relation", "adversary sees")]
+        words = [str(row[column]) for column in described]
         table.add_row(*words, noise_text(row["noise_multiplier"]))
     console.print(table)
 
 
 def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
-    table = Table(title="What each σ gives under each accounting", title_justify="left")
-    table.add_column("σ")
-    for way in ways:
-        table.add_column(f"ε, {way.name}")
+    columns = ("σ", *(f"ε, {way.name}" for way in ways))
+    table = titled_table("What each σ gives under each accounting", columns)
     for row in rows:
         epsilons = [epsilon_text(row["epsilon"][way.name]) for way in ways]
         table.add_row(noise_text(row["noise_multiplier"]), *epsilons)
@@ -211,16 +206,8 @@ def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
 
 def noise_text(noise_multiplier: float) -> str:
     """σ with four decimals, rounded up: the printed noise still meets its target."""
-    # The guard keeps 2.0000000000000004 from becoming 2.0001; so below.
+    # The guard keeps 2.0000000000000004 from becoming 2.0001.
     return f"{math.ceil(noise_multiplier * 1e4 - 1e-6) / 1e4:.4f}"
-
-
-def epsilon_text(epsilon: float) -> str:
-    """ε with three significant digits, rounded up: never less than what would be spent."""
-    if epsilon == 0 or math.isinf(epsilon):
-        return f"{epsilon:g}"
-    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
-    return f"{math.ceil(epsilon / step - 1e-6) * step:.3g}"
 
 
 def _print_failed_conditions(

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
-from flower_ext.privacy import (
-    ClippedSteps,
-    TargetOutOfReach,
-)
-from flower_ext.reporting.commands.calibrate import epsilon_text
+from flower_ext.privacy import ClippedSteps, TargetOutOfReach, epsilon_text
+from flower_ext.reporting.commands.screen import console, failed, titled_table
 from flower_ext.reporting.ditto_plan import (
     Answer,
     PrivacyBudget,
@@ -28,9 +23,6 @@ from flower_ext.reporting.ditto_plan import (
 )
 from flower_ext.reporting.ditto_search import search_by_runs
 from flower_ext.reporting.launch import LaunchFailed
-
-console = Console()
-
 
 _BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
 _WEIGHT = "λ: given, or the fairest by a Bayesian linear model"
@@ -260,11 +252,9 @@ def search(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except LaunchFailed as error:
-        Console(stderr=True).print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from error
-    table = Table(title="Training losses of personal models", title_justify="left")
-    for column in ("T", "λ", "mean", "std over clients"):
-        table.add_column(column)
+        raise failed(error) from error
+    columns = ("T", "λ", "mean", "std over clients")
+    table = titled_table("Training losses of personal models", columns)
     for (T, weight), outcome in sorted(found.outcomes.items()):
         table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
     console.print(table)
@@ -322,11 +312,9 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -
             "that publishes one record, drawn at random, would pass"
         )
     console.print(f"Provable noise: {budget.provable_source}\n")
-    table = Table(title="Rounds and global weight for the budget", title_justify="left")
     kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
     columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
-    for column in columns:
-        table.add_column(column)
+    table = titled_table("Rounds and global weight for the budget", columns)
     for answer in found:
         plan = answer.plan
         table.add_row(
@@ -345,11 +333,9 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -
             console.print(f"{answer.basis}: T* is --max-rounds; more may be better")
         for text in answer.not_met:
             console.print(f"  ✗ {answer.basis}: {text}")
-    curves = Table(title="h(T, λ) and λ over the planned rounds", title_justify="left")
-    curves.add_column("T")
-    for answer in found:
-        curves.add_column(f"h, {answer.basis}")
-        curves.add_column(f"λ, {answer.basis}")
+    pairs = ((f"h, {answer.basis}", f"λ, {answer.basis}") for answer in found)
+    columns = ("T", *chain.from_iterable(pairs))
+    curves = titled_table("h(T, λ) and λ over the planned rounds", columns)
     for rounds in curve_rows(found):
         cells = [_at(answer, rounds) for answer in found]
         numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
