@@ -115,9 +115,9 @@ def estimate_problem(
         raise ValueError("models: expected a run in which the model moves")
     if lowest <= 0:
         raise ValueError(
-            f"strong_convexity={lowest:.4g} along the path: the losses are not strongly convex "
-            "there, so Theorem 1 does not speak of them; expected a number > 0 (weight decay adds "
-            "its coefficient)"
+            f"strong_convexity={lowest:.4g} along the path, expected a number > 0: the losses are "
+            "not strongly convex there, so Theorem 1 does not speak of them; take a convex model "
+            "(logistic regression), or find T and λ by short runs (flower-ext search)"
         )
     optima = np.vstack([u, w[-1:]])
     return PilotEstimates(
