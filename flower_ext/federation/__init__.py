@@ -17,7 +17,6 @@ from flower_ext.federation.mods import objective_perturbation_term, output_pertu
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.recording import (
-    choice,
     first_config,
     recorded_run,
     save_outcome,
@@ -44,7 +43,6 @@ __all__ = [
     "Stragglers",
     "Training",
     "VirtualGrid",
-    "choice",
     "client_app",
     "clients_of",
     "first_config",

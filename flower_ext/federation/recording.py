@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.reporting import RunDirectory, new_run_path, write_report
 from flower_ext.reporting.run import Status
-from flower_ext.reporting.settings import INCIDENTAL, flag
+from flower_ext.reporting.settings import INCIDENTAL, UnfitSetting, flag
 
 log = getLogger("flwr")
 
@@ -49,7 +49,7 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         The run that should go on began with other settings; the message names them.
     """
     path = _path_to_resume(config)
@@ -83,7 +83,7 @@ def _path_to_resume(config: UserConfig) -> Path | None:
     if "resume" not in config or not flag(config, "resume"):
         return None
     if not config.get("run-directory"):
-        raise ValueError("run-config resume=true: expected the run's path as run-directory")
+        raise UnfitSetting("run-config resume=true: expected the run's path as run-directory")
     path = _named(config)
     return path if (path / "run.json").is_file() else None
 
@@ -100,7 +100,7 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
         if config.get(name) != first.get(name)
     ]
     if differing:
-        raise ValueError(
+        raise UnfitSetting(
             f"the run in {path} cannot go on with other settings: {', '.join(differing)}; set "
             "them as they were, or begin a new run"
         )
@@ -125,17 +125,3 @@ def settings_of(context: Context) -> UserConfig:
     """
     own = context.node_config.get("data-folder")
     return context.run_config if own is None else {**context.run_config, "data-folder": own}
-
-
-def choice(config: UserConfig, name: str, allowed: tuple[str, ...]) -> str:
-    """A configured word.
-
-    Raises
-    ------
-    ValueError
-        It is none of the allowed ones, which the message lists.
-    """
-    value = str(config[name])
-    if value not in allowed:
-        raise ValueError(f"run-config {name}={value!r}: expected one of {', '.join(allowed)}")
-    return value

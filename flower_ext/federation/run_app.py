@@ -16,8 +16,11 @@ from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from flower_ext.data import DataNotFound
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
 from flower_ext.reporting.launch import num_nodes
+from flower_ext.reporting.run import NotARun
+from flower_ext.reporting.settings import UnfitSetting
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -42,4 +45,7 @@ def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessG
 
 
 if __name__ == "__main__":
-    run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
+    try:
+        run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
+    except (UnfitSetting, NotARun, DataNotFound) as error:  # no need to see where that was found
+        sys.exit(f"Error: {error}")

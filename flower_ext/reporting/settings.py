@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 INCIDENTAL = frozenset(
@@ -18,12 +18,16 @@ INCIDENTAL = frozenset(
 """Settings that say where things are and how long to wait: no result depends on them."""
 
 
+class UnfitSetting(ValueError):
+    """A setting is not what the app expects; the message says what that is."""
+
+
 def flag(config: Mapping[str, Any], name: str) -> bool:
     """True or false.
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is something else.
     """
     value = config[name]
@@ -37,7 +41,7 @@ def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is something else.
     """
     value = config[name]
@@ -51,7 +55,7 @@ def number(config: Mapping[str, Any], name: str) -> float:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is something else.
     """
     value = config[name]
@@ -65,7 +69,7 @@ def text(config: Mapping[str, Any], name: str) -> str:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is something else.
     """
     value = config[name]
@@ -74,9 +78,23 @@ def text(config: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
+    """One of some words.
+
+    Raises
+    ------
+    UnfitSetting
+        It is something else; the message lists them.
+    """
+    value = config[name]
+    if value not in allowed:
+        raise _unfit(name, value, f"one of {', '.join(allowed)}")
+    return str(value)
+
+
 def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)  # Python's booleans are integers
 
 
-def _unfit(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"run-config {name}={value!r}: expected {expected}")
+def _unfit(name: str, value: Any, expected: str) -> UnfitSetting:
+    return UnfitSetting(f"run-config {name}={value!r}: expected {expected}")

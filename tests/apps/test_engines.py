@@ -149,6 +149,7 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     again = flower.command("flower-ext", *command)
     assert again.returncode == 1
     assert "is not empty; name a new one" in again.stderr
+    assert "Traceback" not in again.stderr
 
 
 def test_silos_on_ray_run_dp_sgd_as_in_one_process(flower, tmp_path):

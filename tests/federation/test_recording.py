@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
     InProcessGrid,
-    choice,
     recorded_run,
     save_outcome,
     settings_of,
@@ -174,21 +173,6 @@ def test_an_unnamed_run_goes_below_the_runs_folder_under_a_name_of_its_own(
     with recorded_run(config, "fedavg-toy") as run:
         assert run.path.parent == tmp_path / "elsewhere"
     assert list((tmp_path / "elsewhere").iterdir()) == [run.path]
-
-
-def test_a_choice_is_one_of_the_allowed_words():
-    config = {"solver": "newton"}
-    assert choice(config, "solver", ("sgd", "newton")) == "newton"
-    with pytest.raises(
-        ValueError, match=r"run-config solver='newton': expected one of sgd, lbfgs$"
-    ):
-        choice(config, "solver", ("sgd", "lbfgs"))
-
-
-@pytest.mark.parametrize("value", ["", "SGD", 1, True])
-def test_a_choice_that_only_looks_right_is_refused(value):
-    with pytest.raises(ValueError, match="run-config solver="):
-        choice({"solver": value}, "solver", ("sgd", "newton"))
 
 
 def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():

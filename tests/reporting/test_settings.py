@@ -1,6 +1,6 @@
 import pytest
 
-from flower_ext.reporting.settings import flag, integer, number, text
+from flower_ext.reporting.settings import choice, flag, integer, number, text
 
 CONFIG = {"switch": True, "count": 3, "rate": 0.5, "word": "", "quoted": "false", "digits": "2"}
 
@@ -37,3 +37,18 @@ def test_what_is_of_another_type_is_refused_by_name(read, name, said):
 def test_an_integer_below_the_least_is_refused():
     with pytest.raises(ValueError, match="run-config count=3: expected an integer >= 4"):
         integer(CONFIG, "count", least=4)
+
+
+def test_a_choice_is_one_of_the_allowed_words():
+    config = {"solver": "newton"}
+    assert choice(config, "solver", ("sgd", "newton")) == "newton"
+    with pytest.raises(
+        ValueError, match=r"run-config solver='newton': expected one of sgd, lbfgs$"
+    ):
+        choice(config, "solver", ("sgd", "lbfgs"))
+
+
+@pytest.mark.parametrize("value", ["", "SGD", 1, True])
+def test_a_choice_that_only_looks_right_is_refused(value):
+    with pytest.raises(ValueError, match="run-config solver="):
+        choice({"solver": value}, "solver", ("sgd", "newton"))

@@ -16,7 +16,6 @@ from flower_ext.algorithms import (
 )
 from flower_ext.federation import (
     FederatedStrategy,
-    choice,
     clients_of,
     first_config,
     recorded_run,
@@ -35,7 +34,7 @@ from flower_ext.privacy import (
     dp2_fedsam_theorem2_noise_multiplier,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import flag, integer, number, text
+from flower_ext.reporting.settings import choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 
 SHARED_MODEL = {

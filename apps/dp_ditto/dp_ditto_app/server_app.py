@@ -11,7 +11,6 @@ from dp_ditto_app.task import model_name, task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import (
     FederatedStrategy,
-    choice,
     clients_of,
     first_config,
     recorded_run,
@@ -26,7 +25,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import flag, integer, number, text
+from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
 from flower_ext.training.models import build, parameter_count
 
@@ -92,7 +91,7 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         Fewer than one, or no number of rounds improves the bound.
     """
     most = integer(config, "rounds", least=1)
@@ -102,7 +101,7 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
         return most
     plan = plan_of(config, 1)
     if isinstance(plan, NonPrivatePlan):
-        raise ValueError(f"run-config planner={planner!r}: expected a method with privacy")
+        raise UnfitSetting(f"run-config planner={planner!r}: expected a method with privacy")
     planned = best_rounds(
         problem_of(config, pilot),
         global_weight=number(config, "global-weight"),
@@ -111,7 +110,7 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
         basis=basis,
     )
     if planned.rounds == 0:
-        raise ValueError(
+        raise UnfitSetting(
             f"run-config planner={planner!r}: no number of rounds improves the bound on the "
             "start: expected a larger epsilon or other constants"
         )

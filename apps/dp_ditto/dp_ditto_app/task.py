@@ -9,7 +9,7 @@ from flwr.app import Context, UserConfig
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.reporting.settings import integer, number, text
+from flower_ext.reporting.settings import UnfitSetting, integer, number, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -52,11 +52,11 @@ def describe_known(dataset: str) -> str:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is none.
     """
     if dataset not in DEFAULT_MODELS:
-        raise ValueError(f"dataset={dataset!r}: expected one of {', '.join(DEFAULT_MODELS)}")
+        raise UnfitSetting(f"dataset={dataset!r}: expected one of {', '.join(DEFAULT_MODELS)}")
     return dataset
 
 
@@ -88,7 +88,7 @@ def client_data(
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It has fewer.
     """
     examples = pool(dataset, folder)
@@ -96,7 +96,7 @@ def client_data(
     rng = seeded_generator(key[-1], "split", client)
     train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
     if not 1 <= size <= len(train):
-        raise ValueError(
+        raise UnfitSetting(
             f"examples-per-client={size}: expected 1 … {len(train)}, what client {client} has for "
             "training"
         )

@@ -10,7 +10,6 @@ from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.data import histogram
 from flower_ext.federation import (
     FederatedStrategy,
-    choice,
     first_config,
     recorded_run,
     save_outcome,
@@ -24,7 +23,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import flag, integer, number, text
+from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import DpSgdTraining, LocalTraining, check_shareable
 from uldp_fl_app.task import SURVIVAL, num_users_of, silos_of, task_of
 
@@ -51,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
     method = choice(config, "method", (*AVERAGING, *PRIVATE, *BASELINES))
     rounds = integer(context.run_config, "rounds", least=1)
     if method == "uldp-group" and config["dataset"] in SURVIVAL:
-        raise ValueError(
+        raise UnfitSetting(
             f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
             "patients, and DP-SGD needs one that is a mean over them; expected another method"
         )
@@ -145,14 +144,14 @@ def allowed_totals_of(config: UserConfig) -> tuple[int, ...] | None:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         Not integers with commas between them.
     """
     totals = text(config, "allowed-totals")
     try:
         return tuple(int(part) for part in totals.split(",")) if totals else None
     except ValueError:
-        raise ValueError(
+        raise UnfitSetting(
             f"run-config allowed-totals={totals!r}: expected integers with commas between them"
         ) from None
 
@@ -201,7 +200,7 @@ def group_size_of(config: UserConfig) -> int | str:
 
     Raises
     ------
-    ValueError
+    UnfitSetting
         It is none of them.
     """
     value = str(config["group-size"])
@@ -210,7 +209,7 @@ def group_size_of(config: UserConfig) -> int | str:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(
+        raise UnfitSetting(
             f"run-config group-size={value!r}: expected a number, max or median"
         ) from None
 

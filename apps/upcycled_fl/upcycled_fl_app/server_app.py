@@ -17,7 +17,6 @@ from flower_ext.algorithms.upcycled import (
 from flower_ext.federation import (
     FederatedStrategy,
     Stragglers,
-    choice,
     clients_of,
     first_config,
     recorded_run,
@@ -34,7 +33,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import flag, integer, number, text
+from flower_ext.reporting.settings import choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 from upcycled_fl_app.task import data_facts, model_name, task_of
 
