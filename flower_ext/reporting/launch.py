@@ -101,7 +101,7 @@ def launch(
         changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
     named = {**defaults, **changes}.get("run-directory")
     if superlink is None and named and defaults.get("state-folder") == "":
-        changes.setdefault("state-folder", str(Path(named, "state")))  # for --resume
+        changes.setdefault("state-folder", _state_in(named))  # for --resume
     if changes.get("state-folder"):
         changes["state-folder"] = str(Path(changes["state-folder"]).expanduser().absolute())
     config = {**defaults, **changes}
@@ -246,7 +246,14 @@ def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     except NotARun as error:
         raise LaunchFailed(str(error)) from None
     known = {name: value for name, value in began.items() if name in defaults}
+    if known.get("state-folder") == _state_in(str(began.get("run-directory"))):
+        del known["state-folder"]  # it has moved with the run
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
+
+
+def _state_in(run: str) -> str:
+    """Where clients of a simulation keep their memory by default."""
+    return str(Path(run, "state"))
 
 
 _EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}

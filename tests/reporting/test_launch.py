@@ -6,6 +6,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from flower_ext.reporting import RunDirectory
 from flower_ext.reporting import launch as module
 from flower_ext.reporting.launch import LaunchFailed, launch, num_nodes
 from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL
@@ -104,3 +105,13 @@ def test_a_state_folder_that_was_set_stays(folder, monkeypatch, tmp_path):
 
 def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
     assert "state-folder" not in overrides(monkeypatch, runs=tmp_path, superlink="far")
+
+
+def test_a_run_that_was_moved_goes_on_with_the_memory_in_it(monkeypatch, tmp_path):
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    kept = {"run-directory": str(first), "state-folder": str(first / "state")}
+    RunDirectory.create(first, kept).close()
+    first.rename(moved)
+    config = overrides(monkeypatch, runs=tmp_path, resume=moved)
+    assert json.loads(config["run-directory"]) == str(moved)
+    assert json.loads(config["state-folder"]) == str(moved / "state")
