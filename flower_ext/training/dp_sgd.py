@@ -27,7 +27,7 @@ from torch.nn.grad import conv2d_weight
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.local import Job, batches, gradient, local_problem
+from flower_ext.training.local import Job, batches, gradient, local_problem, spared
 from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -264,7 +264,7 @@ class ClippedGradient:
         gradients = self._in_one_pass if self.in_one_pass else self._one_by_one
         groups = (torch.split(part, self.together) for part in (features, targets))
         for x, y in zip(*groups, strict=True):
-            parts = gradients(x, y, self.task.loss)
+            parts = gradients(spared(self.task, x), y, self.task.loss)
             norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
             factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
             if not bool((sound := norms.isfinite()).all()):

@@ -306,6 +306,28 @@ def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
+class Overwriting(nn.Module):
+    """A model that writes into what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.mul_(2.0))
+
+
+def test_a_model_that_overwrites_its_inputs_leaves_the_records_as_they_are():
+    task, data = problem(Overwriting), records((4,), 9)
+    params, before = task.initial_params(0), data.features.clone()
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
+    ours = gradient(params, data.features, data.targets)
+    assert torch.equal(data.features, before)
+    theirs = by_loop(task, params, data, 0.1, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
 def test_dropout_does_not_hide_that_layers_tell_examples_apart():
     task, data = problem(noisy), records((4,), 9)
     params = task.initial_params(0)
