@@ -8,6 +8,7 @@ tensor with a first dimension of jobs, so momentum, SAM and terms cost a few ope
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from logging import getLogger
@@ -143,9 +144,27 @@ def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
     """Which jobs are best trained together: their indices, the longest first in each group.
 
-    A batch narrows as its jobs end, so those that would outlast all others are groups of one. Of
-    equally long ones those with as many examples are neighbours, so that less is padded.
+    All of a group have examples of one shape and type. A batch narrows as its jobs end, so those
+    that would outlast all others are groups of one. Of equally long ones those with as many
+    examples are neighbours, so that less is padded.
     """
+    alike = defaultdict(list)
+    for index, job in enumerate(jobs):
+        alike[_example_of(job.examples)].append(index)
+    return [
+        [members[index] for index in group]
+        for members in alike.values()
+        for group in _groups(task, [jobs[index] for index in members], memory_limit)
+    ]
+
+
+def _example_of(examples: Examples) -> tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]:
+    """Shape and type of one example, of its features and its target."""
+    features, targets = examples.features, examples.targets
+    return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
+
+
+def _groups(task: Task, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
     order = sorted(range(len(jobs)), key=lambda i: (-_steps(jobs[i]), -len(jobs[i].examples)))
     steps = [_steps(jobs[i]) for i in order]
     lonely = len(jobs)
@@ -551,12 +570,12 @@ def evaluate_many(
 ) -> list[dict[str, float]]:
     """What `evaluate` returns for each model on its own examples.
 
-    Examples of clients that share one model (the same object) go through it together, as many as
-    fit into ``memory_limit`` bytes.
+    Examples of one form, of clients that share one model (the same object), go through it together,
+    as many as fit into ``memory_limit`` bytes.
     """
-    sharing: dict[int, list[int]] = {}
-    for index, model in enumerate(models):
-        sharing.setdefault(id(model), []).append(index)
+    sharing = defaultdict(list)
+    for index, (model, data) in enumerate(zip(models, examples, strict=True)):
+        sharing[id(model), _example_of(data)].append(index)
     scores: dict[int, dict[str, float]] = {}
     for members in sharing.values():
         for part in _portions(

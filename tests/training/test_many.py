@@ -490,6 +490,39 @@ def test_the_jobs_own_models_are_left_as_they_are(batched):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
 
+class OfAnyLength(nn.Module):
+    """A model of sequences, which takes them as long as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.step(x.float())).mean(dim=1)
+
+
+def test_clients_whose_examples_differ_in_shape_or_type_are_kept_apart(batched):
+    def jobs():
+        for client, length in enumerate([5, 7, 5, 6, 7, 5, 5, 7]):
+            generator = torch.Generator().manual_seed(client)
+            features = torch.randn(10, length, 4, generator=generator)
+            targets = torch.randint(3, (10,), generator=generator)
+            yield Job(
+                params=problem(OfAnyLength).initial_params(client % 2),
+                examples=Examples(features.double() if client == 6 else features, targets),
+                training=SGD,
+                generator=generator,
+            )
+
+    task = problem(OfAnyLength)
+    models = train_many(task, [*jobs()])
+    same(models, one_by_one(task, [*jobs()]))
+    assert sorted(batched) == [3, 3]
+    examples = [job.examples for job in jobs()]
+    for ours, data in zip(evaluate_many(task, models[:1] * 8, examples), examples, strict=True):
+        assert ours == pytest.approx(evaluate(task, models[0], data), abs=1e-6)
+
+
 @pytest.mark.parametrize("memory_limit", [1, 600, 2**30])
 def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
     jobs = jobs_of(Dense, [SGD], UNEVEN)
