@@ -179,18 +179,15 @@ class DenseNetwork:
 
 def _in_line(values: Tensor) -> np.ndarray:
     """As compiled code wants them: for any other kind it would be compiled again."""
-    return np.ascontiguousarray(values.numpy())
+    return np.ascontiguousarray(values.detach().numpy())
 
 
-def network(task: Task, jobs: Sequence[Job]) -> DenseNetwork | None:
-    """The network that all of ``jobs`` train, if compiled code can: with cross-entropy, on x86."""
+def network(task: Task, job: Job) -> DenseNetwork | None:
+    """The network that jobs like this one train, if compiled code can: cross-entropy, on x86."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
-    first = jobs[0].examples.features.shape[1:]
-    found = _network(task.model, first, sizes(jobs[0].params))
-    if found is None or any(job.examples.features.shape[1:] != first for job in jobs):
-        return None
-    return found if _kernels() is not None and all(map(found.takes, jobs)) else None
+    found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
+    return found if found is not None and _kernels() is not None else None
 
 
 @lru_cache(maxsize=1)
@@ -215,7 +212,7 @@ def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
 ) -> DenseNetwork | None:
     """That of a model which is a chain of dense layers, for examples and parameters like these."""
-    model = build()
+    model = build().train()
     if hooked(model):
         return None
     layers = _chain(model, flat=len(shape) == 1)

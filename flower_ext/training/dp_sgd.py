@@ -351,7 +351,7 @@ class ClippedGradient:
 
 def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
     """Σ loss of one example alone: a mean may weigh examples by what the others are."""
-    if loss is functional.cross_entropy:
+    if loss is functional.cross_entropy and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")
 
     def alone(output: Tensor, target: Tensor) -> Tensor:

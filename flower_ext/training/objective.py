@@ -60,9 +60,9 @@ class Linear:
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
     """The gradient of each term as slope · w + scale · vector: slope, scale, vector."""
     for term in terms:
-        if isinstance(term, Proximal):
+        if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
-        elif isinstance(term, Linear):
+        elif type(term) is Linear:
             yield 0.0, 1.0, term.direction
         else:
             raise ValueError(f"{type(term).__name__} has no gradient of this form")

@@ -28,7 +28,12 @@ Loss = Callable[[Tensor], Tensor]
 def hooked(model: nn.Module) -> bool:
     """Whether a module has hooks, which a traced forward pass does not show."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for module in model.modules() for kind in kinds)
+    return any(
+        "forward" in vars(module)
+        or type(module).__call__ is not nn.Module.__call__
+        or any(getattr(module, kind) for kind in kinds)
+        for module in model.modules()
+    )
 
 
 class NotStackable(ValueError):

@@ -490,6 +490,32 @@ def test_the_jobs_own_models_are_left_as_they_are(batched):
         assert all(torch.equal(job.params[n], p) for n, p in kept.items())
 
 
+def compiled():
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+@pytest.mark.parametrize("model", [compiled, Convolutional, Dense])
+@pytest.mark.parametrize("sizes", [[20, 20], [9] * 5 + [12], [1, 2, 3, 3, 3, 7, 40]])
+def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
+    unstable = LocalTraining(epochs=8, batch_size=4, learning_rate=1.0, momentum=0.9)
+
+    def trained(members):
+        made = jobs_of(model, [unstable], sizes)
+        made[-1].examples.targets[0] = -100
+        rows = train_groups(problem(model), [made[i] for i in members], steady=True)
+        return {
+            members[index]: {name: p[row].clone() for name, p in part.items()}
+            for group, part in rows
+            for row, index in enumerate(group)
+        }
+
+    everyone = trained(range(len(sizes)))
+    for absent in range(len(sizes)):
+        rest = trained([index for index in range(len(sizes)) if index != absent])
+        for index, one in rest.items():
+            assert all(torch.equal(p, everyone[index][name]) for name, p in one.items())
+
+
 class OfAnyLength(nn.Module):
     """A model of sequences, which takes them as long as they are."""
 

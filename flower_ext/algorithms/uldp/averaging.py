@@ -145,13 +145,17 @@ def sums_over_users(
 def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
-    """Train all users; silo, some of its users, and their updates before clipping, in rows."""
+    """Train all users; silo, some of its users, and their updates before clipping, in rows.
+
+    No user's update depends on the others (``steady``): else one could move theirs as well.
+    """
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
     everyone.sort(key=lambda who: (-len(jobs[who[0]].users[who[1]]), who[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
         own = [jobs[silo].of(user) for silo, user in chosen]
-        for group, rows in train_groups(task, own, trained=trained, memory_limit=memory_limit):
+        batches = train_groups(task, own, trained=trained, memory_limit=memory_limit, steady=True)
+        for group, rows in batches:
             by_silo: defaultdict[int, list[int]] = defaultdict(list)
             for row, index in enumerate(group):
                 by_silo[chosen[index][0]].append(row)
