@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flower_ext.federation import (
     ClientMethod,
@@ -31,8 +32,9 @@ from flower_ext.federation import (
     Training,
 )
 from flower_ext.privacy import Plan
-from flower_ext.training import Job, LocalTraining, Params, Task, clone, difference
-from flower_ext.training.many import Stack, along, first, groups, unstacked
+from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone, difference
+from flower_ext.training.local import batches, gradient, local_problem, own_draws
+from flower_ext.training.many import Stack, along, first, groups, unstacked, why_apart
 
 ATTRACTION = "attraction"
 
@@ -69,6 +71,9 @@ def minimise_envelopes(
     results: dict[int, tuple[Params, Params]] = {}
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
+        if why_apart(task, chosen) is not None:
+            results |= {index: minimise_envelope(task, jobs[index], trained) for index in group}
+            continue
         stack = Stack(task, chosen, trained)
         w, theta, terms = stack.weights, clone(stack.weights), stack.terms()
         pull, rate, inner = (
@@ -97,6 +102,28 @@ def minimise_envelopes(
             group, zip(unstacked(w, chosen), unstacked(theta, chosen), strict=True), strict=True
         )
     return [results[index] for index in range(len(jobs))]
+
+
+def minimise_envelope(
+    task: Task, job: Envelope, trained: Callable[[str], bool]
+) -> tuple[Params, Params]:
+    """As `minimise_envelopes`, for a model that cannot train in a batch."""
+    pull = job.training.learning_rate * job.attraction
+    with own_draws(job.generator):
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective)
+        w, theta = clone(problem.start), clone(problem.start)
+        for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
+
+            def envelope(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
+                near = Proximal(weight=job.attraction, anchor=w)
+                return problem.loss_at(point, x, y) + near(point)
+
+            for _ in range(job.personal.steps or 1):
+                for name, step in gradient(envelope, theta).items():
+                    theta[name].sub_(step, alpha=job.personal.learning_rate)
+            for name, centre in w.items():
+                centre.sub_(centre - theta[name], alpha=pull)
+    return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
 
 
 def local_model(work: ClientWork) -> Params:

@@ -23,7 +23,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.cohort import partition_of, tell_partition
+from flower_ext.federation.cohort import PARTITION, partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
@@ -215,7 +215,8 @@ def client_app(
     Parameters
     ----------
     task : Task | Callable[[Context], Task]
-        The task, or how to build it from the run's configuration.
+        The task, or how to build it from the run's configuration: one for all clients. What is a
+        client's own is its data, which the task is asked for by the client's partition.
     allow_seeded_noise : bool
         Whether the server may ask for reproducible noise. For simulation only: whoever knows the
         seed can take the noise off again. The owner of a SuperNode forbids it in any case with
@@ -246,6 +247,20 @@ def client_app(
             return side.tell_state(message, context)
 
     return app
+
+
+def _built(task: Callable[[Context], Task], context: Context) -> Task:
+    """The task of all clients: those of one process share it, so it must know none of them."""
+    rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
+    try:
+        return task(replace(context, node_config=rest))
+    except KeyError as error:
+        if error.args != (PARTITION,):
+            raise
+        raise ValueError(
+            f"the task is built from the node's {PARTITION!r}, but is one for all clients: what is "
+            "a client's own belongs to its data (Task.data is given the partition)"
+        ) from None
 
 
 def _named_device(name: str) -> str:
@@ -343,7 +358,7 @@ class _ClientSide:
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def _task(self, context: Context) -> Task:
-        task = self.task if isinstance(self.task, Task) else self.task(context)
+        task = self.task if isinstance(self.task, Task) else _built(self.task, context)
         device = context.node_config.get("device")  # the node's owner has the last word
         return task if device is None else replace(task, device=_named_device(str(device)))
 

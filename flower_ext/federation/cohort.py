@@ -17,6 +17,8 @@ from flwr.serverapp import Grid
 
 log = getLogger("flwr")
 
+PARTITION = "partition-id"
+"""What a node is told of itself: its number among all, from 0."""
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _SAY_EVERY = 10.0
@@ -125,7 +127,7 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     ValueError
         The node config has no ``partition-id``.
     """
-    partition = node_config.get("partition-id")
+    partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
         raise ValueError(
             f"node config partition-id={partition!r}: start the SuperNode with "

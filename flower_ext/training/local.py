@@ -282,7 +282,7 @@ def train(
         raise ValueError("cannot train on a client without examples")
     terms = objective(params, training, terms)
     dtype = torch.float64 if training.tolerance else None
-    with _own_draws(generator):
+    with own_draws(generator):
         problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
         data = examples.to(problem.device)
         if training.tolerance:
@@ -293,7 +293,7 @@ def train(
 
 
 @contextmanager
-def _own_draws(generator: torch.Generator) -> Iterator[None]:
+def own_draws(generator: torch.Generator) -> Iterator[None]:
     """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     with torch.random.fork_rng(devices=[]):

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, dense, many
 from tests.worlds import client_data, task
@@ -202,3 +203,16 @@ def test_a_cohort_trains_in_batches(monkeypatch):
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=7)
     strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
     assert held == [7, 7]
+
+
+def test_a_task_that_is_built_for_one_client_is_refused_by_name():
+    def own(context):
+        client = context.node_config["partition-id"]
+        return replace(task(), data=lambda _: task().data(client))
+
+    grid = InProcessGrid(DPFedAvg.client_app(own), num_clients=3)
+    plan = NonPrivatePlan(sampling=FullParticipation(3))
+    with pytest.raises(FederationNotReady, match="built from the node's 'partition-id'"):
+        DPFedAvg(plan=plan, local=SGD).start(
+            grid, ArrayRecord(task().initial_params(0)), num_rounds=1
+        )

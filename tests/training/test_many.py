@@ -516,6 +516,130 @@ def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
             assert all(torch.equal(p, everyone[index][name]) for name, p in one.items())
 
 
+class Headed(nn.Module):
+    """One layer after what ``before`` makes of a batch."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.before, self.head = before, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.before(x))
+
+
+class Padded(nn.Module):
+    """Sequences of words of which the last means none."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 4, padding_idx=9)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(dim=1))
+
+
+class InTraining(nn.Linear):
+    """A layer that puts out something else once it is trained."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.training else torch.sigmoid(out)
+
+
+def patched():
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    forward = model.forward
+    model.forward = lambda x: 2 * forward(x) + 1
+    return model
+
+
+def normal(count, generator):
+    return torch.randn(count, 4, generator=generator)
+
+
+ODD = {
+    "the largest of a batch": (lambda: Headed(lambda x: x / x.abs().amax()), normal),
+    "a word for none": (Padded, lambda n, g: torch.randint(10, (n, 6), generator=g)),
+    "undefined for some numbers": (
+        lambda: Headed(lambda x: torch.log(x) - torch.log(x).mean(dim=0)),
+        lambda n, g: torch.rand(n, 4, generator=g) + 0.1,
+    ),
+    "bytes": (
+        lambda: Headed(lambda x: x.float() / 255 - (x.float() / 255).mean(dim=0)),
+        lambda n, g: torch.randint(256, (n, 4), generator=g).to(torch.uint8),
+    ),
+    "a patched forward pass": (patched, normal),
+    "not built for training": (lambda: nn.Sequential(InTraining(4, 3)).eval(), normal),
+    "features with a gradient": (
+        lambda: nn.Linear(4, 3),
+        lambda n, g: normal(n, g).requires_grad_(),
+    ),
+}
+
+
+@pytest.mark.parametrize("which", ODD)
+@pytest.mark.parametrize("sizes", [UNEVEN, ALIKE], ids=["uneven", "alike"])
+def test_whatever_a_model_does_it_trains_as_by_itself(which, sizes):
+    model, features_of = ODD[which]
+
+    def jobs():
+        for client, size in enumerate(sizes):
+            generator = torch.Generator().manual_seed(client)
+            targets = torch.randint(3, (size,), generator=generator)
+            yield Job(
+                params=problem(model).initial_params(0),
+                examples=Examples(features_of(size, generator), targets),
+                training=SGD,
+                generator=generator,
+            )
+
+    same(train_many(problem(model), [*jobs()]), one_by_one(problem(model), [*jobs()]))
+
+
+def test_a_model_of_two_examples_at_least_is_never_given_one(batched):
+    def model():
+        return Headed(lambda x: x + 0 * x[1].mean())
+
+    task, made = problem(model), [jobs_of(model, [SGD], ALIKE) for _ in range(2)]
+    same(train_many(task, made[0]), one_by_one(task, made[1]))
+
+
+class Lasso(Proximal):
+    """A term that only inherits from one that batches know."""
+
+    def __call__(self, params):
+        return self.weight * sum(p.abs().sum() for p in params.values())
+
+
+def test_a_term_that_inherits_from_another_is_not_taken_for_it():
+    def made():
+        return jobs_of(Dense, [SGD], ALIKE, lambda start, client: [Lasso(weight=0.1, anchor=start)])
+
+    same(train_many(problem(), made()), one_by_one(problem(), made()))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)),
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Flatten(0), nn.Unflatten(0, (-1, 3))),
+    ],
+    ids=["looks at the batch", "two rows an example"],
+)
+def test_models_that_mix_examples_are_scored_one_by_one(model):
+    def loss(outputs, targets):
+        return cross_entropy(outputs, targets.repeat_interleave(len(outputs) // len(targets)))
+
+    task = replace(problem(model, loss), metrics={})
+    params = task.initial_params(0)
+    examples = [job.examples for job in jobs_of(Dense, [SGD], UNEVEN)]
+    for ours, own in zip(
+        evaluate_many(task, [params] * len(examples), examples), examples, strict=True
+    ):
+        assert ours == pytest.approx(evaluate(task, params, own), abs=1e-6)
+
+
 class OfAnyLength(nn.Module):
     """A model of sequences, which takes them as long as they are."""
 
