@@ -91,16 +91,19 @@ class PairKeys:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of all public keys; equal at all silos unless somebody swapped one."""
+        """Short hash of all public keys, the server's among them; equal at all silos unless
+        somebody swapped one."""
         return self._fingerprint
 
-    def agree(self, public_keys: Mapping[int, bytes]) -> None:
+    def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
         """Derive a key with every other silo.
 
         Parameters
         ----------
         public_keys : Mapping[int, bytes]
             Raw public keys of all silos, this one's among them, by index.
+        server_key : bytes
+            The server's public key. Silos that were told different ones agree on nothing.
 
         Raises
         ------
@@ -125,12 +128,12 @@ class PairKeys:
                     f"public_keys[{other}]: expected 32 bytes that are an X25519 key of full order"
                 ) from error
             low, high = sorted((self._index, other))
-            keys[other] = derive(
-                shared, "pair", self._context, low, high, public_keys[low], public_keys[high]
-            )
+            both = public_keys[low], public_keys[high]
+            keys[other] = derive(shared, "pair", self._context, low, high, *both, server_key)
         self._keys = keys
         ordered = b"".join(public_keys[silo] for silo in sorted(public_keys))
-        self._fingerprint = hashlib.sha256(self._context + ordered).hexdigest()[:32]
+        told = self._context + ordered + server_key
+        self._fingerprint = hashlib.sha256(told).hexdigest()[:32]
 
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz

@@ -64,18 +64,29 @@ class PublicKey:
         """Length of n."""
         return int(self.n.bit_length())
 
-    def check(self, key_bits: int) -> None:
+    def check(self, key_bits: int, *, coprime_to: int) -> None:
         """Refuse a modulus that no key of ``key_bits`` bits has.
+
+        Parameters
+        ----------
+        coprime_to : int
+            The largest number that is blinded: r times it is uniform only if it is a unit modulo n.
 
         Raises
         ------
         ValueError
-            Wrong length, even, prime, or a square.
+            Wrong length, even, prime, a square, or it shares a factor with a number up to
+            ``coprime_to``.
         """
         if self.bits != key_bits:
             raise ValueError(f"public key of {self.bits} bits: expected {key_bits}")
         if not self.n & 1 or gmpy2.is_prime(self.n) or gmpy2.is_square(self.n):
             raise ValueError("public key: expected the product of two large primes")
+        if gmpy2.gcd(self.n, gmpy2.primorial(coprime_to)) != 1:
+            raise ValueError(
+                f"public key: it has a factor of {coprime_to} or less, expected the product of "
+                "two large primes"
+            )
 
     def check_ciphertext(self, ciphertext: mpz) -> None:
         """Refuse what is not in Z*_{n²}.

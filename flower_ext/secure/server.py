@@ -57,7 +57,7 @@ class WeightingServer:
         self._key = key or generate_key(
             plan.key_bits, allow_insecure_key_size=plan.allow_insecure_key_size
         )
-        self._key.public.check(plan.key_bits)
+        self._key.public.check(plan.key_bits, coprime_to=plan.max_records_per_user)
         self._workers = workers
         self._keys_relayed = self._seed_relayed = False
         self._inverses: list[mpz] | None = None

@@ -100,7 +100,7 @@ class WeightingSilo:
 
     @property
     def fingerprint(self) -> str:
-        """Equal at all silos, unless the server swapped keys on the way."""
+        """Equal at all silos, unless the server swapped keys on the way or has several itself."""
         return self._pairs.fingerprint
 
     def receive_keys(self, server_key: bytes, silo_keys: Sequence[SiloKey]) -> None:
@@ -116,10 +116,10 @@ class WeightingSilo:
         self._expect(_Stage.NEW)
         (n,) = from_bytes(server_key, self.plan.residue_bytes, 1, name="public key")
         public = PublicKey(n)
-        public.check(self.plan.key_bits)
+        public.check(self.plan.key_bits, coprime_to=self.plan.max_records_per_user)
         check_senders([key.silo for key in silo_keys], range(self.plan.silos))
         keys = {key.silo: key.public for key in silo_keys}
-        self._pairs.agree(keys)
+        self._pairs.agree(keys, server_key=server_key)
         self._silo_keys = keys
         self._received = EncryptedSums(self.plan, public, workers=self._workers)
         self._stage = _Stage.KEYED
@@ -316,8 +316,9 @@ class WeightingSilo:
                 silo._silo_keys = {
                     index: bytes.fromhex(key) for index, key in enumerate(facts["silo_keys"])
                 }
-                silo._pairs.agree(silo._silo_keys)
                 public = PublicKey(mpz(facts["n"], 16))
+                server_key = to_bytes([public.n], plan.residue_bytes)
+                silo._pairs.agree(silo._silo_keys, server_key=server_key)
                 silo._received = EncryptedSums(plan, public, workers=workers)
             if stage in (_Stage.SEEDED, _Stage.COUNTED):
                 silo._set_seed(bytes.fromhex(facts["seed"]))

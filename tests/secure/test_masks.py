@@ -10,6 +10,7 @@ from flower_ext.secure.blinds import user_blinds, user_order
 from flower_ext.secure.masks import PairKeys, derive, uniform_residues
 from tests.secure.worlds import key
 
+SERVER_KEY = b"server key"
 MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is a unit
 
 
@@ -19,7 +20,7 @@ def agreed(silos: int = 4, context: bytes = b"run", privates=None) -> list[PairK
         PairKeys(context=context, index=i, private=private) for i, private in enumerate(privates)
     ]
     for pair in pairs:
-        pair.agree({i: other.public for i, other in enumerate(pairs)})
+        pair.agree({i: other.public for i, other in enumerate(pairs)}, server_key=SERVER_KEY)
     return pairs
 
 
@@ -95,7 +96,7 @@ LOW_ORDER = [
 def test_public_keys_of_low_order_or_wrong_length_are_refused(public):
     pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
     with pytest.raises(ValueError, match=r"public_keys\[2\]"):
-        pair.agree({0: pair.public, 1: other.public, 2: public})
+        pair.agree({0: pair.public, 1: other.public, 2: public}, server_key=SERVER_KEY)
     with pytest.raises(ProtocolError, match="after the public keys"):
         pair.additive_masks("a", 1, 1, MODULUS)
 
@@ -110,15 +111,26 @@ def test_missing_foreign_and_repeated_public_keys_are_refused():
         ({0: pair.public, 1: pair.public}, "of its own"),
     ):
         with pytest.raises(ValueError, match=match):
-            pair.agree(keys)
+            pair.agree(keys, server_key=SERVER_KEY)
 
 
 def test_fingerprints_agree_unless_somebody_swapped_a_key():
     pairs = agreed(3)
     assert len({pair.fingerprint for pair in pairs}) == 1
     swapped = PairKeys(context=b"run", index=1)
-    pairs[0].agree({0: pairs[0].public, 1: swapped.public, 2: pairs[2].public})
+    public = {0: pairs[0].public, 1: swapped.public, 2: pairs[2].public}
+    pairs[0].agree(public, server_key=SERVER_KEY)
     assert pairs[0].fingerprint != pairs[1].fingerprint
+
+
+def test_silos_that_were_told_different_server_keys_agree_on_nothing():
+    pairs = agreed(3)
+    public = {i: pair.public for i, pair in enumerate(pairs)}
+    pairs[1].agree(public, server_key=b"another server key")
+    assert pairs[0].fingerprint == pairs[2].fingerprint != pairs[1].fingerprint
+    sealed = pairs[0].seal(1, "seed", b"secret")
+    with pytest.raises(ValueError, match="in this run"):
+        pairs[1].open(0, "seed", sealed)
 
 
 def test_a_sealed_message_opens_for_its_receiver_run_and_purpose_only():

@@ -1,7 +1,7 @@
 import numpy as np
 import phe
 import pytest
-from gmpy2 import gcd, invert, mpz, powmod
+from gmpy2 import gcd, invert, mpz, next_prime, powmod, primorial
 from scipy import stats
 
 from flower_ext.secure.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
@@ -99,7 +99,7 @@ def test_small_keys_are_for_tests_only():
 
 def test_moduli_that_no_key_has_are_refused():
     n = key().public.n
-    key().public.check(512)
+    key().public.check(512, coprime_to=2000)
     for modulus, match in (
         (n >> 1, "511 bits"),
         (n - 1, "two large primes"),
@@ -107,10 +107,21 @@ def test_moduli_that_no_key_has_are_refused():
         (max(key().p, key().q) ** 2, "two large primes"),
     ):
         with pytest.raises(ValueError, match=match):
-            PublicKey(modulus).check(512)
+            PublicKey(modulus).check(512, coprime_to=1)
     for p, q in ((key().p, key().p), (key().p, key(256).q)):
         with pytest.raises(ValueError, match="two different"):
             PrivateKey(p, q)
+
+
+def test_moduli_with_a_factor_that_a_total_may_share_are_refused():
+    """A total times a uniform blind is uniform only where the total is a unit modulo n."""
+    rough = next_prime(mpz(63) << 500) * 59
+    assert rough.bit_length() == 512
+    PublicKey(rough).check(512, coprime_to=58)
+    smooth = next_prime(mpz(2) ** 200) * primorial(300) // 2
+    for modulus, largest in ((rough, 59), (rough, 2000), (smooth, 3)):
+        with pytest.raises(ValueError, match=f"a factor of {largest} or less"):
+            PublicKey(modulus).check(modulus.bit_length(), coprime_to=largest)
 
 
 def test_keys_differ_and_their_primes_are_not_shown():

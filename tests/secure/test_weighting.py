@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from gmpy2 import mpz
+from gmpy2 import mpz, next_prime
 
 from flower_ext.secure import (
     BlindedCounts,
@@ -293,6 +293,32 @@ def test_steps_out_of_order_are_refused(rng):
     for step in late:
         with pytest.raises(ProtocolError):
             step()
+
+
+@pytest.mark.parametrize("changes", [{}, {"allowed_totals": (10,)}])
+def test_silos_refuse_a_modulus_whose_factors_a_total_may_have(changes):
+    """Else the key holder reads the total's part of that factor from the blinded total."""
+    facts = plan(**changes)
+    silo, other = WeightingSilo(facts, 0), WeightingSilo(facts, 1)
+    keys = [silo.key, other.key, WeightingSilo(facts, 2).key]
+    modulus = 59 * next_prime(mpz(63) << 500)
+    with pytest.raises(ValueError, match="a factor of 60 or less"):
+        silo.receive_keys(int(modulus).to_bytes(facts.residue_bytes, "big"), keys)
+    silo.receive_keys(int(key().public.n).to_bytes(facts.residue_bytes, "big"), keys)
+
+
+def test_silos_that_were_told_different_moduli_cannot_share_a_seed():
+    facts = plan()
+    silos = [WeightingSilo(facts, i) for i in range(3)]
+    keys = [silo.key for silo in silos]
+    for silo, number in zip(silos, (0, 0, 1), strict=True):
+        n = key(number=number).public.n
+        silo.receive_keys(int(n).to_bytes(facts.residue_bytes, "big"), keys)
+    assert silos[0].fingerprint == silos[1].fingerprint != silos[2].fingerprint
+    seeds = silos[0].seal_seed()
+    silos[1].open_seed(seeds[0])
+    with pytest.raises(ValueError, match="in this run"):
+        silos[2].open_seed(seeds[1])
 
 
 def test_only_silo_0_seals_and_it_opens_nothing(rng):
