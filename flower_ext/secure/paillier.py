@@ -26,21 +26,25 @@ from flower_ext.secure.threads import Progress, map_slices
 SECURE_KEY_BITS = 3072
 """128-bit security for factoring (NIST SP 800-57)."""
 
+_LARGEST_KEY_BITS = 2**14
 _STATISTICAL_BITS = 128
 _DIGIT_BITS = 10
 _HALF_DIGIT = 1 << (_DIGIT_BITS - 1)
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key size below 3072 bits unless it is a test's.
+    """Refuse a key size below 3072 bits unless it is a test's, and one that takes days.
 
     Raises
     ------
     ValueError
         Names the size and what would be accepted.
     """
-    if key_bits % 2 or key_bits < 64:
-        raise ValueError(f"key_bits={key_bits!r}: expected an even integer >= {SECURE_KEY_BITS}")
+    if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
+        raise ValueError(
+            f"key_bits={key_bits!r}: expected an even integer from {SECURE_KEY_BITS} to "
+            f"{_LARGEST_KEY_BITS}"
+        )
     if key_bits < SECURE_KEY_BITS and not allow_insecure_key_size:
         raise ValueError(
             f"key_bits={key_bits}: expected at least {SECURE_KEY_BITS} "

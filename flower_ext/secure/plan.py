@@ -13,6 +13,9 @@ from flower_ext.secure.multiexp import DEFAULT_TABLE_MEMORY
 from flower_ext.secure.packing import Packing
 from flower_ext.secure.paillier import SECURE_KEY_BITS, check_key_bits
 
+_MOST_RECORDS = 2**24
+"""Up to it silos look for factors of the modulus within a second."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightingPlan:
@@ -99,8 +102,23 @@ class WeightingPlan:
 
     @cached_property
     def common_multiple(self) -> int:
-        """C_LCM: a multiple of every number of records that a user may have."""
-        return math.lcm(*(self.allowed_totals or range(1, self.max_records_per_user + 1)))
+        """C_LCM: a multiple of every number of records that a user may have.
+
+        Raises
+        ------
+        ValueError
+            It is longer than the key.
+        """
+        multiple = 1
+        for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
+            multiple = math.lcm(multiple, total)
+            if multiple.bit_length() > self.key_bits:
+                raise ValueError(
+                    "the least common multiple of all totals up to max_records_per_user="
+                    f"{self.max_records_per_user} does not fit a plaintext of {self.key_bits} "
+                    "bits: expected fewer records per user, fewer allowed totals, or a larger key"
+                )
+        return multiple
 
     @property
     def step(self) -> float:
@@ -172,6 +190,11 @@ class WeightingPlan:
 
     def _check_totals(self) -> None:
         totals = self.allowed_totals
+        if self.max_records_per_user > _MOST_RECORDS:
+            raise ValueError(
+                f"max_records_per_user={self.max_records_per_user}: expected fewer records per "
+                f"user, {_MOST_RECORDS} at most"
+            )
         if totals is not None and not (
             totals and all(1 <= total <= self.max_records_per_user for total in totals)
         ):

@@ -1,4 +1,5 @@
 import math
+import time
 
 import numpy as np
 import pytest
@@ -61,6 +62,22 @@ def test_n_max_of_the_paper_fits_3072_bits_and_2200_does_not():
     for most in (2100, 2200):
         with pytest.raises(ValueError, match="fewer records per user"):
             plan(**facts, max_records_per_user=most, noise_bound=64.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_records_per_user": 10**7},
+        {"max_records_per_user": 10**12},
+        {"max_records_per_user": 10**7, "allowed_totals": tuple(range(1, 10**5))},
+        {"max_records_per_user": 10**12, "allowed_totals": (1, 10**12)},
+    ],
+)
+def test_numbers_of_records_that_no_key_fits_are_refused_at_once(changes):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="fewer records per user"):
+        plan(**changes)
+    assert time.monotonic() - began < 1.0
 
 
 def test_a_small_common_multiple_packs_many_coordinates():
