@@ -588,6 +588,41 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
         assert "3.14" not in refusal
 
 
+def beyond_the_plan():
+    """User 12 of 12, from zero."""
+    one = silos()[1]
+    return SiloData(train=one.train, test=one.test, owners=one.owners.clone().fill_(USERS))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "data", "said"),
+    [
+        (replace(SMALL, max_records_per_user=5), silos, "blind its numbers of records"),
+        (
+            replace(SMALL, silo_record_limits=(57, 2, 1)),
+            silos,
+            "blind its numbers of records",
+        ),
+        (SMALL, lambda: [silos()[0], beyond_the_plan(), silos()[2]], "take part"),
+    ],
+)
+def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, data, said):
+    replies = []
+
+    def watch(received, grid):
+        replies.extend(received)
+        return received
+
+    kind = f"query.{METHOD}"
+    with pytest.raises(FederationNotReady, match=f"cannot {said}; why is in its own log") as error:
+        start(make(protocol=protocol), Meddler, data(), meddle=watch, kind=kind, groups=("0",))
+    failed = [reply.error.reason for reply in replies if reply.has_error()]
+    assert failed
+    for text in (str(error.value), *failed):
+        assert "expected 0 to" not in text
+        assert "owners: expected" not in text
+
+
 # State -------------------------------------------------------------------------------------------
 
 
@@ -711,7 +746,7 @@ def test_guarantees_say_what_the_protocol_shows_and_what_it_rests_on():
 
 
 def test_a_user_with_too_many_records_is_noticed_by_its_silo_or_in_the_first_sum():
-    with pytest.raises(FederationNotReady, match="expected 0 to 3 records of each user"):
+    with pytest.raises(FederationNotReady, match="cannot blind its numbers of records"):
         start(make(protocol=replace(SMALL, max_records_per_user=3)))
     held = histogram(silos(), USERS)
     most = int(held.max())

@@ -8,7 +8,8 @@ that might tell something about the silo's data stay in its own log.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from logging import getLogger
 
 import numpy as np
@@ -72,7 +73,8 @@ def _begin(question: Question) -> Mapping[str, np.ndarray]:
             f"the server asks for keys of {plan.key_bits} bits that may be insecure: this client "
             "takes part only in simulation (client_app(..., allow_seeded_noise=True))"
         )
-    owned(question.data, plan.users)
+    with _why_stays_here(question.partition, "take part"):
+        owned(question.data, plan.users)
     earlier = keeping.resume(question.vault)
     if earlier is not None and earlier.plan.run == plan.run:
         raise ProtocolError("the set-up of this run began before")
@@ -97,15 +99,27 @@ def _count(question: Question) -> Mapping[str, np.ndarray]:
     if silo.index != 0:
         sealed = question.arrays[SEED][SEED].tobytes()
         silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
-    owners = owned(question.data, silo.plan.users).owners.cpu().long()
-    counts = torch.bincount(owners, minlength=silo.plan.users).tolist()
-    return {COUNTS: records.to_bytes_array(silo.blind_counts(counts).counts)}
+    with _why_stays_here(silo.index, "blind its numbers of records"):
+        owners = owned(question.data, silo.plan.users).owners.cpu().long()
+        counts = torch.bincount(owners, minlength=silo.plan.users).tolist()
+        blinded = silo.blind_counts(counts)
+    return {COUNTS: records.to_bytes_array(blinded.counts)}
 
 
 def _draw(question: Question) -> Mapping[str, np.ndarray]:
     number, public = int(question.asked[NUMBER]), question.arrays[OFFER][OFFER].tobytes()
     answer = _resumed(question).answer_draw(DrawOffer(round_number=number, public=public))
     return {ANSWER: records.to_bytes_array(answer.answer)}
+
+
+@contextmanager
+def _why_stays_here(silo: int, what: str) -> Iterator[None]:
+    """What is wrong may say something about the data, and errors reach the server."""
+    try:
+        yield
+    except ValueError:
+        log.exception("silo %d cannot %s", silo, what)
+        raise ProtocolError(f"silo {silo} cannot {what}; why is in its own log") from None
 
 
 def _resumed(question: Question) -> WeightingSilo:
@@ -137,14 +151,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         message = _weights(work)
         began = time.monotonic()
         keeping.prepare(silo)
-        try:
+        with _why_stays_here(silo.index, "encrypt its sum"):
             progress = Remaining(f"silo {silo.index}, round {work.round}: coordinates")
             masked = silo.weigh(message, updates, flat(noise), progress=progress)
-        except ValueError:  # it may say something about the data, and errors reach the server
-            log.exception("silo %d cannot encrypt its sum", silo.index)
-            raise ProtocolError(
-                f"silo {silo.index} cannot encrypt its sum; why is in its own log"
-            ) from None
         keeping.remember(silo)
         log.info(
             "silo %d, round %d: %.1f s of training, %.1f s of encryption",
