@@ -759,6 +759,18 @@ def test_a_user_with_too_many_records_is_noticed_by_its_silo_or_in_the_first_sum
         start(make(protocol=limited))
 
 
+@pytest.mark.parametrize("users", [2, USERS])
+@pytest.mark.parametrize("silos", [2, 100])
+def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, silos):
+    """Coarser ones round the noise of every silo to zero, and the sum is that of the updates."""
+    sampling, local = FullParticipation(users), {"num_silos": silos}
+    stddev = plan(sampling).client_noise_stddev(silos)
+    coarsest = stddev / 4 * (users + 2 * silos) / 2
+    make(protocol=replace(SMALL, precision=0.999 * coarsest), sampling=sampling, **local)
+    with pytest.raises(ValueError, match=f"expected at most about {coarsest:.3g}"):
+        make(protocol=replace(SMALL, precision=1.001 * coarsest), sampling=sampling, **local)
+
+
 def test_small_keys_are_refused_by_clients_that_do_not_simulate():
     app = PrivateUldpAvg.client_app(task())
     grid = InProcessGrid(app, num_clients=SILOS)
@@ -777,6 +789,7 @@ def test_small_keys_are_refused_by_clients_that_do_not_simulate():
         (lambda: PrivateWeighting(max_records_per_user=2200), "does not fit a plaintext"),
         (lambda: make(protocol=replace(SMALL, precision=1e-20)), r"above 2\*\*61"),
         (lambda: make(num_silos=1), "silos=1"),
+        (lambda: make(protocol=replace(SMALL, precision=10.0)), r"precision=10\.0: it rounds to"),
         (lambda: make(protocol=HIDDEN), "users are drawn at a rate of 1, expected a multiple of"),
         (
             lambda: make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),

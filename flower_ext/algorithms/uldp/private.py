@@ -92,6 +92,8 @@ _KEY_BYTES = 32
 _SEALED_BYTES = 60
 _NOISE_ROOM = 64.0
 """Standard deviations of a silo's noise that encoding has room for; noise never gets there."""
+_LARGEST_STEP = 0.25
+"""Of the encoding, in standard deviations of a silo's noise; coarser steps round noise away."""
 
 
 class PrivateUldpAvg(UldpAvg):
@@ -357,7 +359,7 @@ class PrivateUldpAvg(UldpAvg):
 
     def _weighting_plan(self, *, coordinates: int) -> WeightingPlan:
         stddev = self.plan.client_noise_stddev(self.num_silos)
-        return self.protocol.plan(
+        plan = self.protocol.plan(
             run=secrets.token_hex(16),
             users=self.plan.sampling.population,
             silos=self.num_silos,
@@ -366,6 +368,13 @@ class PrivateUldpAvg(UldpAvg):
             update_bound=self.plan.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )
+        if plan.step > (largest := _LARGEST_STEP * stddev):
+            raise ValueError(
+                f"precision={plan.precision!r}: it rounds to steps of {plan.step:.3g}, too coarse "
+                f"for a silo's noise of standard deviation {stddev:.3g}; expected at most about "
+                f"{plan.precision * largest / plan.step:.3g}"
+            )
+        return plan
 
     def _told(
         self,

@@ -26,7 +26,8 @@ class PrivateWeighting:
         The most records of one user in each silo. Where they sum to N_max at most, no user can
         exceed it; without them an excess ends the run when the first sum is decrypted.
     precision : float
-        P: largest error of a coordinate of the sum over silos.
+        P: largest error of a coordinate of the sum over silos. The method refuses one that is
+        coarse against the silos' noise.
     draw_choices : int, optional
         If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer: no party learns
         who takes part, so that drawing amplifies against the server as well. The plan's
