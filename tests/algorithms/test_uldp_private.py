@@ -771,6 +771,30 @@ def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, sil
         make(protocol=replace(SMALL, precision=1.001 * coarsest), sampling=sampling, **local)
 
 
+@pytest.mark.parametrize(
+    ("changes", "assumed"),
+    [
+        ({}, "every user has at most 60 records over all silos: otherwise the run ends"),
+        ({"silo_record_limits": (20, 20, 20)}, None),
+        ({"allowed_totals": (5, 10)}, "every user has 5 or 10 records over all silos, or none"),
+        (
+            {"allowed_totals": (5, 10), "silo_record_limits": (20, 20, 20)},
+            "every user has 5 or 10 records over all silos, or none",
+        ),
+    ],
+)
+def test_guarantees_name_the_totals_that_no_silo_can_check(changes, assumed):
+    strategy = make(protocol=replace(SMALL, **changes))
+    strategy.participations.record(range(USERS), SILOS, asked=SILOS)
+    guarantees = [g for g in strategy.guarantees() if g.basis == "provable"]
+    assert len(guarantees) == 3
+    for guarantee in guarantees:
+        named = [text for text in guarantee.assumptions if text.startswith("every user has")]
+        assert len(named) == (assumed is not None)
+        assert all(text.startswith(str(assumed)) for text in named)
+        assert all("the server may find" in text for text in named)
+
+
 def test_small_keys_are_refused_by_clients_that_do_not_simulate():
     app = PrivateUldpAvg.client_app(task())
     grid = InProcessGrid(app, num_clients=SILOS)

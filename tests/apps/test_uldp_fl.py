@@ -105,6 +105,20 @@ def test_private_weights_are_those_by_records(method, tmp_path):
     assert views[0] == pytest.approx(views[1], rel=1e-6)
 
 
+def test_limits_of_silos_reach_the_protocol(tmp_path):
+    data = load_silos("digits", num_users=30, num_silos=5, distribution="uniform", seed=1)
+    limits = histogram(data, 30).max(axis=1)
+    facts = {"method": "uldp-avg-private", "rounds": 1, "max_records_per_user": int(limits.sum())}
+    limited, unlimited = (
+        run(tmp_path / kind, **facts, silo_record_limits=text)
+        for kind, text in (("limited", ",".join(map(str, limits))), ("unlimited", ""))
+    )
+    for run_, assumed in ((limited, 0), (unlimited, 3)):
+        assert [row["answered"] for row in run_.metrics()] == [5]
+        needed = [text for g in run_.guarantees() for text in g.assumptions]
+        assert sum(text.startswith("every user has at most") for text in needed) == assumed
+
+
 def test_users_whom_not_even_the_server_knows_are_drawn(tmp_path):
     facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1}
     run_ = run(tmp_path / "run", method="uldp-avg-private", **facts)
@@ -155,6 +169,14 @@ def test_groups_of_any_size(size, tmp_path):
         ({"method": "uldp-avg-private", "allow_insecure_keys": False}, "key_bits=512"),
         ({"method": "uldp-avg-private", "allowed_totals": "ten"}, "allowed-totals='ten'"),
         ({"method": "uldp-avg-private", "allowed_totals": "10,999"}, r"allowed_totals=\(10, 999\)"),
+        (
+            {"method": "uldp-avg-private", "silo_record_limits": "50,fifty"},
+            "silo-record-limits='50,fifty'",
+        ),
+        (
+            {"method": "uldp-avg-private", "silo_record_limits": "20,20,20,20,21"},
+            r"silo_record_limits=\(20, 20, 20, 20, 21\)",
+        ),
         ({"method": "uldp-avg-private", "draw_choices": 4}, "draw_choices=4: users are drawn at"),
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),

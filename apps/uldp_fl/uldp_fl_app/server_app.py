@@ -130,7 +130,8 @@ def private_strategy_of(
         key_bits=integer(config, "key-bits"),
         precision=number(config, "precision"),
         max_records_per_user=integer(config, "max-records-per-user"),
-        allowed_totals=allowed_totals_of(config),
+        allowed_totals=integers_of(config, "allowed-totals"),
+        silo_record_limits=integers_of(config, "silo-record-limits"),
         draw_choices=integer(config, "draw-choices") or None,
         allow_insecure_key_size=flag(config, "allow-insecure-keys"),
     )
@@ -139,20 +140,20 @@ def private_strategy_of(
     return PrivateUldpSgd(**options)
 
 
-def allowed_totals_of(config: UserConfig) -> tuple[int, ...] | None:
-    """Numbers of records that users may have, if not any.
+def integers_of(config: UserConfig, name: str) -> tuple[int, ...] | None:
+    """A list of them, if it is not empty.
 
     Raises
     ------
     UnfitSetting
         Not integers with commas between them.
     """
-    totals = text(config, "allowed-totals")
+    listed = text(config, name)
     try:
-        return tuple(int(part) for part in totals.split(",")) if totals else None
+        return tuple(int(part) for part in listed.split(",")) if listed else None
     except ValueError:
         raise UnfitSetting(
-            f"run-config allowed-totals={totals!r}: expected integers with commas between them"
+            f"run-config {name}={listed!r}: expected integers with commas between them"
         ) from None
 
 

@@ -67,6 +67,7 @@ from flower_ext.federation import (
 from flower_ext.privacy import (
     Aggregate,
     FullParticipation,
+    Guarantee,
     ReleasePlan,
     RoundDiscarded,
     SecureNoise,
@@ -316,6 +317,13 @@ class PrivateUldpAvg(UldpAvg):
     def repeats(self) -> bool:
         """Never: keys, blinds and dither are secret, whatever the seed."""
         return False
+
+    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
+        """And what they need of the users' records, unless silos see to it by themselves."""
+        guarantees = super().provable_guarantees(plan)
+        if not (assumed := self.protocol.assumed_totals):
+            return guarantees
+        return [replace(one, assumptions=(*one.assumptions, assumed)) for one in guarantees]
 
     @property
     def secure_sum(self) -> str:

@@ -56,6 +56,24 @@ class PrivateWeighting:
         facts = {"users": 1, "silos": silos, "coordinates": 1}
         self.plan(run="check", **facts, update_bound=self.precision, noise_bound=self.precision)
 
+    @property
+    def assumed_totals(self) -> str:
+        """What no silo can check, as it knows its own records only; empty where there is nothing.
+
+        A total that is not foreseen shows in a sum out of bounds, on which a server may try totals.
+        """
+        if self.allowed_totals is not None:
+            totals = " or ".join(str(total) for total in self.allowed_totals)
+            foreseen = f"{totals} records over all silos, or none"
+        elif self.silo_record_limits is None:
+            foreseen = f"at most {self.max_records_per_user} records over all silos"
+        else:
+            return ""
+        return (
+            f"every user has {foreseen}: otherwise the run ends, and the server may find that "
+            "user's number of records"
+        )
+
     def plan(self, **facts: Any) -> WeightingPlan:
         """The public facts of one run.
 
