@@ -408,7 +408,18 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
 
 
 def check_user_plan(plan: ReleasePlan, num_silos: int, weighting: str) -> None:
-    """Refuse a plan that is none of users, or that these methods cannot keep."""
+    """Refuse a plan that is none of users, or that these methods cannot keep.
+
+    Raises
+    ------
+    ValueError
+        Names what does not fit.
+    """
+    if plan.sensitivity < 1:
+        raise ValueError(
+            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, as one user moves "
+            "a sum by a whole clipping norm; leave it out"
+        )
     if plan.unit is not PrivacyUnit.USER:
         raise ValueError(f"unit={plan.unit.value!r} of the plan: expected 'user'")
     if plan.noise_placement != "client":

@@ -168,6 +168,7 @@ def test_seeds_are_named_as_simulation():
     ("changes", "arguments", "said"),
     [
         ({"unit": PrivacyUnit.CLIENT}, {}, "unit='client'"),
+        ({"sensitivity": 0.1}, {}, "sensitivity=0.1 of the plan: expected 1 or more"),
         ({"noise_placement": "server"}, {}, "noise_placement='server'"),
         ({"sampling": FixedSizeSampling(100, 5)}, {}, "FullParticipation or PoissonSampling"),
         ({}, {"num_silos": 0}, "num_silos=0"),
