@@ -32,11 +32,15 @@ def epsilon_text(epsilon: float) -> str:
     """ε with three significant digits, rounded up: what is printed is never less than was spent."""
     if math.isinf(epsilon):
         return "none"
-    if epsilon == 0:
+    return _rounded_up(epsilon)
+
+
+def _rounded_up(value: float) -> str:
+    if value == 0:
         return "0"
-    step = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
+    step = 10.0 ** (math.floor(math.log10(value)) - 2)
     # The guard keeps 2.0000000000000004 from becoming 2.01.
-    return f"{math.ceil(epsilon / step - 1e-6) * step:.3g}"
+    return f"{math.ceil(value / step - 1e-6) * step:.3g}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Guarantee:
         if math.isinf(self.epsilon):
             promise = "No (ε, δ) is promised"
         else:
-            promise = f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g}"
+            promise = f"ε = {epsilon_text(self.epsilon)} at δ = {_rounded_up(self.delta)}"
         parts = [
             f"{promise} for one {self.unit.value} under the relation {self.relation.value}, "
             f"against an adversary who sees {_SEES[self.view]} "

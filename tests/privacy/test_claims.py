@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -173,6 +174,21 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
         assert g.unit is PrivacyUnit.CLIENT
         assert Guarantee.from_dict(g.to_dict()) == g
     assert "Not covered: test scores" in guarantees[0].statement()
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "said"),
+    [
+        (2.0, 1e-5, "ε = 2 at δ = 1e-05 "),
+        (2.000049, 1.0004e-5, "ε = 2.01 at δ = 1.01e-05 "),
+        (0.12341, 0.0012341, "ε = 0.124 at δ = 0.00124 "),
+        (9.991, 9.991e-6, "ε = 10 at δ = 1e-05 "),
+        (0.0, 0.0, "ε = 0 at δ = 0 "),
+    ],
+)
+def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
+    (claim, *_) = client_level_guarantees(plan(), Participations.worst_case(60, 10))
+    assert said in replace(claim, epsilon=epsilon, delta=delta).statement()
 
 
 def test_unknown_fields_of_a_guarantee_are_refused():

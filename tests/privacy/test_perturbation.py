@@ -28,6 +28,7 @@ from flower_ext.privacy import (
     SecureNoise,
     SeededNoise,
     clip,
+    epsilon_text,
     l2_norm,
     perturbation_guarantees,
     upcycled_theorem_6_2,
@@ -838,7 +839,7 @@ def test_every_guarantee_names_all_that_it_needs_and_survives_json(perturbation,
         ):
             assert word in text
         if math.isfinite(guarantee.epsilon):
-            assert f"ε = {guarantee.epsilon:.4g}" in text
+            assert f"ε = {epsilon_text(guarantee.epsilon)} at" in text
             assert ("δ = 0.00025" if perturbation is OUTPUT else "δ = 0 ") in text
         assert Guarantee.from_dict(guarantee.to_dict()) == guarantee
     assumed = guarantees[1].statement()
