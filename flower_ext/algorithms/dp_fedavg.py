@@ -47,6 +47,8 @@ from flower_ext.training import LocalTraining, Params, difference
 
 log = getLogger("flwr")
 
+_STEPS = "steps"
+
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–10 of Algorithm 1: train the received model, return what changed."""
@@ -169,7 +171,8 @@ class Hosted(DPFedAvg):
 
     Takes FedAvg and what derives from it without sending more than the model and the
     configuration: FedAvgM, FedProx, FedAdam, FedYogi, FedMedian, … Replies that fail a check
-    never reach it.
+    never reach it. It sees its own steps as rounds, numbered from 1, as FedAdam's bias correction
+    needs: a round that is discarded, or abandoned and done again, has no number.
 
     Parameters
     ----------
@@ -206,18 +209,17 @@ class Hosted(DPFedAvg):
         if isinstance(server, FedProx):
             self.local = replace(self.local, proximal_weight=server.proximal_mu)
         self.server = server
-        self._round = 0
+        self._steps = 0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Our messages; the server adds to the configuration that they carry."""
-        self._round = server_round
         messages = list(super().configure_train(server_round, arrays, config, grid))
         cohort = _Cohort([message.metadata.dst_node_id for message in messages])
         if isinstance(self.server, FedAvgM):  # takes the model it is given in its first round only
             self.server.current_arrays = None
-        self.server.configure_train(server_round, arrays, config, cast(Grid, cohort))
+        self.server.configure_train(self._steps + 1, arrays, config, cast(Grid, cohort))
         return messages
 
     def next_model(
@@ -235,12 +237,15 @@ class Hosted(DPFedAvg):
                 }
             )
             replies.append(Message(content, dst_node_id=partition, message_type="train"))
-        arrays, _ = self.server.aggregate_train(self._round, replies)
-        return base if arrays is None else records.to_arrays(arrays)
+        arrays, _ = self.server.aggregate_train(self._steps + 1, replies)
+        if arrays is None:
+            return base
+        self._steps += 1
+        return records.to_arrays(arrays)
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """The server's moments and momenta: all that it holds in dicts or lists of arrays."""
-        state: dict[str, records.Arrays] = {}
+        """The server's moments and momenta, in dicts or lists of arrays, and how many steps."""
+        state: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([self._steps])}}
         for name, value in vars(self.server).items():
             kind = type(value).__name__
             members = dict(enumerate(value)) if isinstance(value, list) else value
@@ -251,6 +256,9 @@ class Hosted(DPFedAvg):
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
         """Give them back to the server."""
         for group, members in state.items():
+            if group == _STEPS:
+                self._steps = int(members["taken"][0])
+                continue
             kind, _, name = group.partition(".")
             value = list(members.values()) if kind == "list" else dict(members)
             setattr(self.server, name, value)

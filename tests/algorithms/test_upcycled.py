@@ -123,21 +123,21 @@ class HalfWay(FedAvg):
 
 
 def averaging():
-    return lambda t, w, models: np.average(models, axis=0, weights=SIZES)
+    return lambda m, w, models: np.average(models, axis=0, weights=SIZES)
 
 
 def median():
-    return lambda t, w, models: np.median(models, axis=0)
+    return lambda m, w, models: np.median(models, axis=0)
 
 
 def half_way():
-    return lambda t, w, models: (w + np.average(models, axis=0, weights=SIZES)) / 2
+    return lambda m, w, models: (w + np.average(models, axis=0, weights=SIZES)) / 2
 
 
 def momentum(rate, share):
     velocity = 0.0
 
-    def server(t, w, models):
+    def server(number, w, models):
         nonlocal velocity
         velocity = share * velocity + (w - np.average(models, axis=0, weights=SIZES))
         return w - rate * velocity
@@ -148,7 +148,7 @@ def momentum(rate, share):
 def adaptive(kind, eta, beta_1, beta_2, tau):
     m = v = 0.0
 
-    def server(t, w, models):
+    def server(number, w, models):
         nonlocal m, v
         step = np.average(models, axis=0, weights=SIZES) - w
         m = beta_1 * m + (1 - beta_1) * step
@@ -156,7 +156,7 @@ def adaptive(kind, eta, beta_1, beta_2, tau):
             v = v - (1 - beta_2) * step**2 * np.sign(v - step**2)
             return w + eta * m / (np.sqrt(v) + tau)
         v = beta_2 * v + (1 - beta_2) * step**2
-        unbiased = eta * np.sqrt(1 - beta_2 ** (t + 1)) / (1 - beta_1 ** (t + 1))
+        unbiased = eta * np.sqrt(1 - beta_2 ** (number + 1)) / (1 - beta_1 ** (number + 1))
         return w + unbiased * m / (np.sqrt(v) + tau)
 
     return server
@@ -177,14 +177,15 @@ BASES = {
 
 
 def by_hand(server, *, rounds, coefficient):
-    """w̄⁰, …, w̄ᴿ of Algorithm 1 around ``server(t, w, local models)``."""
+    """w̄⁰, …, w̄ᴿ of Algorithm 1 around ``server(m, w, local models)``, m-th of its rounds."""
     models = [START.astype(np.float64)]
     for t in range(1, rounds + 1):
         w = models[-1]
         if t % 2 == 0:
             models.append(w + coefficient(t // 2) * (w - models[-2]))
         else:
-            models.append(server(t, w, [towards_own_point(w, i) for i in range(CLIENTS)]))
+            local = [towards_own_point(w, i) for i in range(CLIENTS)]
+            models.append(server((t + 1) // 2, w, local))
     return models
 
 
@@ -231,9 +232,9 @@ def test_odd_rounds_are_the_bases_own_whatever_it_is(base, monkeypatch):
     monkeypatch.setattr("gc.collect", lambda: 0)  # QFedAvg collects for every client and round
     driven, grid = base(), InProcessGrid(foreign_app(), num_clients=CLIENTS)
 
-    def server(t, w, models):
-        asked = driven.configure_train(t, packed(w), ConfigRecord(), grid)
-        arrays, _ = driven.aggregate_train(t, grid.send_and_receive(asked))
+    def server(number, w, models):
+        asked = driven.configure_train(number, packed(w), ConfigRecord(), grid)
+        arrays, _ = driven.aggregate_train(number, grid.send_and_receive(asked))
         return flat(arrays).astype(np.float64)
 
     theirs = by_hand(server, rounds=4, coefficient=Constant(0.6))
@@ -254,9 +255,11 @@ def test_an_upcycled_step_is_one_plus_c_plain_ones_where_every_step_leads_to_the
     assert left(plain[-1]) < left(ours) < left(plain[training_rounds])
 
 
-def test_a_coefficient_of_zero_repeats_every_model_of_the_base():
-    plain = models_of(FedAvg(), rounds=4)
-    upcycled = models_of(Upcycled(FedAvg(), 0), rounds=8)
+@pytest.mark.parametrize("name", BASES)
+def test_a_coefficient_of_zero_repeats_every_model_of_the_base(name):
+    base, _ = BASES[name]
+    plain = models_of(base(), rounds=4)
+    upcycled = models_of(Upcycled(base(), 0), rounds=8)
     same(upcycled[1::2], plain[1:], tolerance=1e-6)
     np.testing.assert_array_equal(upcycled[2::2], upcycled[1::2])
 
@@ -411,13 +414,14 @@ def test_even_rounds_of_flowers_strategies_send_nothing_and_the_count_says_so(ba
     grid, strategy = flower_recorder(), Upcycled(base(), 0.5)
     strategy.start(grid, packed(START), num_rounds=6)
     for t in range(1, 7):
-        asked, answered = grid.of("train", t, "down"), grid.of("train", t, "up")
-        expected = CLIENTS if t % 2 else 0
-        assert (len(asked), len(answered)) == (expected, expected)
-        moved = sum(seen["bytes"] for seen in asked + answered)
-        assert strategy.traffic[t] == Traffic(messages=2 * expected, bytes=moved)
-        assert moved == 2 * expected * BYTES
+        expected = 2 * CLIENTS if t % 2 else 0
+        assert strategy.traffic[t] == Traffic(messages=expected, bytes=expected * BYTES)
         assert len(grid.of("evaluate", t, "down")) == CLIENTS
+    for number in (1, 2, 3):
+        asked, answered = grid.of("train", number, "down"), grid.of("train", number, "up")
+        assert len(asked) == len(answered) == CLIENTS
+        assert sum(seen["bytes"] for seen in asked + answered) == 2 * CLIENTS * BYTES
+    assert len([seen for seen in grid.seen if seen["kind"] == "train"]) == 3 * 2 * CLIENTS
     assert sorted(strategy.traffic) == [1, 2, 3, 4, 5, 6]
     assert not [seen for seen in grid.seen if seen["round"] is None]
 
@@ -584,7 +588,7 @@ def test_a_round_that_the_budget_forbids_is_not_counted_among_the_rounds(tmp_pat
 
 
 def test_after_a_round_that_nobody_answers_the_even_round_changes_nothing():
-    grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 3)
+    grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 2)
     models = models_of(Upcycled(FedAvg(), 0.6), rounds=6, grid=grid)
     np.testing.assert_array_equal(models[3], models[2])
     np.testing.assert_array_equal(models[4], models[2])
@@ -757,7 +761,7 @@ def test_after_a_run_the_base_keeps_methods_that_were_set_on_it():
 
     base.aggregate_train = logged
     models_of(Upcycled(base, 0.5), rounds=4)
-    assert called == [1, 3]
+    assert called == [1, 2]
     assert base.aggregate_train is logged
 
 
@@ -851,6 +855,27 @@ def test_a_hosted_server_makes_the_models_that_it_makes_alone(name, upcycle):
     ours = models_of(upcycle(hosted), rounds=6)
     assert hosted.refusals == []
     same(ours, models_of(upcycle(base()), rounds=6))
+
+
+def test_a_hosted_fedadam_corrects_its_moments_by_its_steps_whatever_rounds_are_lost():
+    grid = flower_recorder(lose=lambda seen: seen["kind"] == "train" and seen["round"] == 2)
+    models = models_of(
+        Hosted(FedAdam(**ADAPTIVE), plan=EVERYONE, evaluate_every=0), rounds=4, grid=grid
+    )
+    np.testing.assert_array_equal(models[2], models[1])
+    alone = models_of(FedAdam(**ADAPTIVE), rounds=3)
+    same([models[1], *models[3:]], alone[1:])
+
+
+def test_a_hosted_server_that_goes_on_in_a_new_process_counts_its_steps_on():
+    def hosted():
+        return Hosted(FedAdam(**ADAPTIVE), plan=EVERYONE, evaluate_every=0)
+
+    whole = models_of(hosted(), rounds=4)
+    first, second = hosted(), hosted()
+    middle = models_of(first, rounds=2)[-1]
+    second.restore(first.state())
+    same(models_of(second, rounds=2, start=middle), whole[2:])
 
 
 @pytest.mark.parametrize("grid", [recorder, flower_recorder], ids=["ours", "foreign"])

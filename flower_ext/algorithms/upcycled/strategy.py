@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.algorithms.upcycled.coefficients import Constant, Schedule
+from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Arrays, payload_bytes, to_arrays, to_record
 
 log = getLogger("flwr")
@@ -51,11 +52,14 @@ class Traffic:
 class Upcycled(Strategy):
     """Any strategy, asking its clients in odd rounds only.
 
-    The base strategy sees the odd rounds under their own numbers (1, 3, 5, …) and evaluates in
-    every round, as it would alone. Whatever else it offers (``guarantees()``, ``stopped``, …) is
-    found here as well. Its server optimiser's state is left alone in even rounds; the copy that
-    Flower's FedAvgM keeps of the global model follows the extrapolation. A strategy of your own
-    that keeps one has to take the ``arrays`` of every `configure_train` instead.
+    The base strategy sees the odd rounds numbered by training rounds (1, 2, 3, …), as FedAdam's
+    bias correction needs; so do its clients, in the ``server-round`` that Flower's strategies tell.
+    Strategies of this package count training rounds themselves: they see 1, 3, 5, …, under which
+    these are in their records. The base evaluates in every round, as it would alone. Whatever else
+    it offers (``guarantees()``, ``stopped``, …) is found here as well. Its server optimiser's state
+    is left alone in even rounds; the copy that Flower's FedAvgM keeps of the global model follows
+    the extrapolation. A strategy of your own that keeps one has to take the ``arrays`` of every
+    `configure_train` instead.
 
     Parameters
     ----------
@@ -105,7 +109,8 @@ class Upcycled(Strategy):
         else:
             self._before = arrays
             _follow(self.base, arrays)
-            messages = list(self._base_configure(server_round, arrays, config, grid))
+            number = self._base_round(server_round)
+            messages = list(self._base_configure(number, arrays, config, grid))
         self.traffic[server_round] = Traffic()
         self.traffic[server_round].count(messages)
         return messages
@@ -117,7 +122,7 @@ class Upcycled(Strategy):
         replies = list(replies)
         self.traffic[server_round].count(replies)
         if server_round % 2 == 1:
-            return self._base_aggregate(server_round, replies)
+            return self._base_aggregate(self._base_round(server_round), replies)
         coefficient = self.coefficient(server_round // 2)
         if not 0 <= coefficient < float("inf"):
             raise ValueError(
@@ -194,6 +199,12 @@ class Upcycled(Strategy):
             sum(traffic.bytes for traffic in asked) / 1e6,
         )
         return result
+
+    def _base_round(self, server_round: int) -> int:
+        """Number under which the base sees an odd round."""
+        if isinstance(self.base, FederatedStrategy):
+            return server_round
+        return (server_round + 1) // 2
 
 
 def extrapolated(before: ArrayRecord, after: ArrayRecord, coefficient: float) -> ArrayRecord:
