@@ -99,12 +99,26 @@ def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0"),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"model": "gpt"}, "model='gpt'"),
+        ({"sam_radius": 0.0}, r"sam-radius=0\.0 with method='dp2-fedsam': expected a number > 0"),
+        ({"sam_radius": 0.0, "method": "p-fedsam"}, r"sam-radius=0\.0 with method='p-fedsam'"),
+        ({"sam_radius": 0.0, "method": "dp-fedsam"}, r"sam-radius=0\.0 with method='dp-fedsam'"),
         ({"noise_placement": "moon"}, "noise-placement='moon'"),
     ],
 )
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         run(tmp_path / "run", **overrides)
+
+
+def test_a_method_without_sam_needs_no_radius(tmp_path):
+    run_ = run(tmp_path / "run", method="centaur", sam_radius=0.0, rounds=1)
+    assert run_.facts["status"] == "completed"
+
+
+def test_half_a_client_more_makes_a_cohort_of_fixed_size_one_larger(tmp_path):
+    facts = {"clients": 10, "sampling_rate": 0.25, "sampling": "fixed-size", "rounds": 1}
+    (row,) = run(tmp_path / "run", method="fedavg", **facts).metrics()
+    assert row["cohort"] == 3
 
 
 def test_missing_data_end_the_run_before_it_begins(tmp_path, monkeypatch):

@@ -32,9 +32,10 @@ from flower_ext.privacy import (
     Sampling,
     calibrate_noise_multiplier,
     dp2_fedsam_theorem2_noise_multiplier,
+    size_for_rate,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import choice, flag, integer, number, text
+from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 
 SHARED_MODEL = {
@@ -107,7 +108,7 @@ def sampling_of(config: UserConfig) -> Sampling:
         case "poisson":
             return PoissonSampling(population=clients, rate=rate)
         case "fixed-size":
-            return FixedSizeSampling(population=clients, size=max(1, round(rate * clients)))
+            return FixedSizeSampling(population=clients, size=size_for_rate(clients, rate))
         case _:
             return FullParticipation(population=clients)
 
@@ -124,7 +125,7 @@ def strategy_of(
         learning_rate_decay=number(config, "learning-rate-decay"),
         momentum=number(config, "momentum"),
     )
-    sam = replace(sgd, sam_radius=number(config, "sam-radius"))
+    sam = replace(sgd, sam_radius=sam_radius_of(config))
     head = replace(
         sgd,
         epochs=integer(config, "head-epochs"),
@@ -149,6 +150,23 @@ def strategy_of(
             **options,
         )
     return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
+
+
+def sam_radius_of(config: UserConfig) -> float:
+    """The radius q of SAM, where the method has one.
+
+    Raises
+    ------
+    UnfitSetting
+        It is 0 and the method's name says SAM.
+    """
+    radius = number(config, "sam-radius")
+    if "sam" in text(config, "method") and radius == 0:
+        raise UnfitSetting(
+            f"run-config sam-radius={radius!r} with method={config['method']!r}: expected a number "
+            "> 0 (centaur, dp-fedavg and fedavg are without)"
+        )
+    return radius
 
 
 def ledger_of(
