@@ -68,9 +68,26 @@ def main(grid: Grid, context: Context) -> None:
         save_outcome(run, strategy, result)
 
 
+def planner_of(config: UserConfig) -> str:
+    """What chooses the number of rounds.
+
+    Raises
+    ------
+    UnfitSetting
+        A planner for another method than the one that its theorem is about.
+    """
+    planner = choice(config, "planner", ("none", "bound", "pilot"))
+    if planner != "none" and config["method"] != "dp-ditto":
+        raise UnfitSetting(
+            f"run-config planner={planner!r} with method={config['method']!r}: expected "
+            "method='dp-ditto', which Theorem 1 is about, or planner='none'"
+        )
+    return planner
+
+
 def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
     """Constants of the losses from a pilot run on the clients' records, where one is asked for."""
-    if choice(config, "planner", ("none", "bound", "pilot")) != "pilot":
+    if planner_of(config) != "pilot":
         return None
     return pilot_run(
         task,
@@ -96,12 +113,11 @@ def rounds_of(config: UserConfig, pilot: PilotEstimates | None) -> int:
     """
     most = integer(config, "rounds", least=1)
     basis = choice(config, "calibration", ("published", "provable"))
-    planner = choice(config, "planner", ("none", "bound", "pilot"))
+    planner = planner_of(config)
     if planner == "none":
         return most
     plan = plan_of(config, 1)
-    if isinstance(plan, NonPrivatePlan):
-        raise UnfitSetting(f"run-config planner={planner!r}: expected a method with privacy")
+    assert isinstance(plan, RecordLevelPlan)  # as dp-ditto has
     planned = best_rounds(
         problem_of(config, pilot),
         global_weight=number(config, "global-weight"),
