@@ -21,11 +21,13 @@ clipped and noised; Θ_i itself and W_i never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
 from torch import Tensor
 
 from flower_ext.federation import (
@@ -146,7 +148,8 @@ class FedALA(FederatedStrategy):
     ----------
     plan : Plan
     adaptive : Sequence[str]
-        Modules whose weights W are learned: the paper's p highest layers.
+        Modules whose weights W are learned: the paper's p highest layers. A name that is none of
+        the model's ends the run before its first round.
     weight_learning_rate : float
         η.
     sample_share : float
@@ -187,6 +190,26 @@ class FedALA(FederatedStrategy):
         self.weight_learning_rate = weight_learning_rate
         self.sample_share, self.first_passes = sample_share, first_passes
         self.local = local or LocalTraining()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As every method, once ``adaptive`` is known to fit.
+
+        Raises
+        ------
+        ValueError
+            ``adaptive`` names none of the model's modules.
+        """
+        names = list(self._shared(arrays))
+        for module in self.adaptive:
+            if not any(matches(name, [module]) for name in names):
+                modules = sorted({name.rpartition(".")[0] or name for name in names})
+                raise ValueError(
+                    f"adaptive={module!r} names no parameter of the shared model; its modules are "
+                    f"{modules}"
+                )
+        return super().configure_train(server_round, arrays, config, grid)
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

@@ -262,6 +262,16 @@ def test_bad_settings_are_refused_by_name(make, said):
         make(plan())
 
 
+@pytest.mark.parametrize("adaptive", [("classifier",), ("head", "heads")])
+def test_adaptive_modules_that_the_model_has_not_end_the_run_before_anyone_is_asked(adaptive):
+    grid = Recorder(FedALA.client_app(task()), num_clients=CLIENTS)
+    strategy = FedALA(plan=plan(), adaptive=adaptive, local=FAST)
+    said = rf"adaptive='{adaptive[-1]}' names no parameter .* \['extractor', 'head'\]"
+    with pytest.raises(ValueError, match=said):
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=3)
+    assert grid.sent == []
+
+
 # Messages to one client ---------------------------------------------------------------------------
 
 
