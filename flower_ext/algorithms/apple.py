@@ -158,7 +158,7 @@ class Apple(FederatedStrategy):
     local : LocalTraining
         Of the core model: plain SGD.
     **options
-        Those of `FederatedStrategy`.
+        Those of `FederatedStrategy`, but ``server_learning_rate``.
     """
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
@@ -188,6 +188,11 @@ class Apple(FederatedStrategy):
         if penalty_rounds < 1:
             raise ValueError(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
         super().__init__(plan=plan, **options)
+        if self.server_learning_rate != 1.0:
+            raise ValueError(
+                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as APPLE's "
+                "server takes core models as they come"
+            )
         self.relation_learning_rate = relation_learning_rate
         self.penalty, self.penalty_rounds = penalty, penalty_rounds
         self.local = local or LocalTraining()

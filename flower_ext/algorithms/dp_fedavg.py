@@ -182,12 +182,14 @@ class Hosted(DPFedAvg):
     plan : Plan
         Not a `ReleasePlan`, and not Poisson sampling: Flower's strategies wait for a cohort.
     **options
-        Those of `DPFedAvg`. FedProx's ``proximal_mu`` becomes ``local.proximal_weight``.
+        Those of `DPFedAvg`, but ``server_learning_rate``: the server has its own. FedProx's
+        ``proximal_mu`` becomes ``local.proximal_weight``.
 
     Raises
     ------
     ValueError
-        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``.
+        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``, or
+        an option would have no effect beside the server's own.
     """
 
     def __init__(self, server: FedAvg, *, plan: Plan, **options: Any) -> None:
@@ -206,7 +208,17 @@ class Hosted(DPFedAvg):
                 "min_train_nodes and min_available_nodes"
             )
         super().__init__(plan=plan, **options)
+        if self.server_learning_rate != 1.0:
+            raise ValueError(
+                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as the step is "
+                f"{type(server).__name__}'s own"
+            )
         if isinstance(server, FedProx):
+            if self.local.proximal_weight not in (0.0, server.proximal_mu):
+                raise ValueError(
+                    f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
+                    f"proximal_mu={server.proximal_mu!r}, or 0.0 to take it over"
+                )
             self.local = replace(self.local, proximal_weight=server.proximal_mu)
         self.server = server
         self._steps = 0

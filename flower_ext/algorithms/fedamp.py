@@ -79,7 +79,7 @@ class FedAMP(FederatedStrategy):
         λ/α: how strongly a client's model is drawn to its cloud model.
     local : LocalTraining
     **options
-        Those of `FederatedStrategy`.
+        Those of `FederatedStrategy`, but ``server_learning_rate``.
     """
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=local_model)
@@ -112,6 +112,11 @@ class FedAMP(FederatedStrategy):
                 f"(clients - 1)] = (0, {most:.4g}], or weights of own models may be negative"
             )
         super().__init__(plan=plan, **options)
+        if self.server_learning_rate != 1.0:
+            raise ValueError(
+                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as FedAMP's "
+                "server takes models as they come"
+            )
         self.attention_width, self.attention_step = attention_width, step
         self.attraction = attraction
         self.local = local or LocalTraining()

@@ -903,6 +903,22 @@ def test_a_hosted_fedprox_trains_as_fedavg_under_the_same_proximal_weight():
     assert differ(prox, final(FedAvg(), 0.0))
 
 
+@pytest.mark.parametrize(
+    ("server", "options", "said"),
+    [
+        (FedAvg, {"server_learning_rate": 0.5}, r"server_learning_rate=0\.5: .* FedAvg's own"),
+        (
+            lambda: FedProx(proximal_mu=0.0),
+            {"local": LocalTraining(proximal_weight=0.5)},
+            r"proximal_weight=0\.5: expected FedProx's proximal_mu=0\.0",
+        ),
+    ],
+)
+def test_a_hosted_server_refuses_what_it_would_not_heed(server, options, said):
+    with pytest.raises(ValueError, match=said):
+        Hosted(server(), plan=EVERYONE, **options)
+
+
 def test_a_hosted_server_weighs_clients_by_their_examples():
     (model,) = models_of(Hosted(FedAvg(), plan=EVERYONE, evaluate_every=0), rounds=1)[1:]
     local = [towards_own_point(START, client) for client in range(CLIENTS)]

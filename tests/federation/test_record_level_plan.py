@@ -251,6 +251,8 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
         (lambda p: Apple(plan=p, penalty=-1.0), r"penalty=-1\.0"),
         (lambda p: Apple(plan=p, penalty_rounds=0), "penalty_rounds=0"),
         (lambda p: Apple(plan=p, local=LocalTraining(momentum=0.5)), r"local\.momentum above 0"),
+        (lambda p: FedAMP(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
+        (lambda p: Apple(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
         (lambda p: FedALA(plan=p, adaptive=()), r"adaptive=\(\)"),
         (lambda p: FedALA(plan=p, weight_learning_rate=0.0), r"weight_learning_rate=0\.0"),
         (lambda p: FedALA(plan=p, sample_share=1.1), r"sample_share=1\.1"),
