@@ -548,6 +548,7 @@ class FederatedStrategy(Strategy):
             secure_noise=not self.seeded_noise,
             secure_cohorts=not self.repeats,
             not_covered=self.not_covered(),
+            memory=self.client.keeps_memory,
         )
 
     def _spent(self) -> dict[str, float]:

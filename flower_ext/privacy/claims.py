@@ -239,6 +239,10 @@ NOISE_OF_OTHERS = (
 )
 """What is assumed of released models where a server adds up noise that others made."""
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
+_MEMORY = (
+    "clients remember something (a personal head), and what one sends does not tell who was drawn "
+    "before: not proven for cohorts of fixed size"
+)
 _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
 
 
@@ -249,10 +253,15 @@ def client_level_guarantees(
     secure_noise: bool = True,
     secure_cohorts: bool = True,
     not_covered: Sequence[str] = (),
+    memory: bool = False,
 ) -> list[Guarantee]:
     """What is provable against each adversary for a run of ``plan``, one guarantee a view.
 
     Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
+    Where clients remember something between rounds (``memory``), what they send depends on the
+    rounds that they were drawn in. With a fixed cohort size these tell something of who else was
+    drawn, which the amplification of each round by itself does not see: it is then assumed not to
+    matter. Under Poisson sampling clients are drawn independently.
 
     * Released models: amplified by sampling, since who took part stays secret, and how many unless
       their number is fixed.
@@ -277,6 +286,7 @@ def client_level_guarantees(
         hidden = (
             _HIDDEN_PLACES if fixed else HIDDEN_DRAW,
             _DRAWN if secure_cohorts else _DRAWN_BY_SEED,
+            *((_MEMORY,) if fixed and memory else ()),
         )
     models = Guarantee(
         unit=plan.unit,

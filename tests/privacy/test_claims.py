@@ -161,6 +161,24 @@ def test_seeded_cohorts_are_named_as_simulation_where_their_secrecy_counts():
         assert warned == (not secure)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "memory", "assumed"),
+    [
+        (FixedSizeSampling(100, 10), True, True),
+        (FixedSizeSampling(100, 10), False, False),
+        (PoissonSampling(100, 0.1), True, False),
+        (FullParticipation(100), True, False),
+    ],
+)
+def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
+    sampling, memory, assumed
+):
+    seen = Participations.worst_case(60, 10)
+    for view, guarantee in by_view(plan(sampling), seen, memory=memory).items():
+        found = any("does not tell who was drawn" in text for text in guarantee.assumptions)
+        assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
+
+
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     seen = Participations.worst_case(60, 10)
