@@ -71,7 +71,9 @@ class FederatedStrategy(Strategy):
     seed : int, optional
         Reproducible initial models and batches; cohorts too, but under a `ReleasePlan` with secure
         noise, whose ε rests on their being secret: these come from the operating system's
-        randomness, as everything does without a seed.
+        randomness. Without a seed cohorts, stragglers and noise all come from there; clients'
+        initial personal parts and the order of their batches, which are no secret, are then those
+        of seed 0: give other seeds to vary them.
     seeded_noise : bool
         Reproducible noise from ``seed``; for simulation only, and the guarantee says so.
     evaluate_every : int
