@@ -124,7 +124,11 @@ class ClientWork:
         *,
         terms: Sequence[Term] = (),
     ) -> Training:
-        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded."""
+        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded.
+
+        What is sent back is not to be changed in place: parts that were not trained may be those
+        of other clients as well.
+        """
         asked: dict[str, Any] = {
             "params": params,
             "examples": self.data.train,

@@ -28,7 +28,9 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model. Parameter names matter: ``personal`` prefixes refer to them.
+        Builds a fresh model, always of one kind: what is found out about the first is not asked of
+        others, so that other settings want another function. Parameter names matter: ``personal``
+        prefixes refer to them.
     data : Callable[[int], ClientData]
         Training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
