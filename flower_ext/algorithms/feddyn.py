@@ -11,6 +11,9 @@ paper                 here
 α                     ``regularization``
 m                     ``plan.sampling.population``
 ====================  =====================================================
+
+Client and server both take θ_k as it left the client, clipped or perturbed: so h stays the mean of
+what clients remember, but for what the server itself clips and noises.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     ]
     trained = yield work.train("local", server, terms=terms)
     update = difference(trained, server)
-    renewed = {name: gradient[name] - alpha * update[name] for name in gradient}
+
+    def renewed(released: Params) -> Params:
+        return {name: gradient[name] - alpha * released[name] for name in gradient}
+
     return LocalResult(update=update, memory=renewed)
 
 

@@ -15,6 +15,7 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 With momentum, which the paper does not have, K counts how often gradients act: only then is c_i a
 mean of gradients, as option II wants it. A client uploads y_i − x and K_i; Δc_i = −c − (y_i − x) /
 (K_i η_l) follows from them, so it does not travel, and where y_i was perturbed it reveals no more.
+The client renews c_i from the same perturbed y_i: so c stays the mean of all c_i.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     update = difference(trained, work.received)
     local = work.training["local"]
     steps = local.effective_steps(len(work.data.train))
-    renewed = {
-        name: own[name] - control[name] - update[name] / (steps * local.learning_rate)
-        for name in own
-    }
+
+    def renewed(released: Params) -> Params:
+        return {
+            name: own[name] - control[name] - released[name] / (steps * local.learning_rate)
+            for name in own
+        }
+
     return LocalResult(update=update, memory=renewed, metrics={STEPS: steps})
 
 

@@ -148,13 +148,14 @@ class LocalResult:
     """``update`` leaves the client, bounded and noised; ``memory`` never leaves it.
 
     Where the plan's units are not the clients, ``update`` is a sum over them that says how far one
-    can move it; a `HiddenSum` is encrypted together with its noise. ``metrics`` leave the client as
-    they are, and only under a plan that is not a `ReleasePlan`: they must say nothing of the data
-    beyond its size.
+    can move it; a `HiddenSum` is encrypted together with its noise. Where the server renews the
+    counterpart of ``memory`` from the update as it left the client, so does the client: then it is
+    a function of that. ``metrics`` leave the client as they are, and only under a plan that is not
+    a `ReleasePlan`: they must say nothing of the data beyond its size.
     """
 
     update: Params | BoundedSum | HiddenSum
-    memory: Params | None = None
+    memory: Params | Callable[[Params], Params] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -293,16 +294,16 @@ class _ClientSide:
         """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
         asked, works = self._unpack(messages, contexts)
         results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
-        replies = [self._reply(*each) for each in zip(contexts, asked, works, results, strict=True)]
-        for result in results:
-            _check_memory(result.memory)
+        done = [self._reply(*each) for each in zip(contexts, asked, works, results, strict=True)]
+        for _, memory in done:
+            _check_memory(memory)
         # Stored before any reply is out of this function: what was released is remembered.
-        for context, one, result in zip(contexts, asked, results, strict=True):
-            if result.memory is not None:
+        for context, one, (_, memory) in zip(contexts, asked, done, strict=True):
+            if memory is not None:
                 if not self.method.keeps_memory:
                     raise ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
-                ClientMemory(context, self.method.name, one.run).store(result.memory, one.round)
-        return replies
+                ClientMemory(context, self.method.name, one.run).store(memory, one.round)
+        return [reply for reply, _ in done]
 
     def score(
         self,
@@ -376,7 +377,8 @@ class _ClientSide:
 
     def _reply(
         self, context: Context, asked: Asked, work: ClientWork, result: LocalResult
-    ) -> RecordDict:
+    ) -> tuple[RecordDict, Params | None]:
+        """What leaves the client, and what it is to remember."""
         update = protected(
             result.update,
             work.received,
@@ -395,7 +397,10 @@ class _ClientSide:
             metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
-        return record_of(RecordDict, content)
+        memory = result.memory
+        if callable(memory):
+            memory = memory(_as_params(update, work.received))
+        return record_of(RecordDict, content), memory
 
     def _work(self, asked: Asked, context: Context, task: Task) -> ClientWork:
         check_facts(asked.facts, context, kind=asked.kind)
@@ -453,6 +458,13 @@ def _scores(
     )
     scores = dict(zip(some, found, strict=True))
     return [scores.get(index, {}) for index in range(len(models))]
+
+
+def _as_params(
+    released: Mapping[str, torch.Tensor] | Mapping[str, np.ndarray], like: Params
+) -> Params:
+    """What leaves the client, as tensors of the model's types."""
+    return {name: torch.as_tensor(v).to(like[name].dtype) for name, v in released.items()}
 
 
 def _check_memory(params: Params | None) -> None:

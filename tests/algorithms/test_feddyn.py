@@ -1,4 +1,4 @@
-"""FedDyn on the server: what its correction takes from a round."""
+"""FedDyn: what its correction takes from a round, and that clients remember the same."""
 
 from dataclasses import replace
 
@@ -11,9 +11,14 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
     PoissonSampling,
     ReleasePlan,
 )
+from tests.algorithms.least_squares import CLIENTS, LOCAL, optimum, play
+
+EVERYONE = FullParticipation(CLIENTS)
 
 BASE, MEAN = {"w": np.zeros(3)}, {"w": np.ones(3)}
 
@@ -43,3 +48,26 @@ def test_how_many_answered_does_not_show_in_a_private_model(sampling, share):
 def test_without_privacy_the_share_of_those_who_answered_counts():
     plan = NonPrivatePlan(sampling=PoissonSampling(100, 0.1))
     np.testing.assert_allclose(moved(plan, 15)["w"], 1.15)
+
+
+@pytest.mark.parametrize("rounds", [25, 200])
+def test_perturbed_models_leave_h_the_mean_of_what_clients_remember(rounds):
+    perturbation = OutputPerturbation(clipping_norm=100.0, noise_stddev=0.02)
+    plan = PerturbationPlan(sampling=EVERYONE, perturbation=perturbation, delta=1e-4)
+    strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
+    weights, mean = play(strategy, rounds)
+    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-4)
+    assert np.linalg.norm(weights - optimum()) < 0.05
+
+
+def test_clipped_and_noised_updates_leave_h_the_mean_of_what_clients_remember():
+    plan = ReleasePlan(
+        sampling=EVERYONE, clipping_norm=0.1, noise_multiplier=1.0, rounds=20, delta=1e-3
+    )
+    strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
+    _, mean = play(strategy, 20)
+    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+
+
+def feddyn(**options):
+    return FedDyn(local=LOCAL, regularization=1.0, evaluate_every=0, **options)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
@@ -10,9 +11,12 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
+    OutputPerturbation,
+    PerturbationPlan,
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.algorithms.least_squares import LOCAL, optimum, play
 
 CLIENTS = 4
 EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
@@ -50,6 +54,22 @@ def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
         torch.testing.assert_close(records.to_params(kept)["weight"], own_gradient(client))
     mean = torch.stack([own_gradient(client) for client in range(CLIENTS)]).mean(0)
     torch.testing.assert_close(torch.from_numpy(strategy.control["weight"]), mean)
+
+
+@pytest.mark.parametrize(("clipping_norm", "farthest"), [(100.0, 0.05), (1.0, 10.0)])
+@pytest.mark.parametrize("rounds", [25, 200])
+def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
+    rounds, clipping_norm, farthest
+):
+    plan = PerturbationPlan(
+        sampling=FullParticipation(CLIENTS),
+        perturbation=OutputPerturbation(clipping_norm=clipping_norm, noise_stddev=0.02),
+        delta=1e-4,
+    )
+    strategy = Scaffold(plan=plan, local=LOCAL, seed=1, seeded_noise=True, evaluate_every=0)
+    weights, mean = play(strategy, rounds)
+    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-4)
+    assert np.linalg.norm(weights - optimum()) < farthest
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Least squares on clients that disagree, over a network that loses replies.
+
+The optimum is known, and clients drift away from it unless what they remember corrects them.
+"""
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import ClientMemory, InProcessGrid, records
+from flower_ext.training import LocalTraining, Task
+
+CLIENTS = 4
+LOCAL = LocalTraining(epochs=5, batch_size=8, learning_rate=0.05)
+_RNG = np.random.default_rng(0)
+FEATURES = [
+    np.linalg.qr(_RNG.normal(size=(8, 2)))[0] @ np.diag([3.0 + i, 5.0 - i]) for i in range(CLIENTS)
+]
+OWN = [_RNG.normal(size=2) * 2 + client for client in range(CLIENTS)]
+
+
+def task() -> Task:
+    """Mean of ½ (⟨w, x⟩ − ⟨w_i, x⟩)² over a client's records x."""
+
+    def data(client):
+        features = torch.tensor(FEATURES[client], dtype=torch.float32)
+        targets = features @ torch.tensor(OWN[client], dtype=torch.float32)
+        examples = Examples(features=features, targets=targets)
+        return ClientData(train=examples, test=examples)
+
+    return Task(
+        model=lambda: nn.Linear(2, 1, bias=False),
+        data=data,
+        loss=lambda outputs, targets: 0.5 * ((outputs.squeeze(-1) - targets) ** 2).mean(),
+        metrics={},
+        device="cpu",
+    )
+
+
+def optimum() -> np.ndarray:
+    """Where the mean of all losses is least."""
+    curvatures = [features.T @ features for features in FEATURES]
+    return np.linalg.solve(
+        sum(curvatures), sum(h @ own for h, own in zip(curvatures, OWN, strict=True))
+    )
+
+
+class Died(BaseException):
+    """Stands for the end of the process: nothing of this package catches it to go on."""
+
+
+class LosingGrid(InProcessGrid):
+    """Answers to trainings get lost: ``lost`` by round; in ``dies_in`` the server dies as well."""
+
+    def __init__(self, strategy, *, lost=None, dies_in=None, folder=""):
+        app = type(strategy).client_app(task(), allow_seeded_noise=True)
+        super().__init__(app, CLIENTS, {"state-folder": str(folder)} if folder else {})
+        self.lost, self.dies_in = lost or {}, dies_in
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        if not replies or not replies[0].metadata.message_type.startswith("train"):
+            return replies
+        server_round = int(replies[0].metadata.group_id)
+        if server_round == self.dies_in:
+            raise Died
+        lost = self.lost.get(server_round, ())
+        return [r for r in replies if self._partition(r) not in lost]
+
+    def _partition(self, reply):
+        return self.contexts[reply.metadata.src_node_id].node_config["partition-id"]
+
+
+def play(strategy, rounds, **network):
+    """(weights, mean over clients of what they remember) after ``rounds``."""
+    grid = LosingGrid(strategy, **network)
+    result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+    return records.to_arrays(result.arrays)["weight"].ravel(), remembered(strategy, grid)
+
+
+def remembered(strategy, grid):
+    """Mean over clients of what they remember."""
+    name, run = type(strategy).client.name, strategy._checkpoints.run_id
+    kept = [ClientMemory(context, name, run).load() for context in grid.contexts.values()]
+    return np.mean([params["weight"].numpy() for params in kept], axis=0)
