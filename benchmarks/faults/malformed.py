@@ -362,6 +362,7 @@ def requests(facts: Iterable[str]) -> dict[str, Mutation]:
         "unknown fact": fact("noise-multiplier", [0.0, 1.0]),
         "number impossible": fact("number", [0, -3, 1.5, float("nan"), "1", MISSING, True]),
         "seed impossible": fact("seed", [-1, 0.5, float("nan"), "x", MISSING]),
+        "remembered impossible": fact("remembered", [-1, 0.5, float("nan"), "1", b"", True]),
         "no facts": without_record(records.ROUND),
         "facts of another kind": _other_record(records.ROUND),
         "no training": _without_training,

@@ -74,7 +74,9 @@ class FedDyn(FederatedStrategy):
         Those of `FederatedStrategy`.
     """
 
-    client = ClientMethod(name="feddyn", local_update=local_update, local_model=local_model)
+    client = ClientMethod(
+        name="feddyn", local_update=local_update, local_model=local_model, mirrored=True
+    )
 
     def __init__(
         self,

@@ -81,7 +81,9 @@ class Scaffold(FederatedStrategy):
         Those of `FederatedStrategy`.
     """
 
-    client = ClientMethod(name="scaffold", local_update=local_update, local_model=local_model)
+    client = ClientMethod(
+        name="scaffold", local_update=local_update, local_model=local_model, mirrored=True
+    )
 
     def __init__(self, *, plan: Plan, local: LocalTraining | None = None, **options: Any) -> None:
         if isinstance(plan, ReleasePlan):

@@ -196,6 +196,9 @@ class ClientMethod:
         (``query.<name>``).
     keeps_memory : bool
         Whether updates leave something in the client's memory: a run without it cannot go on.
+    mirrored : bool
+        Whether the server holds the counterpart of what clients remember, as SCAFFOLD's c and
+        FedDyn's h: what a reply left that the server did not use is then forgotten.
     upload_phase : str, optional
         The phase of training that alone leads from the received model to the update, with terms
         that depend on no record: where it is noised, the update is. None where there is none.
@@ -207,6 +210,7 @@ class ClientMethod:
     memoryless: bool = False
     answer: Callable[[Question], Mapping[str, Any]] | None = None
     keeps_memory: bool = True
+    mirrored: bool = False
     upload_phase: str | None = None
 
 
@@ -302,7 +306,8 @@ class _ClientSide:
             if memory is not None:
                 if not self.method.keeps_memory:
                     raise ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
-                ClientMemory(context, self.method.name, one.run).store(memory, one.round)
+                kept = ClientMemory(context, self.method.name, one.run)
+                kept.store(memory, one.round, and_before=self.method.mirrored)
         return [reply for reply, _ in done]
 
     def score(
@@ -420,14 +425,15 @@ class _ClientSide:
         phase = self.method.upload_phase
         if in_steps is not None and phase is None:
             raise ValueError(f"{self.method.name}: no phase of training is all of its update")
+        memory = ClientMemory(context, self.method.name, asked.run)
+        if self.method.mirrored and asked.kind == "train" and "remembered" in asked.facts:
+            memory.forget(after=asked.facts["remembered"])
         return ClientWork(
             task=task,
             data=data,
             received=asked.model,
-            memory=ClientMemory(context, self.method.name, asked.run).load(
-                # A training begins with what was before it, an evaluation sees what it left.
-                before=asked.round + (asked.kind == "evaluate")
-            ),
+            # A training begins with what was before it, an evaluation sees what it left.
+            memory=memory.load(before=asked.round + (asked.kind == "evaluate")),
             vault=ClientVault(context, self.method.name),
             training=asked.training,
             round=asked.round,

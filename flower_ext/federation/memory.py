@@ -20,6 +20,7 @@ from flower_ext.federation.state_folder import StateFolder, safe_name
 from flower_ext.training import Params
 
 _KEPT = "memory"
+_VERSION, _BEFORE = ".version", ".before"
 _EARLIER = 2
 """A round may be done again whose checkpoint is harmed: then it begins one version earlier."""
 
@@ -68,8 +69,12 @@ class ClientMemory:
         except Damaged as error:
             raise Damaged(f"{self._folder.path / name}: {error}") from None
 
-    def store(self, params: Mapping[str, Tensor], version: int = 1) -> None:
+    def store(
+        self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
+    ) -> None:
         """Keep what training round ``version`` leaves, and the two versions before it; no others.
+
+        The context's state holds the newest alone, with ``and_before`` the one before it as well.
 
         Raises
         ------
@@ -78,8 +83,10 @@ class ClientMemory:
         """
         own = {name: value.clone() for name, value in params.items()}  # not a row of a batch
         if self._folder is None:
+            if and_before and 0 < self.newest() < version:
+                self._move(self._key, self._key + _BEFORE)
             self._state[self._key] = to_record(own)
-            self._state[self._key + ".version"] = ConfigRecord({"round": version})
+            self._state[self._key + _VERSION] = ConfigRecord({"round": version})
             return
         content = pack({"round": version}, {_KEPT: to_arrays(to_record(own))})
         self._folder.write(self._name(version), content)
@@ -88,14 +95,32 @@ class ClientMemory:
             if other not in (*before[-_EARLIER:], version):
                 (self._folder.path / self._name(other)).unlink(missing_ok=True)
 
+    def forget(self, after: int) -> None:
+        """Go back to what the training round ``after`` left, or the last before it."""
+        if self._folder is not None:
+            for version in self._versions():
+                if version > after:
+                    (self._folder.path / self._name(version)).unlink(missing_ok=True)
+            return
+        while self.newest() > after:
+            self._move(self._key + _BEFORE, self._key)
+
     def newest(self, before: int | None = None) -> int:
         """The last training round below ``before`` that left something; 0 if none did."""
         if self._folder is None:
-            kept = self._state.get(self._key + ".version")
+            kept = self._state.get(self._key + _VERSION)
             version = kept["round"] if isinstance(kept, ConfigRecord) else 0
             return version if isinstance(version, int) else 0
         versions = self._versions()
         return max((v for v in versions if before is None or v < before), default=0)
+
+    def _move(self, source: str, target: str) -> None:
+        """Replace one version in the context's state by another, which may be none."""
+        for part in ("", _VERSION):
+            if target + part in self._state:
+                del self._state[target + part]
+            if source + part in self._state:
+                self._state[target + part] = self._state.pop(source + part)
 
     def _name(self, version: int) -> str:
         return f"{self._path}/{version}.memory"

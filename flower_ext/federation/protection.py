@@ -52,6 +52,7 @@ _OTHER_FACTS = frozenset(
         "report-size",
         "agreed-examples",
         "seeded-noise",
+        "remembered",
     }
 )
 
@@ -138,9 +139,10 @@ def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> Non
     PermissionError
         The node's owner asks for more noise.
     """
-    for name, least in (("number", 1), ("seed", 0)):
-        if type(facts.get(name)) is not int or facts[name] < least:
-            raise ValueError(f"{name}={facts.get(name)!r}: expected an integer >= {least}")
+    numbers = {"remembered": 0, **facts}  # said only to those that may have to forget
+    for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
+        if type(numbers.get(name)) is not int or numbers[name] < least:
+            raise ValueError(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
     if type(facts.get("run", "")) is not str:
         raise TypeError(f"run={facts['run']!r} in the server's message: expected a name")
     asked = frozenset(facts) - _OTHER_FACTS

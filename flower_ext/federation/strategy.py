@@ -161,6 +161,8 @@ class FederatedStrategy(Strategy):
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.remembered: dict[int, int] = {}
         """By partition, the training round whose memory the client has, as far as it answered."""
+        self.unsure: set[int] = set()
+        """Partitions that may remember a later one, where the server mirrors what they remember."""
         self.stopped: str | None = None
         self._ready = self._ever_answered = False
         self._last_round: int | None = None
@@ -340,6 +342,11 @@ class FederatedStrategy(Strategy):
         for partition, content in contents.items():
             if own := self.client_state(partition):
                 contents[partition] = {**content, **own}
+        for partition in self.unsure.intersection(contents):
+            more = {**self._protection(), "remembered": self.remembered.get(partition, 0)}
+            contents[partition] = {**contents[partition], records.ROUND: self._facts(number, more)}
+        if self.client.mirrored:
+            self.unsure.update(contents)
         self.progress.row["cohort"] = len(self._cohort)
         self._checkpoints.asked(self)
         return self._exchange.ask("train", contents, server_round)
@@ -354,8 +361,6 @@ class FederatedStrategy(Strategy):
         row = self.progress.row
         self._checkpoints.answered(self, len(updates))
         self.count_participations(len(updates))
-        if self.client.keeps_memory:
-            self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         row["answered"] = len(updates)
         self._ever_answered |= bool(updates)
         norms = [u.metrics["update-norm"] for u in updates.values() if "update-norm" in u.metrics]
@@ -371,6 +376,9 @@ class FederatedStrategy(Strategy):
             )
         with self._release:
             mean = self._aggregate(updates, server_round)
+        if self.client.keeps_memory and not (self.client.mirrored and mean is None):
+            self.remembered |= dict.fromkeys(updates, self.participations.rounds)
+            self.unsure -= updates.keys()
         if mean is None:
             return None, records.metrics_record(row)
         released_only = isinstance(self.plan, ReleasePlan)  # nothing else may show in the model

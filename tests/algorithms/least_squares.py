@@ -9,11 +9,20 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import ClientMemory, InProcessGrid, records
+from flower_ext.federation import ClientMemory, InProcessGrid, recorded_run, records
 from flower_ext.training import LocalTraining, Task
 
 CLIENTS = 4
 LOCAL = LocalTraining(epochs=5, batch_size=8, learning_rate=0.05)
+LOST = {
+    "none": {},
+    "the first": {1: {2}},
+    "one": {3: {1}},
+    "several": {2: {0}, 3: {1, 3}},
+    "four in a row": {2: {0}, 3: {0}, 4: {0}, 5: {0, 1}},
+    "all": {1: range(CLIENTS), 4: range(CLIENTS), 5: range(CLIENTS)},
+}
+"""Partitions whose replies are lost, by round."""
 _RNG = np.random.default_rng(0)
 FEATURES = [
     np.linalg.qr(_RNG.normal(size=(8, 2)))[0] @ np.diag([3.0 + i, 5.0 - i]) for i in range(CLIENTS)
@@ -57,13 +66,15 @@ class LosingGrid(InProcessGrid):
     def __init__(self, strategy, *, lost=None, dies_in=None, folder=""):
         app = type(strategy).client_app(task(), allow_seeded_noise=True)
         super().__init__(app, CLIENTS, {"state-folder": str(folder)} if folder else {})
-        self.lost, self.dies_in = lost or {}, dies_in
+        self.lost, self.dies_in, self.asked = lost or {}, dies_in, {}
 
     def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
         replies = list(super().send_and_receive(messages, timeout=timeout))
-        if not replies or not replies[0].metadata.message_type.startswith("train"):
+        if not messages[0].metadata.message_type.startswith("train"):
             return replies
-        server_round = int(replies[0].metadata.group_id)
+        server_round = int(messages[0].metadata.group_id)
+        self.asked[server_round] = messages
         if server_round == self.dies_in:
             raise Died
         lost = self.lost.get(server_round, ())
@@ -78,6 +89,14 @@ def play(strategy, rounds, **network):
     grid = LosingGrid(strategy, **network)
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     return records.to_arrays(result.arrays)["weight"].ravel(), remembered(strategy, grid)
+
+
+def start(build, rounds, folder, dies_in=None):
+    """As `play`, in a run directory that is gone on with; ``build`` makes the strategy."""
+    config = {"run-directory": str(folder / "run"), "resume": True}
+    with recorded_run(config, "toy") as run:
+        strategy = build(run=run)
+        return strategy, *play(strategy, rounds, folder=folder / "state", dies_in=dies_in)
 
 
 def remembered(strategy, grid):

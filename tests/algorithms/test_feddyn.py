@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     ReleasePlan,
 )
-from tests.algorithms.least_squares import CLIENTS, LOCAL, optimum, play
+from tests.algorithms.least_squares import CLIENTS, LOCAL, LOST, Died, optimum, play, start
 
 EVERYONE = FullParticipation(CLIENTS)
 
@@ -50,6 +50,41 @@ def test_without_privacy_the_share_of_those_who_answered_counts():
     np.testing.assert_allclose(moved(plan, 15)["w"], 1.15)
 
 
+@pytest.mark.parametrize("kept_in", ["state", "folder"])
+@pytest.mark.parametrize("lost", LOST)
+def test_lost_replies_leave_h_the_mean_of_what_clients_remember(tmp_path, lost, kept_in):
+    strategy = feddyn()
+    folder = tmp_path if kept_in == "folder" else ""
+    weights, mean = play(strategy, 60, lost=LOST[lost], folder=folder)
+    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(weights, optimum(), atol=1e-4)
+
+
+def test_a_discarded_round_leaves_nothing_on_either_side():
+    plan = ReleasePlan(
+        sampling=EVERYONE,
+        clipping_norm=1.0,
+        noise_multiplier=1e-3,
+        rounds=10,
+        delta=1e-3,
+        dropout_policy="discard",
+    )
+    strategy = feddyn(plan=plan, seed=1, seeded_noise=True)
+    _, mean = play(strategy, 10, lost={3: {1}, 4: {1}, 6: {0}})
+    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    assert set(strategy.remembered.values()) == {10}
+
+
+@pytest.mark.parametrize("dies_in", [1, 3])
+def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
+    for _ in range(4):
+        with pytest.raises(Died):
+            start(feddyn, 60, tmp_path, dies_in)
+    strategy, weights, mean = start(feddyn, 60, tmp_path)
+    np.testing.assert_allclose(strategy.h["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(weights, optimum(), atol=1e-4)
+
+
 @pytest.mark.parametrize("rounds", [25, 200])
 def test_perturbed_models_leave_h_the_mean_of_what_clients_remember(rounds):
     perturbation = OutputPerturbation(clipping_norm=100.0, noise_stddev=0.02)
@@ -70,4 +105,5 @@ def test_clipped_and_noised_updates_leave_h_the_mean_of_what_clients_remember():
 
 
 def feddyn(**options):
-    return FedDyn(local=LOCAL, regularization=1.0, evaluate_every=0, **options)
+    whole = {"plan": NonPrivatePlan(sampling=EVERYONE), "regularization": 1.0, **options}
+    return FedDyn(local=LOCAL, evaluate_every=0, **whole)

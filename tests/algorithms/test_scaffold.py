@@ -6,7 +6,7 @@ from torch import nn
 
 from flower_ext.algorithms import Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
@@ -16,7 +16,15 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
-from tests.algorithms.least_squares import LOCAL, optimum, play
+from tests.algorithms.least_squares import (
+    LOCAL,
+    LOST,
+    Died,
+    LosingGrid,
+    optimum,
+    play,
+    start,
+)
 
 CLIENTS = 4
 EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
@@ -24,6 +32,10 @@ EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 
 def own_gradient(client):
     return torch.tensor([[1.0 + client, -2.0 * client]])
+
+
+def scaffold(**options):
+    return Scaffold(**{"plan": EVERYONE, "local": LOCAL, "evaluate_every": 0, **options})
 
 
 def linear_task():
@@ -50,10 +62,57 @@ def test_a_control_variate_is_the_clients_gradient_also_with_momentum(momentum):
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=3)
     for context in grid.contexts.values():
         client = int(context.node_config["partition-id"])
-        (kept,) = context.state.array_records.values()
-        torch.testing.assert_close(records.to_params(kept)["weight"], own_gradient(client))
+        kept = ClientMemory(context, "scaffold").load()
+        torch.testing.assert_close(kept["weight"], own_gradient(client))
     mean = torch.stack([own_gradient(client) for client in range(CLIENTS)]).mean(0)
     torch.testing.assert_close(torch.from_numpy(strategy.control["weight"]), mean)
+
+
+@pytest.mark.parametrize("kept_in", ["state", "folder"])
+@pytest.mark.parametrize("lost", LOST)
+def test_lost_replies_leave_the_control_the_mean_of_the_clients(tmp_path, lost, kept_in):
+    strategy = scaffold()
+    folder = tmp_path if kept_in == "folder" else ""
+    weights, mean = play(strategy, 40, lost=LOST[lost], folder=folder)
+    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(weights, optimum(), atol=1e-4)
+
+
+def test_only_clients_whose_reply_was_not_used_are_told_to_forget_the_others_share_a_message():
+    strategy = scaffold()
+    grid = LosingGrid(strategy, lost={2: {1}, 3: {1, 2}})
+    strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=5)
+    told = {
+        number: [
+            message.content.config_records[records.ROUND].get("remembered") for message in asked
+        ]
+        for number, asked in grid.asked.items()
+    }
+    assert told == {
+        1: [None, None, None, None],
+        2: [None, None, None, None],
+        3: [None, 1, None, None],
+        4: [None, 1, 2, None],
+        5: [None, None, None, None],
+    }
+    assert [len({id(m.content) for m in asked}) for asked in grid.asked.values()] == [1, 1, 2, 3, 1]
+
+
+def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_either():
+    plan = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 2))
+    strategy = scaffold(plan=plan, seed=1)
+    _, mean = play(strategy, 40, lost=dict.fromkeys(range(2, 12, 3), range(CLIENTS)))
+    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("dies_in", [1, 3])
+def test_a_run_that_goes_on_knows_what_its_clients_remember(tmp_path, dies_in):
+    for _ in range(4):
+        with pytest.raises(Died):
+            start(scaffold, 40, tmp_path, dies_in)
+    strategy, weights, mean = start(scaffold, 40, tmp_path)
+    np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-5)
+    np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
 @pytest.mark.parametrize(("clipping_norm", "farthest"), [(100.0, 0.05), (1.0, 10.0)])
@@ -66,7 +125,7 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
         perturbation=OutputPerturbation(clipping_norm=clipping_norm, noise_stddev=0.02),
         delta=1e-4,
     )
-    strategy = Scaffold(plan=plan, local=LOCAL, seed=1, seeded_noise=True, evaluate_every=0)
+    strategy = scaffold(plan=plan, seed=1, seeded_noise=True)
     weights, mean = play(strategy, rounds)
     np.testing.assert_allclose(strategy.control["weight"], mean, atol=1e-4)
     assert np.linalg.norm(weights - optimum()) < farthest

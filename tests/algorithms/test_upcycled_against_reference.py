@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import DPFedAvg, FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import Decaying
-from flower_ext.federation import InProcessGrid, Stragglers, client_app, records
+from flower_ext.federation import ClientMemory, InProcessGrid, Stragglers, client_app, records
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from tests.algorithms.upcycled_reference import METHODS, federated, task
@@ -73,9 +73,9 @@ def ours(method, upcycled):
     result = strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=rounds)
     assert base.refusals == []
     memory = {
-        int(context.node_config["partition-id"]): flat(records.to_params(record))
+        int(context.node_config["partition-id"]): flat(kept)
         for context in grid.contexts.values()
-        for record in context.state.array_records.values()
+        if (kept := ClientMemory(context, base.client.name).load()) is not None
     }
     return flat(records.to_params(result.arrays)), base, memory
 

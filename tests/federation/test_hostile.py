@@ -362,6 +362,9 @@ def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
         {"seeded-noise": "no"},
         {"number": 0},
         {"seed": -1},
+        {"remembered": -1},
+        {"remembered": 1.5},
+        {"remembered": True},
         {"noise": 1.0},
     ],
 )

@@ -61,6 +61,40 @@ def test_a_round_that_is_done_again_begins_where_it_began(tmp_path):
     assert float(memory.load(6)["a"]) == 5.0
 
 
+@pytest.mark.parametrize("kept_in", ["state", "folder"])
+def test_what_an_unused_reply_left_is_forgotten_and_what_was_used_last_is_kept(tmp_path, kept_in):
+    facts = {"state_folder": str(tmp_path)} if kept_in == "folder" else {}
+    memory = ClientMemory(context(**facts), "one", "run")
+    memory.store(params(3.0), 3, and_before=True)
+    for lost in (4, 5, 7, 8):
+        memory.forget(after=3)
+        assert float(memory.load(lost)["a"]) == 3.0
+        memory.store(params(float(lost)), lost, and_before=True)
+    assert memory.newest() == 8
+    memory.forget(after=8)
+    assert float(memory.load()["a"]) == 8.0
+    memory.forget(after=7)
+    assert (memory.newest(), float(memory.load()["a"])) == (3, 3.0)
+    memory.forget(after=0)
+    assert (memory.newest(), memory.load()) == (0, None)
+
+
+def test_a_round_that_is_done_twice_leaves_what_was_before_it():
+    memory = ClientMemory(context(), "one", "run")
+    for version in (3, 5, 5):
+        memory.store(params(float(version)), version, and_before=True)
+    memory.forget(after=4)
+    assert float(memory.load()["a"]) == 3.0
+
+
+def test_a_state_holds_one_version_where_none_is_ever_forgotten():
+    kept = context()
+    memory = ClientMemory(kept, "one", "run")
+    for version in (1, 2):
+        memory.store(params(float(version)), version)
+    assert len(kept.state.array_records) == 1
+
+
 def test_nobody_else_reads_a_clients_files(tmp_path):
     folder = tmp_path / "made" / "here"
     kept = context(state_folder=str(folder))
