@@ -128,6 +128,7 @@ def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(fa
         ({"straggler_ratio": 1.5}, r"ratio=1\.5"),
         ({"model": "gpt"}, "model='gpt'"),
         ({"method": "feddyn", "regularization": 0.0}, r"regularization=0\.0"),
+        ({"method": "fedprox", "server_learning_rate": 0.5}, r"server-learning-rate=0\.5 with"),
     ],
 )
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):

@@ -33,7 +33,7 @@ from flower_ext.privacy import (
     size_for_rate,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import choice, flag, integer, number, text
+from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 from upcycled_fl_app.task import data_facts, model_name, task_of
 
@@ -159,6 +159,11 @@ def strategy_of(
     """The strategy of a method; every method gets the same settings where it has them."""
     method, local = text(config, "method"), local_training(config)
     rate = number(config, "server-learning-rate")
+    if rate and method in ("fedavg", "fedprox", "feddyn"):
+        raise UnfitSetting(
+            f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, as its "
+            "server takes no step of its own"
+        )
     ratio = number(config, "straggler-ratio")
     options = {
         "plan": plan,
