@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from time import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.supercore.run import Run
@@ -18,6 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 SERVER_NODE_ID = 1
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
+_EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
 
 
 def empty_run(run_id: int) -> Run:
@@ -72,7 +73,7 @@ def _message(facts: dict[str, object], content: RecordDict) -> Message:
 
 def record_of(kind: type[R], items: Mapping[str, object]) -> R:
     """A record of items that need no check, since we made them; each would cost microseconds."""
-    record = kind()
+    record: R = _EMPTY[kind].copy()
     vars(record)["_data"].update(items)
     return record
 

@@ -27,7 +27,7 @@ from flower_ext.federation.cohort import PARTITION, partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
-    check_facts,
+    check_noise,
     check_size,
     may_simulate,
     noise_source,
@@ -408,7 +408,7 @@ class _ClientSide:
         return record_of(RecordDict, content), memory
 
     def _work(self, asked: Asked, context: Context, task: Task) -> ClientWork:
-        check_facts(asked.facts, context, kind=asked.kind)
+        check_noise(asked.facts, context, kind=asked.kind)
         partition = partition_of(context.node_config)
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)

@@ -122,13 +122,8 @@ def record_level_facts(plan: RecordLevelPlan, *, seeded_noise: bool) -> dict[str
     }
 
 
-def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> None:
-    """Refuse a round whose protection is incomplete, unknown or none that this node takes part in.
-
-    The owner of a SuperNode names the least noise with ``--node-config
-    "least-noise-multiplier=0.1"``: a client's own share of it, in clipping norms. Trainings whose
-    upload this client does not noise by itself are then refused, and so is objective perturbation,
-    which has no such number.
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuse a round whose protection is incomplete or unknown.
 
     Raises
     ------
@@ -136,8 +131,6 @@ def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> Non
         Names what is wrong.
     TypeError
         A fact is not of its type.
-    PermissionError
-        The node's owner asks for more noise.
     """
     numbers = {"remembered": 0, **facts}  # said only to those that may have to forget
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
@@ -156,6 +149,21 @@ def check_facts(facts: Mapping[str, Any], context: Context, *, kind: str) -> Non
         asked and "seeded-noise" not in facts
     ):
         raise TypeError(f"seeded-noise={facts.get('seeded-noise')!r}: expected true or false")
+
+
+def check_noise(facts: Mapping[str, Any], context: Context, *, kind: str) -> None:
+    """Refuse a round with less noise than this node asks for.
+
+    The owner of a SuperNode names the least noise with ``--node-config
+    "least-noise-multiplier=0.1"``: a client's own share of it, in clipping norms. Trainings whose
+    upload this client does not noise by itself are then refused, and so is objective perturbation,
+    which has no such number.
+
+    Raises
+    ------
+    PermissionError
+        The node's owner asks for more.
+    """
     least_noise = float(context.node_config.get("least-noise-multiplier", 0.0))
     if kind != "train" or least_noise == 0:
         return

@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.federation import records
+from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.training import LocalTraining, Params, Task
 
@@ -49,6 +50,8 @@ def unpacked(messages: Iterable[Message], task: Task) -> list[Asked]:
     ------
     ValueError, NonFiniteUpdate
         The model is not that of ``task``, or holds NaN.
+    ValueError, TypeError
+        As `check_facts`.
     """
     contents: dict[int, Asked] = {}
     arrays: dict[int, Params] = {}
@@ -67,9 +70,11 @@ def unpacked(messages: Iterable[Message], task: Task) -> list[Asked]:
             if not set(received[records.MODEL]) <= set(task.shapes):
                 extra = sorted(set(received[records.MODEL]) - set(task.shapes))
                 raise ValueError(f"the server's model has {extra}, which this task's has not")
+            facts = dict(configs[records.ROUND])
+            check_facts(facts)
             contents[id(content)] = Asked(
                 kind=message.metadata.message_type.partition(".")[0],
-                facts=dict(configs[records.ROUND]),
+                facts=facts,
                 model=received.pop(records.MODEL),
                 state=received,
                 training=records.read_trainings(content),

@@ -114,12 +114,13 @@ class DenseNetwork:
             raise ValueError("trained selects no parameter of the model")
         rows = torch.empty(len(jobs), self.size)
         start, numbers, table = None, np.zeros(self.size, np.float32), self._table(names)
-        for job, weights in zip(jobs, rows.numpy(), strict=True):
+        descend, asked = _kernels().descend, [self._asked(job, names) for job in jobs]
+        for job, weights, how in zip(jobs, rows.numpy(), asked, strict=True):
             if job.params is not start:  # often all begin alike
                 start = job.params
                 self._write(start, list(self.parts), numbers)
             weights[:] = numbers
-            self._descend(job, weights, names, table)
+            descend(weights, table, *how)
         parts = {name: self.parts[name] for name in names}
         return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
 
@@ -129,9 +130,8 @@ class DenseNetwork:
         for name in names:
             numbers[self.parts[name].where] = params[name].detach().numpy().ravel()
 
-    def _descend(
-        self, job: Job, weights: np.ndarray, names: Sequence[str], table: np.ndarray
-    ) -> None:
+    def _asked(self, job: Job, names: Sequence[str]) -> tuple[Any, ...]:
+        """What `compiled.descend` takes after the weights and the table."""
         pull, offset, terms = 0.0, _NONE, job.objective
         if terms:
             offset, vector = np.zeros((2, self.size), np.float32)
@@ -143,9 +143,7 @@ class DenseNetwork:
         steps = training.num_steps(count)
         epochs = math.ceil(steps / math.ceil(count / training.batch_size))
         orders = [torch.randperm(count, generator=job.generator).numpy() for _ in range(epochs)]
-        _kernels().descend(
-            weights,
-            table,
+        return (
             _in_line(job.examples.features).reshape(count, -1),
             _in_line(job.examples.targets),
             orders[0] if epochs == 1 else np.concatenate([np.zeros(0, np.int64), *orders]),
