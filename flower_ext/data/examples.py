@@ -26,6 +26,12 @@ class Examples:
     def __len__(self) -> int:
         return int(self.targets.shape[0])
 
+    @property
+    def form(self) -> tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]:
+        """Shape and type of one example: of its features, and of its target."""
+        features, targets = self.features, self.targets
+        return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
+
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """The rows at ``indices``, in their order.
 

@@ -13,7 +13,6 @@ from flower_ext.training.local import (
     LocalProblem,
     LocalTraining,
     batches,
-    evaluate,
     gradient,
     local_problem,
     minimise,
@@ -21,7 +20,6 @@ from flower_ext.training.local import (
 )
 from flower_ext.training.many import (
     MEMORY_LIMIT,
-    evaluate_many,
     train_each,
     train_groups,
     train_many,
@@ -30,6 +28,7 @@ from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
 from flower_ext.training.pilot import pilot_run
+from flower_ext.training.scoring import evaluate, evaluate_many
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm

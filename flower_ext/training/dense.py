@@ -140,7 +140,7 @@ class DenseNetwork:
                 self._write(direction, names, vector)
                 offset += np.float32(scale) * vector
         training, count = job.training, len(job.examples)
-        steps = training.num_steps(count)
+        steps = job.num_steps
         epochs = math.ceil(steps / math.ceil(count / training.batch_size))
         orders = [torch.randperm(count, generator=job.generator).numpy() for _ in range(epochs)]
         return (

@@ -110,6 +110,11 @@ class Job:
         """All that is added to the loss."""
         return objective(self.params, self.training, self.terms)
 
+    @property
+    def num_steps(self) -> int:
+        """Mini-batches that it takes."""
+        return self.training.num_steps(len(self.examples))
+
 
 def objective(
     start: Mapping[str, Tensor], training: LocalTraining, terms: Sequence[Term]
@@ -299,31 +304,3 @@ def own_draws(generator: torch.Generator) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
         yield
-
-
-def evaluate(
-    task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
-) -> dict[str, float]:
-    """Mean loss and the task's metrics of a model on ``examples``."""
-    outputs = predict(task, params, examples.features, batch_size=batch_size)
-    return score(task, outputs, examples.targets.to(outputs.device))
-
-
-@torch.no_grad()
-def predict(
-    task: Task, params: Mapping[str, Tensor], features: Tensor, *, batch_size: int = 1024
-) -> Tensor:
-    """What a model puts out, on the task's device."""
-    device = task.torch_device()
-    model: nn.Module = task.model().to(device).eval()
-    weights = to_device(params, device)
-    parts = torch.split(features, batch_size)
-    return torch.cat(
-        [functional_call(model, weights, (spared(task, x.to(device)),)) for x in parts]
-    )
-
-
-def score(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Mean loss and the task's metrics."""
-    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
-    return {"loss": float(task.loss(outputs, targets)), **scores}

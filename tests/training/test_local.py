@@ -355,14 +355,6 @@ def test_an_exact_minimiser_and_sharpness_aware_steps_exclude_each_other():
         LocalTraining(tolerance=1e-6, sam_radius=0.1)
 
 
-def test_evaluation_in_pieces_equals_evaluation_at_once():
-    params = task().initial_params(seed=3)
-    whole = evaluate(task(), params, examples())
-    pieces = evaluate(task(), params, examples(), batch_size=4)
-    assert whole == pytest.approx(pieces)
-    assert set(whole) == {"loss", "accuracy"}
-
-
 def leaky(in_place):
     return nn.Sequential(nn.LeakyReLU(0.1, inplace=in_place), nn.Linear(4, 3))
 

@@ -65,7 +65,7 @@ from flower_ext.privacy import (
     uldp_avg_guarantees,
 )
 from flower_ext.training import Job, LocalTraining, Params, Task, train_groups
-from flower_ext.training.many import along
+from flower_ext.training.descent import along
 
 CLIPPING_NORM = "clipping-norm"
 _PREPARED = 2048

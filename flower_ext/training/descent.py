@@ -1,0 +1,312 @@
+"""SGD and SAM on a stack of models: one tensor a parameter, padded mini-batches, one backward pass.
+
+Each job keeps its own model, examples, settings, terms and batch order; momentum, SAM and terms
+cost a few operations for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from logging import getLogger
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.functional import cross_entropy
+
+from flower_ext.training.local import Job, batch_rows, spared
+from flower_ext.training.objective import affine
+from flower_ext.training.params import Params, Sizes, sizes
+from flower_ext.training.stacked import (
+    Loss,
+    MappedModel,
+    NotStackable,
+    StackedModel,
+    Target,
+)
+from flower_ext.training.task import Task
+
+log = getLogger("flwr")
+
+IGNORED = -100
+"""Targets that cross_entropy leaves out of its mean."""
+
+
+class Kind(NamedTuple):
+    """All that the form of K models depends on."""
+
+    build: Callable[[], nn.Module]
+    device: torch.device
+    shape: torch.Size
+    dtype: torch.dtype
+    parameters: Sizes
+
+
+def kind_of(task: Task, job: Job) -> Kind:
+    """That of a job's model."""
+    features, device = job.examples.features, task.torch_device()
+    return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
+
+
+def form_for(task: Task, job: Job) -> StackedModel | MappedModel:
+    """How several models of a job's kind are computed at once."""
+    return _form(kind_of(task, job))
+
+
+@lru_cache(maxsize=64)
+def _form(kind: Kind) -> StackedModel | MappedModel:
+    """How K models of this kind are computed at once."""
+
+    def model() -> nn.Module:
+        return kind.build().to(kind.device).train()
+
+    try:
+        return StackedModel(model(), torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device))
+    except NotStackable as reason:
+        fresh = model()  # tracing may have left something in the other
+        log.info("local trainings of %s go through vmap: %s", type(fresh).__name__, reason)
+        return MappedModel(fresh)
+
+
+class Stack:
+    """A batch of jobs, sorted from the longest to the shortest.
+
+    ``weights`` are the trained parameters by name, each with a first dimension of jobs.
+    """
+
+    def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
+        if any(len(job.examples) == 0 for job in jobs):
+            raise ValueError("cannot train on a client without examples")
+        self.task, self.jobs = task, jobs
+        self.device = task.torch_device()
+        self.form = form_for(task, jobs[0])
+        self.names = [name for name in self.form.parameters if trained(name)]
+        if not self.names:
+            raise ValueError("trained selects no parameter of the model")
+        every = {
+            name: self.form.stack([job.params[name] for job in jobs]).detach().to(self.device)
+            for name in jobs[0].params
+        }
+        self.weights = {name: every.pop(name) for name in self.names}
+        self.dtype = self.weights[self.names[0]].dtype
+        self.rest = every
+        self.batches = Batches(jobs, self.device)
+        self._shape: tuple[Sequence[int], bool] | None = None
+        # Whether each example counts the same, at the usual loss.
+        self.classifies = task.loss is cross_entropy and not any(
+            IGNORED in job.examples.targets for job in jobs
+        )
+
+    def minimise(self) -> Params:
+        """SGD with momentum, or SAM, on every job to its own end; ``weights`` afterwards."""
+        rate, momentum, radius = (
+            self._numbers([getattr(job.training, name) for job in self.jobs])
+            for name in ("learning_rate", "momentum", "sam_radius")
+        )
+        terms = self.terms()
+        if not terms and not momentum.any() and not radius.any():
+            return self._descend(rate)
+        velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        for x, y, counts in self.batches:
+            active = len(x)
+            now, rest = first(self.weights, active), first(self.rest, active)
+            point = now
+            if radius.any():
+                climb = self.slope(now, rest, x, y, counts, terms)
+                norm = _norms(climb)
+                scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
+                point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
+            own = first(velocity, active)
+            for v in own.values():
+                v.mul_(along(momentum[:active], v))
+            self._send(point, rest, x, y, counts, {n: Target(v, keep=1.0) for n, v in own.items()})
+            add_terms(own, terms, point)
+            for name, w in now.items():
+                w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
+        return self.weights
+
+    def _descend(self, rate: Tensor) -> Params:
+        """Plain SGD: the backward pass moves the weights; no gradient is ever written."""
+        for x, y, counts in self.batches:
+            active = len(x)
+            now, rest = first(self.weights, active), first(self.rest, active)
+            targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
+            self._send(now, rest, x, y, counts, targets, rate[:active])
+        return self.weights
+
+    def slope(
+        self,
+        point: Params,
+        rest: Params,
+        x: Tensor,
+        y: Tensor,
+        counts: Sequence[int],
+        terms: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Params:
+        """Each job's gradient of its loss and ``terms`` at ``point``; see `Batches`, `terms`."""
+        found = {name: torch.empty_like(w) for name, w in point.items()}
+        self._send(point, rest, x, y, counts, {name: Target(g) for name, g in found.items()})
+        add_terms(found, terms, point)
+        return found
+
+    def _send(
+        self,
+        point: Params,
+        rest: Params,
+        x: Tensor,
+        y: Tensor,
+        counts: Sequence[int],
+        targets: Mapping[str, Target],
+        factors: Tensor | None = None,
+    ) -> None:
+        """Each job's gradient of its loss, times its factor, to ``targets``."""
+        loss = self._loss(y, counts, factors)
+        self.form.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
+
+    def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
+        """Sum over jobs of factor · loss on the first ``counts`` examples."""
+        if self._shape != (counts, factors is None):  # few batches differ in shape from the last
+            self._shape = (counts, factors is None)
+            self._real, self._share = self._shares(counts, factors)
+        real, share, loss = self._real, self._share, self.task.loss
+
+        def summed(outputs: Tensor) -> Tensor:
+            if self.classifies and outputs.dim() == 3:
+                each = cross_entropy(outputs.flatten(0, 1), y.flatten(0, 1), reduction="none")
+                return torch.dot(each, share.flatten())
+            scale = share.sum(dim=1)
+            if self.task.compares_examples:
+                return torch.dot(vmap(loss)(outputs, y, real), scale)
+            total = scale.new_zeros(())
+            for count in set(counts):  # a mean over examples or not: no loss ever sees padding
+                rows = [row for row, own in enumerate(counts) if own == count]
+                own = vmap(loss)(outputs[rows, :count], y[rows, :count])
+                total = total + torch.dot(own, scale[rows])
+            return total
+
+        return summed
+
+    def _numbers(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.dtype, device=self.device)
+
+    def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which places of each mini-batch hold examples, and what each of them counts."""
+        number = self._numbers(counts).unsqueeze(1)
+        real = torch.arange(max(counts), device=self.device) < number
+        share = real / number
+        return real, share if factors is None else share * factors.unsqueeze(1)
+
+    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The gradient of all terms of a job is slope · w + offset, name by name."""
+        if not any(job.objective for job in self.jobs):
+            return {}
+        slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
+        offsets = {name: torch.zeros_like(w) for name, w in self.weights.items()}
+        for row, job in enumerate(self.jobs):
+            for slope, scale, vector in affine(job.objective):
+                slopes[row] += slope
+                for name, offset in offsets.items():
+                    offset[row].add_(vector[name].to(self.device), alpha=scale)
+        return {name: (slopes, offset) for name, offset in offsets.items()}
+
+
+def first(params: Mapping[str, Tensor], active: int) -> Params:
+    """Of the first ``active`` jobs only: views."""
+    return {name: p[:active] for name, p in params.items()}
+
+
+def along(values: Tensor, like: Tensor) -> Tensor:
+    """One value a job, in a shape that multiplies ``like``."""
+    return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
+
+
+def add_terms(
+    slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
+) -> None:
+    """The gradient of ``terms`` (see `Stack.terms`) at ``point``, on top of ``slopes``."""
+    for name, (factor, offset) in terms.items():
+        active = len(point[name])
+        slopes[name].addcmul_(along(factor[:active], point[name]), point[name])
+        slopes[name].add_(offset[:active])
+
+
+def _norms(params: Mapping[str, Tensor]) -> Tensor:
+    """L2 norm of each job over all its parameters."""
+    squares = [p.flatten(1).square().sum(dim=1) for p in params.values()]
+    return torch.stack(squares).sum(dim=0).sqrt()
+
+
+class Batches:
+    """The mini-batches of all jobs, step by step, in each job's own order.
+
+    Yields (features, targets, counts): of shape (jobs that still train, batch, …), and how many
+    examples of each mini-batch are real; the rest is padding.
+    """
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+        self.jobs, self.device = jobs, device
+        self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        return self._epochs() if self.alike else self._gathered()
+
+    def _epochs(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """Clients of one size: an epoch's examples are copied in order, and cut into batches."""
+        count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
+        steps = torch.tensor([job.num_steps for job in self.jobs])
+        per_epoch = math.ceil(count / size)
+        for step in range(int(steps[0])):
+            active, start = int((steps > step).sum()), step % per_epoch * size
+            if start == 0:
+                orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
+                if step == 0 or per_epoch > 1:  # a batch of all examples may keep its order
+                    features = self._ordered("features", orders)
+                    targets = self._ordered("targets", orders)
+            x = features[:active, start : start + size]
+            yield x, targets[:active, start : start + size], [x.shape[1]] * active
+
+    def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
+        own = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
+        copied: Tensor = own[0].new_empty((len(own), *own[0].shape))
+        for data, order, place in zip(own, orders, copied, strict=True):
+            torch.index_select(data.detach(), 0, order.to(self.device), out=place)
+        return copied
+
+    def _gathered(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        """Clients of any size: every mini-batch is gathered and padded."""
+        jobs = self.jobs
+        longest = max(len(job.examples) for job in jobs)
+        width = min(longest, max(job.training.batch_size for job in jobs))
+        features, targets = (self._padded(part, longest) for part in ("features", "targets"))
+        rows = torch.zeros((jobs[0].num_steps, len(jobs), width), dtype=torch.long)
+        every: list[list[int]] = [[] for _ in range(jobs[0].num_steps)]
+        for index, job in enumerate(jobs):
+            drawn = batch_rows(len(job.examples), job.training, job.generator)
+            for step, chosen in enumerate(drawn):
+                rows[step, index] = chosen[0]  # padding is a member of its batch
+                rows[step, index, : len(chosen)] = chosen
+                every[step].append(len(chosen))
+        number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
+        for chosen, counts in zip(rows.to(self.device), every, strict=True):
+            active, most = len(counts), max(counts)
+            where = number[:active], chosen[:active, :most]
+            yield features[where], targets[where], counts
+
+    def _padded(self, part: str, longest: int) -> Tensor:
+        like: Tensor = getattr(self.jobs[0].examples, part)
+        padded = like.new_zeros((len(self.jobs), longest, *like.shape[1:]), device=self.device)
+        for job, place in zip(self.jobs, padded, strict=True):
+            place[: len(job.examples)] = getattr(job.examples, part).detach()
+        return padded
+
+
+def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
+    """Each job's whole model: its row, and its own parameters where there are no rows."""
+    each = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
+    return [
+        {name: each[name][row] if name in each else p for name, p in job.params.items()}
+        for row, job in enumerate(jobs)
+    ]

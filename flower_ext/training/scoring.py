@@ -1,0 +1,108 @@
+"""Loss and metrics of models on examples: of one, or of many that share a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flower_ext.data import Examples
+from flower_ext.training.local import spared
+from flower_ext.training.many import MEMORY_LIMIT
+from flower_ext.training.params import to_device
+from flower_ext.training.task import Task
+
+
+def evaluate(
+    task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
+) -> dict[str, float]:
+    """Mean loss and the task's metrics of a model on ``examples``."""
+    outputs = predict(task, params, examples.features, batch_size=batch_size)
+    return score(task, outputs, examples.targets.to(outputs.device))
+
+
+@torch.no_grad()
+def predict(
+    task: Task, params: Mapping[str, Tensor], features: Tensor, *, batch_size: int = 1024
+) -> Tensor:
+    """What a model puts out, on the task's device."""
+    device = task.torch_device()
+    model: nn.Module = task.model().to(device).eval()
+    weights = to_device(params, device)
+    parts = torch.split(features, batch_size)
+    return torch.cat(
+        [functional_call(model, weights, (spared(task, x.to(device)),)) for x in parts]
+    )
+
+
+def score(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Mean loss and the task's metrics."""
+    scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
+    return {"loss": float(task.loss(outputs, targets)), **scores}
+
+
+def evaluate_many(
+    task: Task,
+    models: Sequence[Mapping[str, Tensor]],
+    examples: Sequence[Examples],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[dict[str, float]]:
+    """What `evaluate` returns for each model on its own examples.
+
+    Examples of one form, of clients that share one model (the same object), go through it together,
+    as many as fit into ``memory_limit`` bytes, if it looks at each example alone.
+    """
+    sharing = defaultdict(list)
+    for index, (model, data) in enumerate(zip(models, examples, strict=True)):
+        sharing[id(model), data.form].append(index)
+    scores: dict[int, dict[str, float]] = {}
+    for (_, (shape, dtype, *_)), members in sharing.items():
+        if not _looks_at_each_alone(task.model, shape, dtype):
+            scores |= {i: evaluate(task, models[i], examples[i]) for i in members}
+            continue
+        for part in _portions(
+            members, [examples[i].features.nbytes for i in members], memory_limit
+        ):
+            own = [examples[index] for index in part]
+            outputs = predict(task, models[part[0]], torch.cat([one.features for one in own]))
+            each = torch.split(outputs, [len(one) for one in own])
+            for index, one, output in zip(part, own, each, strict=True):
+                scores[index] = score(task, output, one.targets.to(output.device))
+    return [scores[index] for index in range(len(models))]
+
+
+@lru_cache(maxsize=64)
+def _looks_at_each_alone(
+    build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
+) -> bool:
+    """Whether in evaluation such a model puts out a row an example, whatever the others are."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(2, (3, *shape), generator=random).to(dtype)
+    if dtype.is_floating_point:
+        x.normal_(generator=random)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = build().eval()
+            together, each = model(x.clone()), [model(x[i : i + 1].clone()) for i in range(3)]
+            return len(together) == 3 and torch.allclose(torch.cat(each), together, 1e-3, 1e-4)
+        except Exception:  # whatever a model makes of random examples
+            return False
+
+
+def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Members in order, in lists whose sizes add up to at most ``limit`` (or of one member)."""
+    portion: list[int] = []
+    total = 0
+    for member, size in zip(members, sizes, strict=True):
+        if portion and total + size > limit:
+            yield portion
+            portion, total = [], 0
+        portion.append(member)
+        total += size
+    if portion:
+        yield portion

@@ -1,0 +1,22 @@
+"""Fixtures of tests of trainings together."""
+
+import pytest
+
+from flower_ext.training import many
+from flower_ext.training.stacked import MappedModel
+
+
+@pytest.fixture
+def batched(monkeypatch):
+    """Every training in a batch, however few; returns how many jobs each batch held."""
+    held = []
+    groups = many.train_groups
+
+    def counted(*args, **settings):
+        for group, rows in groups(*args, **settings):
+            held.extend([len(group)] * (len(group) > 1))
+            yield group, rows
+
+    monkeypatch.setattr(MappedModel, "fewest", 1)
+    monkeypatch.setattr(many, "train_groups", counted)
+    return held

@@ -1,0 +1,132 @@
+"""Models, jobs and what they train to one by one, for tests of trainings together."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.training import Job, LocalTraining, Task, train
+
+
+class Dense(nn.Module):
+    """Two layers, a head, and a buffer that plays a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 3)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.extractor(x))) * self.scale)
+
+
+class Convolutional(nn.Module):
+    """Images 2×6×6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class Words(nn.Module):
+    """Sequences of five word numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x).mean(dim=1))
+
+
+def double_convolutional():
+    return Convolutional().double()
+
+
+def features(model, count, generator):
+    if model is Words:
+        return torch.randint(11, (count, 5), generator=generator)
+    shape = (2, 6, 6) if model in (Convolutional, double_convolutional) else (4,)
+    return torch.randn(count, *shape, generator=generator)
+
+
+def problem(model=Dense, loss=cross_entropy):
+    return Task(model=model, data=lambda client: ClientData(None, None), loss=loss, device="cpu")
+
+
+def jobs_of(model, settings, sizes, terms=lambda start, client: []):
+    """Fresh jobs: own data, own start, own batch order."""
+    made = []
+    for client, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(client)
+        start = {n: p + 0.01 * client for n, p in problem(model).initial_params(3).items()}
+        data = Examples(
+            features=features(model, size, generator),
+            targets=torch.randint(3, (size,), generator=generator),
+        )
+        training = settings[client % len(settings)]
+        made.append(
+            Job(
+                params=start,
+                examples=data,
+                training=training,
+                generator=torch.Generator().manual_seed(100 + client),
+                terms=terms(start, client),
+            )
+        )
+    return made
+
+
+def one_by_one(task, jobs, trained=lambda name: True):
+    return [
+        train(
+            task,
+            job.params,
+            job.examples,
+            job.training,
+            trained=trained,
+            terms=job.terms,
+            generator=job.generator,
+        )
+        for job in jobs
+    ]
+
+
+def same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert list(one) == list(other)
+        for name in other:
+            assert one[name].dtype == other[name].dtype
+            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
+
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2)
+ALIKE, UNEVEN = [16] * 7, [3, 40, 8, 17, 16, 5, 30]
+WAYS = {
+    "sgd": [SGD],
+    "momentum": [replace(SGD, momentum=0.7)],
+    "sam": [replace(SGD, sam_radius=0.3, momentum=0.5)],
+    "proximal": [replace(SGD, proximal_weight=0.5)],
+    "steps": [replace(SGD, steps=5)],
+    "stragglers": [SGD, replace(SGD, epochs=1), replace(SGD, epochs=5)],
+    "nothing to do": [replace(SGD, epochs=0), SGD],
+    "all different": [
+        SGD,
+        replace(SGD, batch_size=3, learning_rate=0.05),
+        replace(SGD, momentum=0.9, epochs=1),
+        replace(SGD, sam_radius=0.2, proximal_weight=0.3),
+    ],
+}
+
+
+def perceptron(*between):
+    return nn.Sequential(nn.Linear(4, 5), *between, nn.Linear(5, 3))

@@ -1,0 +1,54 @@
+"""Scores of many models at once are those of each by itself."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.training import evaluate, evaluate_many
+from tests.training.jobs import SGD, UNEVEN, Dense, jobs_of, problem
+
+
+def test_evaluation_in_pieces_equals_evaluation_at_once():
+    (job,) = jobs_of(Dense, [SGD], [40])
+    whole = evaluate(problem(), job.params, job.examples)
+    pieces = evaluate(problem(), job.params, job.examples, batch_size=7)
+    assert whole == pytest.approx(pieces)
+    assert set(whole) == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)),
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.Flatten(0), nn.Unflatten(0, (-1, 3))),
+    ],
+    ids=["looks at the batch", "two rows an example"],
+)
+def test_models_that_mix_examples_are_scored_one_by_one(model):
+    def loss(outputs, targets):
+        return cross_entropy(outputs, targets.repeat_interleave(len(outputs) // len(targets)))
+
+    task = replace(problem(model, loss), metrics={})
+    params = task.initial_params(0)
+    examples = [job.examples for job in jobs_of(Dense, [SGD], UNEVEN)]
+    for ours, own in zip(
+        evaluate_many(task, [params] * len(examples), examples), examples, strict=True
+    ):
+        assert ours == pytest.approx(evaluate(task, params, own), abs=1e-6)
+
+
+@pytest.mark.parametrize("memory_limit", [1, 600, 2**30])
+def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
+    jobs = jobs_of(Dense, [SGD], UNEVEN)
+    shared = jobs[0].params
+    models = [shared, jobs[1].params, shared, shared, *(job.params for job in jobs[4:])]
+    examples = [job.examples for job in jobs]
+    for ours, model, own in zip(
+        evaluate_many(problem(), models, examples, memory_limit=memory_limit),
+        models,
+        examples,
+        strict=True,
+    ):
+        assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
