@@ -27,7 +27,7 @@ from flwr.serverapp import Grid
 from flower_ext.federation import records
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.packing import Damaged, Packed, pack, unpack
-from flower_ext.privacy import Participations
+from flower_ext.privacy import LedgerCorrupt, Participations
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.files import (
     append_line,
@@ -84,6 +84,8 @@ class Checkpoints:
             asked=strategy.num_asked,
         )
         self._note(strategy, **vars(self._open))
+        if self.run is not None:
+            self.run.accounted = False
 
     def answered(self, strategy: FederatedStrategy, number: int) -> None:
         """Note, durably, how many answers can be used, before anything is made of them.
@@ -150,6 +152,8 @@ class Checkpoints:
             The model is another one.
         FederationNotReady
             Clients have lost the memory that the method needs.
+        LedgerCorrupt
+            The ledger lacks releases that were made.
         """
         if self.run is None or not self.run.resumed:
             return initial, 0
@@ -169,12 +173,13 @@ class Checkpoints:
         for one in abandoned:
             answered = one.asked if one.answered is None else one.answered
             strategy.count_abandoned(one.participants, answered, asked=one.asked)
-        if found is not None and done < num_rounds:
-            self._check_memory(strategy, grid)
         if strangers:
             strategy.participations.level(range(strategy.plan.sampling.population))
-        self.run.forget_rounds(after=done)
         self.save_guarantees(strategy)
+        _check_ledger(strategy)
+        if found is not None and done < num_rounds:
+            self._check_memory(strategy, grid)
+        self.run.forget_rounds(after=done)
         log.info(
             "resumed after round %d; %d training rounds were asked for and not finished",
             done,
@@ -253,6 +258,15 @@ class Checkpoints:
             answered = one.asked if one.answered is None else one.answered
             strategy.count_abandoned(one.participants, answered, asked=one.asked)
         self.save_guarantees(strategy)
+
+
+def _check_ledger(strategy: FederatedStrategy) -> None:
+    made, ledger = strategy.participations.rounds, strategy.ledger
+    if ledger is not None and ledger.releases < made:
+        raise LedgerCorrupt(
+            f"{ledger.path} holds {ledger.releases} releases of a run that made {made}: lines are "
+            "missing, and with them what was spent; put the ledger back, or begin a new run"
+        )
 
 
 def _facts_of(strategy: FederatedStrategy) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from flower_ext.reporting import RunDirectory
 
 log = getLogger("flwr")
 
+_EVALUATED = "evaluation_messages"
+
 
 class Progress:
     """Collects the numbers of a round, then writes them where the user looks.
@@ -28,6 +30,7 @@ class Progress:
     def __init__(self, run: RunDirectory | None = None) -> None:
         self.run = run
         self.row: dict[str, float] = {}
+        self._evaluated = 0
 
     def begin(self) -> None:
         """A new round: no training message so far."""
@@ -101,8 +104,21 @@ class Progress:
         if refused := row.get("refused", 0):
             parts.append(f"{refused:.0f} refused")
         log.info(" · ".join(parts))
+        self.add(server_round)
+
+    def add(self, server_round: int) -> None:
+        """Write the row down; the run directory adds it to what it has of this round."""
+        if _EVALUATED in self.row:
+            self._evaluated = server_round
         if self.run is not None:
-            self.run.log(server_round, **row)
+            self.run.log(server_round, **self.row)
+
+    def evaluated(self, server_round: int) -> bool:
+        """Whether scores were asked for after this round, which is the last so far."""
+        if self.run is not None and self.run.resumed:
+            rounds, _ = self.run.series(_EVALUATED)
+            return server_round in rounds
+        return server_round == self._evaluated
 
     def _count(self, name: str, number: float) -> None:
         self.row[name] = self.row.get(name, 0) + number

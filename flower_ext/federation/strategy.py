@@ -492,6 +492,8 @@ class FederatedStrategy(Strategy):
                 except BudgetExhausted as reason:
                     self.stopped = str(reason)
                     log.warning("stopped before round %d: %s", server_round, reason)
+                    self._last_round = server_round - 1
+                    self._evaluate_at_last(grid, result, timeout, evaluate)
                     self._checkpoints.save_guarantees(self)
                     break
             if self.refusals and not (done or self._ever_answered):
@@ -521,21 +523,41 @@ class FederatedStrategy(Strategy):
         if metrics is not None:
             result.train_metrics_clientapp[server_round] = metrics
         self.progress.row["training_seconds"] = time.monotonic() - started
-        asked = self.configure_evaluate(server_round, result.arrays, evaluate_config, grid)
-        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
-        scores = self.aggregate_evaluate(server_round, answers) if asked else None
-        if scores is not None:
-            result.evaluate_metrics_clientapp[server_round] = scores
+        scored = self._evaluate(server_round, grid, result, timeout, evaluate_config)
         if evaluate_fn is not None:
             own = evaluate_fn(server_round, result.arrays)
             if own is not None:
                 result.evaluate_metrics_serverapp[server_round] = own
-        if scores is not None or server_round == self._last_round:
+        if scored or server_round == self._last_round:
             self.progress.row |= self._spent()
             self._checkpoints.save_guarantees(self)
         self.progress.row["seconds"] = time.monotonic() - started
         self.progress.end(server_round, self._last_round or server_round)
         self._checkpoints.save(self, server_round, result.arrays)
+
+    def _evaluate(
+        self, server_round: int, grid: Grid, result: Result, timeout: float, config: ConfigRecord
+    ) -> bool:
+        """Ask for scores, where this round does; whether there are any."""
+        asked = self.configure_evaluate(server_round, result.arrays, config, grid)
+        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+        scores = self.aggregate_evaluate(server_round, answers) if asked else None
+        if scores is not None:
+            result.evaluate_metrics_clientapp[server_round] = scores
+        return scores is not None
+
+    def _evaluate_at_last(
+        self, grid: Grid, result: Result, timeout: float, config: ConfigRecord
+    ) -> None:
+        """Evaluate the round that turned out to be the last, if nobody has yet."""
+        last = self._last_round
+        if not last or self.progress.evaluated(last):
+            return
+        self.progress.row = {}
+        if self._evaluate(last, grid, result, timeout, config):
+            self.progress.row |= self._spent()
+            self.progress.add(last)
+            self._checkpoints.save(self, last, result.arrays)
 
     def summary(self) -> None:
         """Log the method and its plan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
@@ -67,7 +68,7 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
     groups: dict[str, list[RunDirectory]] = {}
     for run in runs:
         method = method_name(run)
-        configs = [one.config for one in methods[method]]
+        configs = [_settings(one) for one in methods[method]]
         names = dict.fromkeys(name for config in configs for name in config)
         differing = (
             name
@@ -75,9 +76,15 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
             if name not in NOT_COMPARED
             and any(config.get(name) != configs[0].get(name) for config in configs)
         )
-        facts = [f"{name}={run.config.get(name, '–')}" for name in differing]
+        facts = [f"{name}={_settings(run).get(name, '–')}" for name in differing]
         groups.setdefault(", ".join([method, *facts]), []).append(run)
     return groups
+
+
+def _settings(run: RunDirectory) -> dict[str, Any]:
+    """The run's settings, with as many rounds as it made: by a budget or a resume not those set."""
+    made = int(max((row["round"] for row in run.metrics()), default=0))
+    return {**run.config, "rounds": made} if "rounds" in run.config else run.config
 
 
 def method_name(run: RunDirectory) -> str:

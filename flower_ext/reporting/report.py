@@ -91,6 +91,8 @@ def _outcome(run: RunDirectory) -> list[str]:
         lines.append(f"> **This run is {facts['status']}**{reason}")
     if later := [str(start["after_round"]) for start in facts.get("starts", [])[1:]]:
         lines.append(f"Resumed after round {', '.join(later)}.")
+    if behind := _behind(run):
+        lines.append(behind)
     for name in qualities(run):
         scores = [row[name] for row in run.client_metrics() if name in row]
         if not scores:
@@ -107,6 +109,18 @@ def _outcome(run: RunDirectory) -> list[str]:
         }
         lines.append(table((f"{in_words(name)} of the clients' models", "value"), facts.items()))
     return lines
+
+
+def _behind(run: RunDirectory) -> str | None:
+    """That the scores are of an earlier model than the last, where they are."""
+    evaluated, _ = run.series("evaluation_messages")
+    last = max((row["round"] for row in run.metrics()), default=0)
+    if not evaluated or evaluated[-1] == last:
+        return None
+    return (
+        f"> The scores below are of the model after round {evaluated[-1]:.0f}; the run ended after "
+        f"round {last:.0f}."
+    )
 
 
 def pooled_accuracy(run: RunDirectory) -> float | None:
@@ -161,6 +175,11 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
             f"{epsilon_text(spent)} for who sees released models. The lines above may be too "
             "small: the run was resumed, or ended between a reservation and its release."
         )
+    if (lacking := _lacking(run)) > 0:
+        parts.append(
+            f"> **The ledger lacks {lacking} of the releases that this run made**: lines are "
+            "missing, so that no budget can rest on it."
+        )
     for g in guarantees:
         parts.append(f"### {g.basis.capitalize()}, {g.view.value}: {g.source}")
         items = [f"- {'✓' if c.holds else '**✗ not met**'} — {c.text}" for c in g.conditions]
@@ -174,18 +193,28 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
 
 def _until(run: RunDirectory) -> str:
     """What the guarantees of a run that did not come to its end speak of."""
-    if run.facts["status"] == "failed":
+    failed = run.facts["status"] == "failed"
+    if failed and run.facts.get("accounted"):
         return "This run failed: the guarantee covers what clients had been asked for until then."
     written = max((row["round"] for row in run.metrics() if _has_epsilon(row)), default=0)
     return (
-        f"> **This run has no end yet**: the lines below were written after round {written:.0f}, "
-        "or when it was last resumed. Later rounds are in none of them; resume the run, if only up "
-        "to the rounds that it has, to account for all."
+        f"> **This run {'failed' if failed else 'has no end yet'}**: the lines below were written "
+        f"after round {written:.0f}, or when it was last resumed; later rounds are in none. "
+        "Resume the run, if only up to the rounds that it has, to account for all."
     )
 
 
 def _has_epsilon(row: dict[str, float]) -> bool:
     return any(name.startswith("epsilon_") for name in row)
+
+
+def _lacking(run: RunDirectory) -> int:
+    """How many rounds that asked clients to train are not on the ledger, where there is one."""
+    if not run.ledger_path.exists():
+        return 0
+    made = [row for row in run.metrics() if row.get("messages", 0) > 0]
+    reserved = [entry for entry in run.ledger() if entry["kind"] == "reserve"]
+    return len(made) - len(reserved)
 
 
 def _spent_beyond(run: RunDirectory, guarantees: list[Guarantee]) -> float | None:

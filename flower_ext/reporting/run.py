@@ -34,7 +34,7 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.draft")
 """What a run leaves that was ended before its ``run.json`` was there."""
-_ENDED = ("reason", "finished", "summary")
+_ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
@@ -45,12 +45,14 @@ class NotARun(ValueError):
 class RunDirectory:
     """Files of one run; make with `create`, go on with `resume`, read with `open`.
 
-    ``resumed`` says whether the run began earlier.
+    ``resumed`` says whether the run began earlier, ``accounted`` whether ``guarantee.json`` speaks
+    of all that clients were asked for.
     """
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
         self.path = path
         self.resumed = resumed
+        self.accounted = False
         self._lock: IO[bytes] | None = None
         self._ledgers: list[Ledger] = []
 
@@ -97,7 +99,7 @@ class RunDirectory:
             The run is still going on.
         """
         run = cls.open(path)
-        run.resumed = True
+        run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
         run._lock = lock(run.path / _LOCK)
         facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
         starts = facts.get("starts", [{"started": facts["started"]}])
@@ -183,8 +185,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def metrics(self) -> list[dict[str, float]]:
-        """All rounds' metrics, in order; a last line torn by a crash is left out."""
-        return self._lines(self.metrics_path.name)
+        """All rounds' metrics, in order, whatever was learned of one in one row.
+
+        A last line torn by a crash is left out.
+        """
+        rounds: dict[float, dict[str, float]] = {}
+        for row in self._lines(self.metrics_path.name):
+            rounds[row["round"]] = rounds.get(row["round"], {}) | row
+        return [*rounds.values()]
 
     def forget_rounds(self, after: int) -> None:
         """Drop what is known of later rounds, which are done again."""
@@ -212,8 +220,9 @@ class RunDirectory:
         return [row["round"] for row in rows], [row[name] for row in rows]
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
-        """Write ``guarantee.json``."""
+        """Write ``guarantee.json``, which then speaks of all that clients were asked for."""
         self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
+        self.accounted = True
 
     def guarantees(self) -> list[Guarantee]:
         """What protects the clients; none for a run without privacy."""
@@ -264,8 +273,14 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Record how the run ended."""
-        facts = {"status": status, "reason": reason, "finished": _now(), "summary": summary}
+        """Record how the run ended, and whether its guarantees speak of all of it."""
+        facts = {
+            "status": status,
+            "reason": reason,
+            "finished": _now(),
+            "accounted": self.accounted,
+            "summary": summary,
+        }
         self._write_facts({**self.facts, **facts})
 
     def _lines(self, name: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,
     FullParticipation,
+    LedgerCorrupt,
     NonPrivatePlan,
     OutputPerturbation,
     PerturbationPlan,
@@ -300,6 +302,32 @@ def test_a_metrics_line_that_was_torn_is_written_again(tmp_path):
     assert same(parts, whole)
 
 
+def test_where_nobody_can_go_on_the_guarantee_counts_what_was_asked_for(tmp_path):
+    with pytest.raises(Died):
+        play(tmp_path, dies_in=4, seeded_noise=False)
+    run = RunDirectory.open(tmp_path / "run")
+    of_four = [g.epsilon for g in run.guarantees()]
+    run.save_guarantees([])  # as if the process had been killed before it could write them
+    facts = {**run.facts, "status": "running"}
+    (run.path / "run.json").write_text(json.dumps({**facts, "accounted": False}))
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(FederationNotReady, match="no longer have the memory"):
+        play(tmp_path, seeded_noise=False)
+    assert [g.epsilon for g in run.guarantees()] == of_four
+    assert run.facts["accounted"]
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept):
+    run, _ = play(tmp_path, rounds=3)
+    lines = run.ledger_path.read_bytes().splitlines(keepends=True)
+    run.ledger_path.write_bytes(b"".join(lines[:kept]))
+    with pytest.raises(LedgerCorrupt, match=r"holds \d releases of a run that made 3"):
+        play(tmp_path)
+    write_report(run)
+    assert "The ledger lacks" in (run.path / "report.md").read_text()
+
+
 # Budgets -----------------------------------------------------------------------------------
 
 FIXED = FixedSizeSampling(population=CLIENTS, size=2)
@@ -351,6 +379,21 @@ def test_a_budget_ends_a_run_before_the_round_that_would_exceed_it_also_when_res
     assert again.facts["status"] == "budget-exhausted"
     assert len(again.metrics()) == stops_after
     assert stopped.stopped is not None
+
+
+def test_a_round_that_turns_out_to_be_the_last_is_evaluated_once(tmp_path):
+    options = {"ledger": False, "strategy": DPFedAvg, "evaluate_every": 2, "rounds": 5}
+    free, _ = play(tmp_path / "free", **{**options, "evaluate_every": 1})
+    spent = [row["epsilon_provable"] for row in free.metrics()]
+    run, _ = _with_budget(tmp_path / "paid", (spent[2] + spent[3]) / 2, **options)
+    assert [row["round"] for row in run.metrics()] == [1, 2, 3]
+    last = run.metrics()[-1]
+    assert last["accuracy_mean"] == free.metrics()[2]["accuracy_mean"]
+    assert last["epsilon_provable"] == spent[2]
+    assert run.client_metrics()
+    again, _ = _with_budget(tmp_path / "paid", (spent[2] + spent[3]) / 2, **options)
+    assert len(again.metrics_path.read_text().splitlines()) == 4
+    assert again.client_metrics() == run.client_metrics()
 
 
 def _with_budget(folder, epsilon, **options):

@@ -163,3 +163,13 @@ def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):
     }
     rows = (tmp_path / "figures" / "accuracy_by_messages.csv").read_text().splitlines()
     assert [row.split(",")[1] for row in rows[1:]] == ["19.0", "19.0", "38.0", "38.0"]
+
+
+def test_a_run_that_went_on_is_no_repetition_of_one_that_did_not(tmp_path):
+    runs = [finished(tmp_path / name, rounds=4) for name in ("a", "b", "c")]
+    last = max(row["round"] for row in runs[2].metrics())
+    runs[2].log(last + 1, accuracy_mean=0.9)
+    write_comparison(runs, tmp_path, title="Unequal")
+    text = (tmp_path / "comparison.md").read_text()
+    assert f"rounds={last} | 2 |" in text
+    assert f"rounds={last + 1} | 1 |" in text

@@ -218,3 +218,29 @@ def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privac
     assert "No guarantee was recorded" in text
     assert "neither clipped nor noised" not in text
     assert f"This run is {status}" in text
+
+
+def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {})
+    run.log(1, epsilon_provable=0.4)
+    run.save_guarantees(client_level_guarantees(PLAN, Participations.worst_case(1, 10)))
+    run.log(2)
+    run.finish("failed", "disk full")
+    write_report(run)
+    assert "covers what clients had been asked for" in (run.path / "report.md").read_text()
+    RunDirectory.open(run.path).finish("failed", "its process is gone")
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "covers what clients had been asked for" not in text
+    assert "written after round 1" in text
+
+
+def test_scores_of_an_earlier_model_are_said_to_be(tmp_path):
+    run = finished(tmp_path / "run")
+    run.log(8, evaluation_messages=10)
+    write_report(run)
+    assert "The scores below" not in (run.path / "report.md").read_text()
+    run.log(9)
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "of the model after round 8; the run ended after round 9" in text
