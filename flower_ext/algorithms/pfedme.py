@@ -51,6 +51,8 @@ class Envelope(Job):
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–9: for each mini-batch K steps on θ_i around w_i, then w_i towards θ_i."""
+    if len(work.data.train) == 0:
+        return LocalResult(update=difference(work.received, work.received), memory=work.received)
     job = Envelope(
         params=work.received,
         examples=work.data.train,

@@ -55,6 +55,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     steps = local.effective_steps(len(work.data.train))
 
     def renewed(released: Params) -> Params:
+        if steps == 0:
+            return dict(own)
         return {
             name: own[name] - control[name] - released[name] / (steps * local.learning_rate)
             for name in own

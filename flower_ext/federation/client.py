@@ -127,7 +127,8 @@ class ClientWork:
         """Part of a model, trained as the server's settings for ``phase`` say: to be yielded.
 
         What is sent back is not to be changed in place: parts that were not trained may be those
-        of other clients as well.
+        of other clients as well. A client without examples is sent back what it had: that it has
+        none shows only where it tells its size.
         """
         asked: dict[str, Any] = {
             "params": params,
@@ -137,10 +138,16 @@ class ClientWork:
             "terms": [*self.terms, *terms],
         }
         noise = self.step_noise.get(phase)
+        if len(self.data.train) == 0:
+            return Training(task=self.task, job=Job(**asked), trained=trained, solve=_untrained)
         if noise is None:
             return Training(task=self.task, job=Job(**asked), trained=trained)
         job = ClippedJob(noise=noise, **asked)
         return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
+
+
+def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
+    return [dict(job.params) for job in jobs]
 
 
 @dataclass(frozen=True, kw_only=True)

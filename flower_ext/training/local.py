@@ -80,9 +80,9 @@ class LocalTraining:
         return replace(self, learning_rate=rate, learning_rate_decay=1.0)
 
     def num_steps(self, num_examples: int) -> int:
-        """Number of mini-batches of one local training."""
+        """Number of mini-batches of one local training; none without examples."""
         if self.steps is not None:
-            return self.steps
+            return self.steps if num_examples else 0
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
     def effective_steps(self, num_examples: int) -> float:

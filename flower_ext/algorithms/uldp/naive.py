@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -41,9 +39,6 @@ from flower_ext.training import LocalTraining, Params, difference
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 9–13: train on all records of the silo."""
-    if len(work.data.train) == 0:  # the noise of such a silo is needed all the same
-        nothing = {name: torch.zeros_like(p) for name, p in work.received.items()}
-        return LocalResult(update=nothing)
     trained = yield work.train("local", work.received)
     return LocalResult(update=difference(trained, work.received))
 

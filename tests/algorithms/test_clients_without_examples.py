@@ -1,0 +1,70 @@
+"""A client without examples shows only where clients tell their sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import (
+    Apple,
+    DP2FedSAM,
+    DPDitto,
+    DPFedAvg,
+    FedALA,
+    FedAMP,
+    FedDyn,
+    PFedMe,
+    Scaffold,
+)
+from flower_ext.data import ClientData
+from flower_ext.federation import InProcessGrid
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
+from tests.worlds import client_data, task
+
+OF_A_SUM = [DPFedAvg, DP2FedSAM, DPDitto, FedALA, FedDyn, PFedMe]
+CLIENTS = 4
+
+
+def run(method, plan):
+    def data(client):
+        own = client_data(client)
+        last = client == plan.sampling.population - 1
+        return ClientData(train=own.train.subset([]), test=own.test) if last else own
+
+    here = replace(task(), data=data)
+    strategy = method(plan=plan, seed=1, personal=["head"] if method is DP2FedSAM else [])
+    grid = InProcessGrid(method.client_app(here), plan.sampling.population)
+    result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    return strategy, result.arrays.to_torch_state_dict()
+
+
+def release(clients, noise_multiplier):
+    return ReleasePlan(
+        sampling=FullParticipation(clients),
+        clipping_norm=1.0,
+        noise_multiplier=noise_multiplier,
+        rounds=2,
+        delta=1e-3,
+        dropout_policy="discard",
+    )
+
+
+@pytest.mark.parametrize("method", OF_A_SUM)
+def test_under_noise_of_its_own_it_answers_like_any_other(method):
+    strategy, _ = run(method, release(CLIENTS, 1.0))
+    assert strategy.refusals == []
+
+
+@pytest.mark.parametrize("method", OF_A_SUM)
+def test_all_that_it_adds_is_noise(method):
+    _, moved = run(method, release(1, 1e-6))
+    for name, value in moved.items():
+        torch.testing.assert_close(value, task().initial_params(0)[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", [*OF_A_SUM, Apple, FedAMP, Scaffold])
+def test_where_sizes_are_told_it_is_left_out_by_its_own(method):
+    strategy, _ = run(method, NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
+    assert len(strategy.refusals) == 2
+    assert all("num-examples=0.0: expected at least 1" in said for said in strategy.refusals)
