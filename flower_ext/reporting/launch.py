@@ -22,7 +22,7 @@ from typing import Any
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
-from flower_ext.reporting.settings import integer
+from flower_ext.reporting.settings import PATHS, integer
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
@@ -55,9 +55,11 @@ def launch(
         Connection of Flower's configuration. None is the local simulation, with as many nodes as
         the app's setting ``clients`` or ``num-silos``.
     nodes : int, optional
-        How many nodes the SuperLink has: the value of that setting, where the app has it.
+        How many nodes the SuperLink has: the value of that setting, where the app has it. Given
+        for a SuperLink of this machine alone, whose processes see the same files.
     settings : Sequence[str]
-        Run-config overrides, ``name=value``.
+        Run-config overrides, ``name=value``. Relative paths start here; one to write to is refused
+        where the SuperLink may be on another machine.
     runs : Path
         Folder in which the run directory is made.
     in_process : bool
@@ -74,7 +76,7 @@ def launch(
     Raises
     ------
     LaunchFailed
-        Unknown setting, ``flwr run`` refused, or the run ended in failure.
+        Unknown or unfit setting, ``flwr run`` refused, or the run ended in failure.
     """
     in_process = in_process or clients is not None
     if in_process and superlink is not None:
@@ -96,14 +98,14 @@ def launch(
     if not {**defaults, **changes}.get("run-directory", True):
         name = str(changes.get("method", defaults.get("method", app.name)))
         changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
+    here = superlink is None or nodes is not None
     empty = not {**defaults, **changes}.get("data-folder", True)
-    if superlink is None and empty and FOLDER_VARIABLE in os.environ:
-        changes["data-folder"] = str(Path(os.environ[FOLDER_VARIABLE]).expanduser().absolute())
-    named = {**defaults, **changes}.get("run-directory")
+    if here and empty and FOLDER_VARIABLE in os.environ:
+        changes["data-folder"] = os.environ[FOLDER_VARIABLE]
+    changes |= _absolute({**defaults, **changes}, here=here)
+    named = changes.get("run-directory")
     if superlink is None and named and defaults.get("state-folder") == "":
         changes.setdefault("state-folder", _state_in(named))  # for --resume
-    if changes.get("state-folder"):
-        changes["state-folder"] = str(Path(changes["state-folder"]).expanduser().absolute())
     config = {**defaults, **changes}
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if in_process:
@@ -249,6 +251,23 @@ def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if known.get("state-folder") == _state_in(str(began.get("run-directory"))):
         del known["state-folder"]  # it has moved with the run
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
+
+
+def _absolute(config: Mapping[str, Any], *, here: bool) -> dict[str, str]:
+    """The paths among an app's settings, so that every process finds the same place.
+
+    On other machines a relative ``data-folder`` stays one, beside each node's own files.
+    """
+    paths = {name: str(config[name]) for name in PATHS if config.get(name)}
+    if here:
+        return {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
+    for name, path in paths.items():
+        if name != "data-folder" and not path.startswith(("/", "~")):
+            raise LaunchFailed(
+                f"run-config {name}={path!r}: expected an absolute path, one on the machine where "
+                "the SuperLink starts the ServerApp"
+            )
+    return paths
 
 
 def _state_in(run: str) -> str:

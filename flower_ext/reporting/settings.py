@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-INCIDENTAL = frozenset(
-    {
-        "resume",
-        "run-directory",
-        "data-folder",
-        "state-folder",
-        "connect-timeout",
-        "round-timeout",
-    }
-)
+PATHS = ("run-directory", "data-folder", "state-folder")
+"""Settings that say where things are."""
+
+INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 """Settings that say where things are and how long to wait: no result depends on them."""
 
 

@@ -107,6 +107,43 @@ def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
     assert "state-folder" not in overrides(monkeypatch, runs=tmp_path, superlink="far")
 
 
+PLACES = {"run-directory": "out", "data-folder": "~/data", "state-folder": "memory"}
+GIVEN = [f"{name}={path}" for name, path in PLACES.items()]
+
+
+@pytest.mark.parametrize("where", [{}, {"superlink": "near", "nodes": 4}])
+def test_paths_mean_the_same_place_wherever_the_processes_of_this_machine_were_started(
+    where, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    config = overrides(monkeypatch, settings=GIVEN, **where)
+    expected = [tmp_path / "out", Path.home() / "data", tmp_path / "memory"]
+    assert [json.loads(config[name]) for name in PLACES] == [str(path) for path in expected]
+
+
+def test_a_folder_of_data_that_the_environment_names_is_found_from_everywhere(
+    monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOWER_EXT_DATA", "data")
+    config = overrides(monkeypatch, superlink="near", nodes=4)
+    assert json.loads(config["data-folder"]) == str(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", ["run-directory", "state-folder"])
+def test_a_superlink_elsewhere_is_sent_no_path_from_here(name):
+    with pytest.raises(LaunchFailed, match=f"{name}='out': expected an absolute path"):
+        launch(DP2_FEDSAM.folder, superlink="far", settings=[f"{name}=out"])
+
+
+@pytest.mark.parametrize("path", ["/out", "~/out"])
+def test_a_superlink_elsewhere_is_sent_its_own_paths_as_they_are(path, monkeypatch):
+    settings = [f"run-directory={path}", "data-folder=data"]
+    config = overrides(monkeypatch, superlink="far", settings=settings)
+    assert json.loads(config["run-directory"]) == path
+    assert json.loads(config["data-folder"]) == "data"
+
+
 def test_a_run_that_was_moved_goes_on_with_the_memory_in_it(monkeypatch, tmp_path):
     first, moved = tmp_path / "first", tmp_path / "moved"
     kept = {"run-directory": str(first), "state-folder": str(first / "state")}
