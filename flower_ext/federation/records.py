@@ -47,6 +47,8 @@ LARGEST_VALUE = 1e15
 """Beyond any sensible weight or score; sums and squares of such numbers fit a float32."""
 LARGEST_SIZE = 2**40
 """Examples that a client may say it has."""
+LONGEST_NAME = 100
+"""Characters of a metric's name."""
 _LONGEST_REASON = 1_000
 """Characters of a refusal that are kept: part of it is what a client wrote."""
 
@@ -337,8 +339,8 @@ def read_metrics(reply: Message) -> dict[str, float]:
     Raises
     ------
     RefusedReply
-        Error reply, a value is not a finite number or beyond `LARGEST_VALUE`, or a size is no
-        whole number of examples.
+        Error reply, a name that cannot be printed or is beyond `LONGEST_NAME`, a value that is
+        no finite number or beyond `LARGEST_VALUE`, or a size that is no whole number of examples.
     """
     return _metrics(_content(reply))
 
@@ -347,6 +349,10 @@ def _metrics(content: RecordDict) -> dict[str, float]:
     merged: dict[str, float] = {}
     for record in content.values():
         for name, value in record.items() if isinstance(record, MetricRecord) else ():
+            if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
+                raise RefusedReply(
+                    f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
+                )
             # A comparison, as neither NumPy nor float() takes every integer.
             if not isinstance(value, int | float) or not -math.inf < value < math.inf:
                 raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")

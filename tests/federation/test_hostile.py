@@ -90,6 +90,18 @@ def test_numbers_that_no_float_holds_or_whose_sum_overflows_are_refused(value):
         records.read_metrics(reply(RecordDict({"metrics": MetricRecord({"loss": value})})))
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x00", "\x1b[2J", "a\u202eb", "x" * 101])
+def test_names_of_metrics_are_short_and_printable(name):
+    with pytest.raises(RefusedReply, match="expected a name of 1 … 100 printable characters"):
+        records.read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
+
+
+@pytest.mark.parametrize("name", ["f1/macro", "top 5", "größe", "<b>|"])
+def test_other_names_of_metrics_are_the_clients_choice(name):
+    metrics = records.read_metrics(reply(RecordDict({"metrics": MetricRecord({name: 1.0})})))
+    assert metrics == {name: 1.0}
+
+
 @pytest.mark.parametrize("size", [-1, 0.5, 2**41])
 def test_sizes_are_whole_numbers_of_examples(size):
     with pytest.raises(RefusedReply, match="num-examples"):
