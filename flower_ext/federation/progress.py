@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from logging import getLogger
 
@@ -14,6 +13,7 @@ from flower_ext.evaluation import summarize
 from flower_ext.federation import records
 from flower_ext.privacy import epsilon_text
 from flower_ext.reporting import RunDirectory
+from flower_ext.reporting.scores import lower_is_better, reported_by_most
 
 log = getLogger("flwr")
 
@@ -66,12 +66,10 @@ class Progress:
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
-        reported = Counter(name for scores in everyone for name in scores)
-        names = {name for name, count in reported.items() if 2 * count > len(everyone)}
-        for name in sorted(names - {"num-examples"}):
+        for name in sorted(reported_by_most(everyone) - {"num-examples"}):
             by_client = [scores for scores in everyone if name in scores]
             values = [scores[name] for scores in by_client]
-            spread = summarize(values, lower_is_better=name.endswith("loss"))
+            spread = summarize(values, lower_is_better=lower_is_better(name))
             summary |= {
                 f"{name}_mean": spread.mean,
                 f"{name}_std": spread.std,

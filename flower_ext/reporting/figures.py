@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flower_ext.reporting.run import RunDirectory
+from flower_ext.reporting.scores import reported_by_most
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, and draws nothing
     from matplotlib.axes import Axes
@@ -24,19 +27,24 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
-    """Draw what the run measured; returns each figure's title and SVG file name."""
+    """Draw what the run measured; returns each figure's SVG file name and title."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
+
+    def listed(name: str, title: str) -> str:
+        stem = _unused(name, drawn)
+        drawn[f"{stem}.svg"] = title
+        return stem
 
     def add(
         name: str, title: str, ylabel: str, lines: Mapping[str, Line], *, log: bool = False
     ) -> None:
         lines = {label: line for label, line in lines.items() if line[0]}
         if lines:
-            draw_lines(folder, name, title, ylabel, lines, log=log)
-            drawn[title] = f"{name}.svg"
+            draw_lines(folder, listed(name, title), title, ylabel, lines, log=log)
 
-    for name in qualities(run):
+    scores = qualities(run)
+    for name in scores:
         quality = {
             "mean over clients": run.series(f"{name}_mean"),
             "worst tenth of clients": run.series(f"{name}_worst_decile"),
@@ -62,17 +70,20 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     add("training_loss_spread", title, "loss", spread)
     norm = {"mean over the cohort": run.series("update_norm_mean")}
     add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
-    for name in qualities(run):
-        scores = [row[name] for row in run.client_metrics() if name in row]
-        if not scores:
-            continue
-        file = "fairness" if name == "accuracy" else f"{name}_spread"
-        title = f"How {in_words(name)} is spread over clients"
-        _histogram(folder, file, title, in_words(name), scores)
-        drawn[title] = f"{file}.svg"
+    rows = run.client_metrics()
+    for name in scores:
+        of_clients = [
+            (row.get("partition", place), row[name])
+            for place, row in enumerate(rows)
+            if name in row
+        ]
+        if of_clients:
+            title = f"How {in_words(name)} is spread over clients"
+            stem = listed("fairness" if name == "accuracy" else f"{name}_spread", title)
+            _histogram(folder, stem, title, in_words(name), of_clients)
     if (held := run.user_records()) is not None:
-        _user_records(folder, "user_records", "Records of each user, by silo", held)
-        drawn["Records of each user, by silo"] = "user_records.svg"
+        title = "Records of each user, by silo"
+        _user_records(folder, listed("user_records", title), title, held)
     return drawn
 
 
@@ -81,8 +92,16 @@ def qualities(run: RunDirectory) -> list[str]:
     tail = "_worst_decile"
     names = {name for row in run.metrics() for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
-    names |= {name for row in run.client_metrics() for name in row}
+    names |= reported_by_most(run.client_metrics())
     return sorted(names - {"partition", "num-examples", "loss", "training_loss"})
+
+
+def _unused(name: str, files: Collection[str]) -> str:
+    """A file's name without its end: like ``name``, safe everywhere, and none of ``files``."""
+    safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
+    used = {file.lower() for file in files}
+    stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
+    return next(stem for stem in stems if f"{stem}.svg".lower() not in used)
 
 
 def in_words(metric: str) -> str:
@@ -178,7 +197,7 @@ def draw_lines(
         axes.plot(x, y, label=label, color=colour, linestyle=dash)
     if log:
         axes.set_yscale("log")
-    else:
+    elif all(value >= 0 for _, y in lines.values() for value in y):
         axes.set_ylim(bottom=0)
     if len(lines) > 1:
         axes.legend(frameon=False)
@@ -186,13 +205,19 @@ def draw_lines(
     return _save(figure, folder, name, ("line", xlabel, ylabel), rows)
 
 
-def _histogram(folder: Path, name: str, title: str, xlabel: str, values: Sequence[float]) -> None:
+def _histogram(
+    folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
+) -> None:
+    """How many clients have which score, from (partition, score) of each."""
     figure, axes = _canvas(title, xlabel, "clients")
-    axes.hist(values, bins=np.linspace(0, 1, 21).tolist(), color=COLOURS[0], edgecolor="white")
+    values = [score for _, score in scores]
+    bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
+    axes.hist(values, bins=bins.tolist(), color=COLOURS[0], edgecolor="white")
     mean = float(np.mean(values))
     axes.axvline(mean, color=COLOURS[1], linestyle="dashed", label=f"mean {mean:.3f}")
     axes.legend(frameon=False)
-    _save(figure, folder, name, ("client", xlabel), list(enumerate(values)))
+    rows = [(f"{partition:.0f}", score) for partition, score in scores]
+    _save(figure, folder, name, ("partition", xlabel), rows)
 
 
 def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None:
@@ -223,9 +248,9 @@ def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(6.0, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    axes.set_xlabel(xlabel, parse_math=False)
+    axes.set_ylabel(ylabel, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     return figure, axes

@@ -48,15 +48,24 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
         svg = (folder / match["source"]).read_text()
         return f"<figure>{svg[svg.index('<svg') :]}</figure>"
 
-    body = re.sub(r'<p><img src="(?P<source>[\w/.-]+\.svg)"[^>]*></p>', inline, body)
+    body = re.sub(r'<p><img src="(?P<source>figures/[\w-]+\.svg)"[^>]*></p>', inline, body)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}</body></html>\n"
     )
 
 
+class Markup(str):
+    """Text that is Markdown, and stays so in a `table`."""
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it, and no link, image, emphasis or markup in it."""
+    return re.sub(r"([\\`*\[\]<&])", r"\\\1", text)
+
+
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; what is in it is shown as it is, but for `Markup`."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
@@ -71,7 +80,7 @@ def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
     sections = [f"# {_title(run)}", *_outcome(run), "## Privacy", *_privacy(run, guarantees)]
     if figures:
         sections.append("## Figures")
-        sections += [f"![{title}](figures/{file})" for title, file in figures.items()]
+        sections += [f"![{escaped(title)}](figures/{file})" for file, title in figures.items()]
         sections.append("The numbers of each figure are in `figures/`, as CSV.")
     sections += ["## Rounds", _rounds(run)]
     if missing := run.missing():
@@ -291,15 +300,16 @@ def _rounds(run: RunDirectory) -> str:
 
 
 def _epsilon(guarantee: Guarantee) -> str:
-    return f"**{epsilon_text(guarantee.epsilon)}**"
+    return Markup(f"**{epsilon_text(guarantee.epsilon)}**")
 
 
 def _conditions(guarantee: Guarantee) -> str:
     failed = sum(not condition.holds for condition in guarantee.conditions)
     if not guarantee.conditions:
         return "see assumptions"
-    return f"**✗ {failed} not met**" if failed else "✓ all met"
+    return Markup(f"**✗ {failed} not met**") if failed else "✓ all met"
 
 
 def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    text = value if isinstance(value, Markup) else escaped(str(value))
+    return " ".join(text.replace("|", "\\|").splitlines())

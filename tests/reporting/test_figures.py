@@ -1,9 +1,11 @@
 import csv
+import re
 
 import pytest
+from matplotlib.axes import Axes
 
 from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.figures import draw_comparison, draw_figures
+from flower_ext.reporting.figures import draw_comparison, draw_figures, draw_lines, qualities
 from tests.reporting.test_report import finished
 
 
@@ -14,7 +16,7 @@ def rows_of(path):
 
 def test_every_drawing_has_its_numbers_beside_it(tmp_path):
     drawn = draw_figures(finished(tmp_path / "run"), tmp_path / "figures")
-    for file in drawn.values():
+    for file in drawn:
         svg = tmp_path / "figures" / file
         assert svg.read_text().rstrip().endswith("</svg>")
         assert rows_of(svg.with_suffix(".csv"))
@@ -50,14 +52,14 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     assert draw_figures(run, tmp_path / "none") == {}
     run.log(1, accuracy_mean=0.5)
-    assert list(draw_figures(run, tmp_path / "one").values()) == ["accuracy.svg"]
+    assert list(draw_figures(run, tmp_path / "one")) == ["accuracy.svg"]
 
 
 def test_the_spread_of_training_losses_is_drawn_where_it_was_measured(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {})
     for number in (1, 2, 3):
         run.log(number, training_loss_std=0.1 * number)
-    assert list(draw_figures(run, tmp_path).values()) == ["training_loss_spread.svg"]
+    assert list(draw_figures(run, tmp_path)) == ["training_loss_spread.svg"]
     rows = rows_of(tmp_path / "training_loss_spread.csv")
     assert [float(row["loss"]) for row in rows] == pytest.approx([0.1, 0.2, 0.3])
 
@@ -128,3 +130,72 @@ def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
     draw_comparison(tmp_path, "c", "t", "accuracy", groups, xlabel="messages", against=cost)
     rows = [(float(r["messages"]), float(r["mean"])) for r in rows_of(tmp_path / "c.csv")]
     assert rows == [(11.0, pytest.approx(0.2)), (21.0, 0.5)]
+
+
+def scored(path, *by_client) -> RunDirectory:
+    """A run whose clients reported these scores."""
+    run = RunDirectory.create(path, {"method": "m", "dataset": "digits"})
+    scores = [{"partition": number, **own} for number, own in enumerate(by_client)]
+    run.save_client_metrics(scores)
+    run.finish("completed")
+    return run
+
+
+NAMES = (
+    "f1/macro",
+    "f1_macro",
+    "F1_macro",
+    "a b",
+    "..",
+    "../../out",
+    "/out",
+    "é" * 100,
+    "$x_",
+    "$$",
+)
+
+
+def test_names_of_metrics_are_no_paths_and_every_one_has_a_figure_of_its_own(tmp_path):
+    run = scored(tmp_path / "run", dict.fromkeys(NAMES, 0.5))
+    drawn = draw_figures(run, tmp_path / "in" / "figures")
+    assert len(drawn) == len(NAMES)
+    assert {path.name for path in (tmp_path / "in" / "figures").glob("*.svg")} == set(drawn)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "in"}
+    assert all(re.fullmatch(r"[\w-]+\.svg", file, re.ASCII) for file in drawn)
+    assert len({file.lower() for file in drawn}) == len(drawn)
+
+
+def test_a_metric_that_is_called_as_another_figure_takes_nothing_from_it(tmp_path):
+    run = scored(tmp_path / "run", {"epsilon": 0.5})
+    for number in (1, 2):
+        run.log(number, epsilon_provable=number, epsilon_worst_decile=0.1, epsilon_mean=0.2)
+    drawn = draw_figures(run, tmp_path)
+    (spent,) = (file for file, title in drawn.items() if title == "Privacy spent")
+    rows = rows_of((tmp_path / spent).with_suffix(".csv"))
+    assert [float(row["ε"]) for row in rows] == [1, 2]
+
+
+def test_one_client_alone_cannot_add_a_score(tmp_path):
+    run = scored(tmp_path / "run", {"accuracy": 0.5}, {"accuracy": 0.6, "mine": 1.0})
+    assert qualities(run) == ["accuracy"]
+
+
+@pytest.mark.parametrize("scores", [(0.25, 0.5), (1.5, 3.0), (-4.0, 0.5), (7.0, 7.0), (1e15, 0.0)])
+def test_a_histogram_shows_every_client_under_its_partition(tmp_path, monkeypatch, scores):
+    counted = []
+    draw = Axes.hist
+    monkeypatch.setattr(Axes, "hist", lambda *a, **k: counted.append(draw(*a, **k)[0].sum()))
+    run = RunDirectory.create(tmp_path / "run", {})
+    rows = [{"partition": 3, "x": scores[0]}, {"partition": 7}, {"partition": 8, "x": scores[1]}]
+    run.save_client_metrics(rows)
+    draw_figures(run, tmp_path)
+    assert counted == [2]
+    read = [(row["partition"], float(row["x"])) for row in rows_of(tmp_path / "x_spread.csv")]
+    assert read == [("3", scores[0]), ("8", scores[1])]
+
+
+def test_scores_below_zero_are_inside_their_figure(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(Axes, "set_ylim", lambda *_, **given: limits.append(given))
+    draw_lines(tmp_path, "r2", "title", "r2", {"mean": ([1, 2], [-3.0, 0.5])})
+    assert {"bottom": 0} not in limits

@@ -1,4 +1,5 @@
 import csv
+import html
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from flower_ext.privacy import (
     theorem2_of_plan,
 )
 from flower_ext.reporting import NotARun, RunDirectory, write_comparison, write_report
+from flower_ext.reporting.report import table, to_html
 
 PLAN = ReleasePlan(
     sampling=PoissonSampling(100, 0.1),
@@ -135,6 +137,35 @@ def test_markup_in_a_configuration_stays_text(tmp_path):
     page = write_report(run).read_text()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(
+    "name", ["<script>", "a|b", "![a](https://b/c.svg)", "a](/b.svg)", "`a", "*a*", "&lt;", "a\\|b"]
+)
+def test_the_name_of_a_metric_stays_text_in_tables_and_titles(tmp_path, name):
+    run = RunDirectory.create(tmp_path / "run", {"method": "m", "dataset": "digits"})
+    run.save_client_metrics([{"partition": 0, name: 0.5}])
+    run.finish("completed")
+    page = write_report(run).read_text()
+    assert f"<th>{html.escape(f'{name} of the clients')}" in page
+    assert page.count("<svg") == 1
+    for markup in ("<script", "<img", "<a ", "<em", "<code>a"):
+        assert markup not in page
+    cells = to_html(table((name, "x"), [(name, 1)]), title="", folder=tmp_path)
+    assert cells.count(f">{html.escape(name)}</t") == 2
+
+
+def test_what_a_client_wrote_cannot_break_the_table_of_missing_answers(tmp_path):
+    run = finished(tmp_path / "run")
+    run.log_missing(1, "evaluate", [3], ["node 3: a | b\r\nthen ![x](https://y/z.svg)"])
+    page = write_report(run).read_text()
+    assert "<td>then ![x](https://y/z.svg)</td>" in page
+
+
+def test_only_figures_of_the_run_are_put_inside_its_page(tmp_path):
+    (tmp_path / "other.svg").write_text("<svg>other</svg>")
+    text = f"![a]({tmp_path}/other.svg)\n\n![a](figures/../other.svg)"
+    assert "<svg>" not in to_html(text, title="", folder=tmp_path)
 
 
 def test_a_run_without_privacy_says_so(tmp_path):
