@@ -17,10 +17,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_ext.data import DataNotFound
+from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.reporting.files import InUse
 from flower_ext.reporting.launch import num_nodes
 from flower_ext.reporting.run import NotARun
 from flower_ext.reporting.settings import UnfitSetting
+
+_SAID = (UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNotReady)
+"""Errors whose message is all that people need: not where they were found."""
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -44,8 +50,15 @@ def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessG
     return run_in_process(server, client, num_clients=count, run_config=config, workers=workers)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the app that the command line names; an error that people can mend is one line."""
     try:
         run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
-    except (UnfitSetting, NotARun, DataNotFound) as error:  # no need to see where that was found
+    except _SAID as error:
         sys.exit(f"Error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Error: interrupted")
+
+
+if __name__ == "__main__":
+    main()

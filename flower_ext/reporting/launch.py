@@ -27,6 +27,9 @@ from flower_ext.reporting.settings import PATHS, integer
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
 
+GRACE = 30
+"""Seconds that an interrupted run in one process has to write its end."""
+
 
 class LaunchFailed(RuntimeError):
     """The app could not be started, or its run did not complete."""
@@ -113,8 +116,12 @@ def launch(
         if num_nodes(config) is None:
             raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
         engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app), str(workers)]
-        done = subprocess.run(engine, input=json.dumps(config), text=True, check=False)
-        if done.returncode:
+        status = _exit_status(engine, json.dumps(config))
+        if status < 0:
+            reason = f"the run was ended by signal {-status}"
+            _note_failure(path, reason)
+            raise LaunchFailed(reason)
+        if status:
             raise LaunchFailed("the run ended with the error above")
         return path
 
@@ -145,6 +152,28 @@ def launch(
         _note_failure(path, reason)
         raise LaunchFailed(reason)
     return path
+
+
+def _exit_status(engine: Sequence[str], config: str) -> int:
+    """Run a process that reads ``config``; negative where a signal ended it.
+
+    Ctrl-C reaches it as well: it has `GRACE` seconds to write its end, unless Ctrl-C comes again.
+    """
+    process = subprocess.Popen(engine, stdin=subprocess.PIPE, text=True)
+    try:
+        process.communicate(config)
+    except KeyboardInterrupt:
+        print(
+            f"Interrupted: the run has {GRACE} s to write its end; Ctrl-C again ends it at once",
+            file=sys.stderr,
+            flush=True,
+        )
+        try:
+            process.wait(GRACE)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
+    return process.returncode
 
 
 def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:

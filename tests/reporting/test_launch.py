@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 
 import pytest
 
@@ -73,9 +73,7 @@ def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it
 ):
     given = []
     monkeypatch.setattr(
-        module.subprocess,
-        "run",
-        lambda *_, input, **__: given.append(json.loads(input)) or CompletedProcess([], 0),
+        module, "_exit_status", lambda _, config: given.append(json.loads(config)) or 0
     )
     for app in (DP2_FEDSAM, ULDP_FL):
         launch(app.folder, runs=tmp_path, clients=7)
@@ -105,6 +103,55 @@ def test_a_state_folder_that_was_set_stays(folder, monkeypatch, tmp_path):
 
 def test_supernodes_name_their_state_folders_themselves(monkeypatch, tmp_path):
     assert "state-folder" not in overrides(monkeypatch, runs=tmp_path, superlink="far")
+
+
+class Engine:
+    """Plays a run in one process that is interrupted, and ends after ``needs`` seconds."""
+
+    def __init__(self, needs: float, *, again: bool = False) -> None:
+        self.needs = needs
+        self.again = again
+        self.returncode: int | None = None
+
+    def __call__(self, *command, **options):
+        return self
+
+    def communicate(self, config):
+        raise KeyboardInterrupt
+
+    def wait(self, timeout=None):
+        if self.returncode is None and self.again:
+            raise KeyboardInterrupt
+        if self.returncode is None and timeout < self.needs:
+            raise TimeoutExpired("engine", timeout)
+        self.returncode = self.returncode or 1
+
+    def kill(self):
+        self.returncode = -9
+
+
+def interrupted(monkeypatch, engine: Engine, path: Path) -> str:
+    """What is said of a run in one process; its directory is there, and says that it goes on."""
+    RunDirectory.create(path, {}).close()
+    monkeypatch.setattr(module.subprocess, "Popen", engine)
+    with pytest.raises(LaunchFailed) as said:
+        launch(DP2_FEDSAM.folder, settings=[f"run-directory={path}"], in_process=True)
+    return str(said.value)
+
+
+def test_ctrl_c_leaves_a_run_in_one_process_the_time_to_write_its_end(monkeypatch, tmp_path):
+    said = interrupted(monkeypatch, Engine(needs=20), tmp_path)
+    assert said == "the run ended with the error above"
+    assert RunDirectory.open(tmp_path).facts["status"] == "running"  # its own to change
+
+
+@pytest.mark.parametrize("engine", [Engine(needs=1e6), Engine(needs=20, again=True)])
+def test_a_run_in_one_process_that_had_to_be_killed_is_noted_as_failed(
+    engine, monkeypatch, tmp_path
+):
+    assert interrupted(monkeypatch, engine, tmp_path) == "the run was ended by signal 9"
+    facts = RunDirectory.open(tmp_path).facts
+    assert (facts["status"], facts["reason"]) == ("failed", "the run was ended by signal 9")
 
 
 PLACES = {"run-directory": "out", "data-folder": "~/data", "state-folder": "memory"}

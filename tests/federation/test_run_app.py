@@ -1,0 +1,41 @@
+"""How a run of an app in one place says why it ended."""
+
+from io import StringIO
+
+import pytest
+
+from flower_ext.data import DataNotFound
+from flower_ext.federation import FederationNotReady
+from flower_ext.federation import run_app as module
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.reporting import NotARun
+from flower_ext.reporting.files import InUse
+from flower_ext.reporting.settings import UnfitSetting
+
+
+def ended_by(error: BaseException, monkeypatch) -> object:
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(module, "run_app", fail)
+    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1"])
+    monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    "kind", [UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNotReady]
+)
+def test_what_people_can_mend_is_said_in_one_line(kind, monkeypatch):
+    assert ended_by(kind("do this"), monkeypatch) == "Error: do this"
+
+
+def test_ctrl_c_is_no_error_to_look_into(monkeypatch):
+    assert ended_by(KeyboardInterrupt(), monkeypatch) == "Error: interrupted"
+
+
+def test_other_errors_show_where_they_were_found(monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        ended_by(ZeroDivisionError(), monkeypatch)
