@@ -44,8 +44,8 @@ def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -
     return int(value)
 
 
-def number(config: Mapping[str, Any], name: str) -> float:
-    """A number, with or without a decimal point.
+def number(config: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
+    """A number, with or without a decimal point, that is above ``above``.
 
     Raises
     ------
@@ -53,8 +53,8 @@ def number(config: Mapping[str, Any], name: str) -> float:
         It is something else.
     """
     value = config[name]
-    if not _is_a(value, int | float):
-        raise _unfit(name, value, "a number")
+    if not _is_a(value, int | float) or (above is not None and not value > above):
+        raise _unfit(name, value, "a number" if above is None else f"a number > {above:g}")
     return float(value)
 
 

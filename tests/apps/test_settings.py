@@ -25,6 +25,8 @@ from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
         ("evaluate-every", True, "an integer"),
         ("clipping-norm", "two", "a number"),
         ("dataset", 5, "a text"),
+        ("round-timeout", -1, "a number > 0"),
+        ("connect-timeout", 0, "a number > 0"),
     ],
 )
 def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, expected, tmp_path):
@@ -32,6 +34,36 @@ def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, 
     config = {**app.small_config(run_directory=str(tmp_path / "run")), name: value}
     with pytest.raises(ValueError, match=f"run-config {name}={value!r}: expected {expected}"):
         run_in_process(server, client, num_clients=3, run_config=config)
+
+
+def fails(app, tmp_path, said, **settings):
+    server, client = app.parts()
+    config = {**app.small_config(run_directory=str(tmp_path / "run")), **settings}
+    with pytest.raises(ValueError, match=said):
+        run_in_process(server, client, num_clients=config["clients"], run_config=config)
+
+
+@pytest.mark.parametrize(
+    ("app", "name", "value", "expected"),
+    [
+        (DP2_FEDSAM, "dirichlet-alpha", -1.0, "a number > 0"),
+        (DP_DITTO, "dirichlet-alpha", -1.0, "a number > 0"),
+        (DP2_FEDSAM, "classes-per-client", 0, "an integer >= 1"),
+        (DP_DITTO, "classes-per-client", 0, "an integer >= 1"),
+        (DP2_FEDSAM, "sampling-rate", -1.0, "a number > 0"),
+        (UPCYCLED_FL, "sampling-rate", -1.0, "a number > 0"),
+    ],
+)
+def test_settings_are_looked_at_even_where_another_leaves_them_without_effect(
+    app, name, value, expected, tmp_path
+):
+    settings = {"partition": "iid"} if "partition" in app.config() else {}
+    fails(app, tmp_path, f"{name}={value!r}: expected {expected}", **{**settings, name: value})
+
+
+def test_the_delta_of_one_client_alone_has_to_be_set(tmp_path):
+    said = r"clients=1 with delta=0.0: expected a delta in \(0, 1\), or more clients"
+    fails(DP2_FEDSAM, tmp_path, said, clients=1)
 
 
 @pytest.mark.parametrize("dataset", names())

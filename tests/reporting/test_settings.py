@@ -39,6 +39,12 @@ def test_an_integer_below_the_least_is_refused():
         integer(CONFIG, "count", least=4)
 
 
+@pytest.mark.parametrize("value", [0, 0.0, -1, float("nan")])
+def test_a_number_that_is_not_above_another_is_refused(value):
+    with pytest.raises(ValueError, match=f"run-config rate={value!r}: expected a number > 0$"):
+        number({"rate": value}, "rate", above=0)
+
+
 def test_a_choice_is_one_of_the_allowed_words():
     config = {"solver": "newton"}
     assert choice(config, "solver", ("sgd", "newton")) == "newton"

@@ -69,7 +69,7 @@ def main(grid: Grid, context: Context) -> None:
             clients_of(grid, config),
             ArrayRecord(initial),
             num_rounds=rounds,
-            timeout=number(config, "round-timeout"),
+            timeout=number(config, "round-timeout", above=0),
         )
         save_outcome(run, strategy, result)
 
@@ -80,7 +80,7 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
     if config["method"] in WITHOUT_PRIVACY:
         return NonPrivatePlan(sampling=sampling)
     rounds = integer(config, "rounds")
-    delta = number(config, "delta") or 1 / sampling.population
+    delta = delta_of(config)
     multiplier = number(config, "noise-multiplier")
     if multiplier == 0:
         target = {"epsilon": number(config, "epsilon"), "delta": delta, "rounds": rounds}
@@ -101,9 +101,27 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
     )
 
 
+def delta_of(config: UserConfig) -> float:
+    """δ, by default 1 / clients.
+
+    Raises
+    ------
+    UnfitSetting
+        That would be 1.
+    """
+    clients = integer(config, "clients")
+    delta = number(config, "delta") or 1 / clients
+    if delta == 1:
+        raise UnfitSetting(
+            f"run-config clients={clients} with delta={config['delta']!r}: expected a delta in "
+            "(0, 1), or more clients where delta=0 stands for 1 / clients"
+        )
+    return delta
+
+
 def sampling_of(config: UserConfig) -> Sampling:
     """How a round's cohort is drawn."""
-    clients, rate = integer(config, "clients"), number(config, "sampling-rate")
+    clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
     match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
         case "poisson":
             return PoissonSampling(population=clients, rate=rate)
@@ -138,7 +156,7 @@ def strategy_of(
         "seeded_noise": flag(config, "seeded-noise"),
         "evaluate_every": integer(config, "evaluate-every"),
         "diagnostics": flag(config, "diagnostics"),
-        "timeout": number(config, "connect-timeout"),
+        "timeout": number(config, "connect-timeout", above=0),
         "run": run,
         "ledger": ledger_of(config, plan, run),
     }

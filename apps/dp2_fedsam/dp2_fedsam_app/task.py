@@ -32,8 +32,8 @@ def task_of(context: Context) -> Task:
     partitions = (
         text(config, "partition"),
         integer(config, "clients"),
-        integer(config, "classes-per-client"),
-        number(config, "dirichlet-alpha"),
+        integer(config, "classes-per-client", least=1),
+        number(config, "dirichlet-alpha", above=0),
         integer(config, "seed"),
     )
     return Task(

@@ -63,7 +63,7 @@ def main(grid: Grid, context: Context) -> None:
             clients_of(grid, config),
             initial,
             num_rounds=rounds + more,
-            timeout=number(config, "round-timeout"),
+            timeout=number(config, "round-timeout", above=0),
         )
         save_outcome(run, strategy, result)
 
@@ -212,7 +212,7 @@ def strategy_of(
         "seeded_noise": flag(config, "seeded-noise"),
         "evaluate_every": integer(config, "evaluate-every"),
         "training_loss": flag(config, "training-loss"),
-        "timeout": number(config, "connect-timeout"),
+        "timeout": number(config, "connect-timeout", above=0),
         "budget": budget_of(config),
         "run": run,
         "exposed": [PILOT] if config["planner"] == "pilot" else [],

@@ -31,8 +31,8 @@ def task_of(context: Context) -> Task:
     key = (
         text(config, "partition"),
         integer(config, "clients"),
-        integer(config, "classes-per-client"),
-        number(config, "dirichlet-alpha"),
+        integer(config, "classes-per-client", least=1),
+        number(config, "dirichlet-alpha", above=0),
         integer(config, "seed"),
     )
     size = integer(config, "examples-per-client")

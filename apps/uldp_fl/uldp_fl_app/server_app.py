@@ -66,7 +66,7 @@ def main(grid: Grid, context: Context) -> None:
             grid,
             ArrayRecord(initial),
             num_rounds=rounds,
-            timeout=number(config, "round-timeout"),
+            timeout=number(config, "round-timeout", above=0),
         )
         save_outcome(run, strategy, result)
 
@@ -85,7 +85,7 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         "seed": integer(config, "seed") or None,
         "seeded_noise": flag(config, "seeded-noise"),
         "evaluate_every": integer(config, "evaluate-every"),
-        "timeout": number(config, "connect-timeout"),
+        "timeout": number(config, "connect-timeout", above=0),
         "budget": budget_of(config),
         "run": run,
         "exposed": [RECORDS_FIGURE] if shows_records(config) else [],

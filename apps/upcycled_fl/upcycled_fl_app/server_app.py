@@ -76,7 +76,7 @@ def main(grid: Grid, context: Context) -> None:
             clients_of(grid, config),
             initial,
             num_rounds=rounds,
-            timeout=number(config, "round-timeout"),
+            timeout=number(config, "round-timeout", above=0),
         )
         save_outcome(run, base, result)
 
@@ -107,7 +107,7 @@ def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
         Objective perturbation of a problem that Theorem 6.3 does not cover.
     """
     clients = integer(config, "clients")
-    size = size_for_rate(clients, number(config, "sampling-rate"))
+    size = size_for_rate(clients, number(config, "sampling-rate", above=0))
     sampling = FixedSizeSampling(population=clients, size=size)
     perturbation: OutputPerturbation | ObjectivePerturbation
     match choice(config, "perturbation", ("none", "output", "objective")):
@@ -172,7 +172,7 @@ def strategy_of(
         "seed": integer(config, "seed") or None,
         "seeded_noise": flag(config, "seeded-noise"),
         "evaluate_every": integer(config, "evaluate-every"),
-        "timeout": number(config, "connect-timeout"),
+        "timeout": number(config, "connect-timeout", above=0),
         "budget": budget_of(config),
         "run": run,
     }
