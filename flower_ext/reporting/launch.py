@@ -14,12 +14,14 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from flower_ext.data import FOLDER_VARIABLE
+from flower_ext.privacy import LedgerCorrupt
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
 from flower_ext.reporting.settings import PATHS, integer
@@ -232,9 +234,10 @@ def _note_failure(path: Path | None, reason: str) -> None:
     if path is None or not (path / "run.json").is_file():
         return
     run = RunDirectory.open(path)
-    if run.facts["status"] == "running":
-        run.finish("failed", reason)
-        write_report(run)
+    with suppress(NotARun, LedgerCorrupt, OSError):  # what ended the run is what counts
+        if run.facts["status"] == "running":
+            run.finish("failed", reason)
+            write_report(run)
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:

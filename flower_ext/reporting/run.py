@@ -12,7 +12,8 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,12 +35,16 @@ RUNS_VARIABLE = "FLOWER_EXT_RUNS"
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.draft")
 """What a run leaves that was ended before its ``run.json`` was there."""
+_FACTS = {"config", "status", "started", "versions"}
+"""What every ``run.json`` holds."""
+_RENEWED = ("guarantee.json", "clients.csv", "users.csv")
+"""What a run writes anew whenever it ends or begins."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
 class NotARun(ValueError):
-    """A path is no run directory, or may not become one."""
+    """A path is no run directory, may not become one, or holds a file that cannot be read."""
 
 
 class RunDirectory:
@@ -134,7 +139,11 @@ class RunDirectory:
     @property
     def facts(self) -> dict[str, Any]:
         """Contents of ``run.json``."""
-        facts: dict[str, Any] = json.loads((self.path / "run.json").read_text())
+        path = self.path / "run.json"
+        with _reading(path):
+            facts: dict[str, Any] = json.loads(path.read_text())
+            if missing := _FACTS - set(facts):
+                raise ValueError(f"without {', '.join(sorted(missing))}")
         return facts
 
     @property
@@ -198,7 +207,10 @@ class RunDirectory:
         """Drop what is known of later rounds, which are done again."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
-                kept = [line for line in whole_lines(file) if json.loads(line)["round"] <= after]
+                with _reading(file):
+                    kept = [
+                        line for line in whole_lines(file) if json.loads(line)["round"] <= after
+                    ]
                 content = b"".join(line + b"\n" for line in kept)
                 write_whole(file, content, private=False)
 
@@ -229,7 +241,8 @@ class RunDirectory:
         path = self.path / "guarantee.json"
         if not path.exists():
             return []
-        return [Guarantee.from_dict(facts) for facts in json.loads(path.read_text())]
+        with _reading(path):
+            return [Guarantee.from_dict(facts) for facts in json.loads(path.read_text())]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""
@@ -245,7 +258,7 @@ class RunDirectory:
         path = self.path / "clients.csv"
         if not path.exists():
             return []
-        with path.open(newline="") as stream:
+        with _reading(path), path.open(newline="") as stream:
             return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
 
     def save_user_records(self, histogram: np.ndarray) -> None:
@@ -260,9 +273,9 @@ class RunDirectory:
         path = self.path / "users.csv"
         if not path.exists():
             return None
-        with path.open(newline="") as stream:
+        with _reading(path), path.open(newline="") as stream:
             rows = [[int(number) for number in row[1:]] for row in list(csv.reader(stream))[1:]]
-        return np.asarray(rows, dtype=np.int64).T
+            return np.asarray(rows, dtype=np.int64).T
 
     def save_model(self, params: Mapping[str, torch.Tensor | np.ndarray]) -> None:
         """Write the global model as ``model.safetensors``, whole or not at all."""
@@ -284,7 +297,12 @@ class RunDirectory:
         self._write_facts({**self.facts, **facts})
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in whole_lines(self.path / name)]
+        path = self.path / name
+        with _reading(path):
+            rows = [dict(json.loads(line)) for line in whole_lines(path)]
+            if not all("round" in row for row in rows):
+                raise ValueError("without round")
+        return rows
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
         self._write_json("run.json", facts)
@@ -292,6 +310,16 @@ class RunDirectory:
     def _write_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=2, ensure_ascii=False).encode()
         write_whole(self.path / name, content, private=False)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say which file of a run cannot be read, and what helps."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        renewed = ", or resume the run, which writes it again" if path.name in _RENEWED else ""
+        raise NotARun(f"{path} is damaged ({error}): restore it from a copy{renewed}") from error
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:

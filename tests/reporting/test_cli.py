@@ -95,6 +95,32 @@ def test_report_of_something_else_exits_with_2(tmp_path):
     assert "not a run directory" in done.output
 
 
+@pytest.mark.parametrize("rest", ["", "[", "null", "{}", "[3]", '{"round', "\xff\n", '"a", 1\n2\n'])
+@pytest.mark.parametrize(
+    "file", ["run.json", "guarantee.json", "metrics.jsonl", "missing.jsonl", "clients.csv"]
+)
+def test_report_of_a_run_with_a_damaged_file_names_the_file_in_one_line(tmp_path, file, rest):
+    run = finished(tmp_path / "run")
+    (run.path / file).write_bytes(f"{rest}\n".encode("latin-1"))
+    done = call("report", str(run.path))
+    assert done.exit_code in (0, 2), done.exception  # some are whole, with nothing in them
+    if done.exit_code:
+        assert f"{file} is damaged" in done.output
+    assert done.exit_code == 2 or file != "run.json"
+
+
+@pytest.mark.parametrize(("file", "renewed"), [("guarantee.json", True), ("metrics.jsonl", False)])
+def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewed):
+    run = finished(tmp_path / "run")
+    path = run.path / file
+    path.write_bytes(path.read_bytes()[:-20] + b"\n")
+    done = call("report", str(run.path))
+    assert done.exit_code == 2
+    said = " ".join(done.output.replace("│", "").split())
+    assert "restore it from a copy" in said
+    assert ("or resume the run, which writes it again" in said) == renewed
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
