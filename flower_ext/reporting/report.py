@@ -15,6 +15,7 @@ from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.reporting.figures import draw_figures, in_words, qualities
 from flower_ext.reporting.run import RunDirectory
+from flower_ext.reporting.scores import lower_is_better
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 2rem auto;
@@ -106,7 +107,7 @@ def _outcome(run: RunDirectory) -> list[str]:
         scores = [row[name] for row in run.client_metrics() if name in row]
         if not scores:
             continue
-        spread = summarize(scores)
+        spread = summarize(scores, lower_is_better=lower_is_better(name))
         facts = {"mean over clients": f"{spread.mean:.4f}"}
         if name == "accuracy" and (pooled := pooled_accuracy(run)) is not None:
             facts["over all test examples"] = f"{pooled:.4f}"

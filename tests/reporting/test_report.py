@@ -275,3 +275,12 @@ def test_scores_of_an_earlier_model_are_said_to_be(tmp_path):
     write_report(run)
     text = (run.path / "report.md").read_text()
     assert "of the model after round 8; the run ended after round 9" in text
+
+
+def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
+    run = finished(tmp_path / "run")
+    rows = [{"partition": i, "accuracy": 0.5, "eval_loss": 1.0 + i} for i in range(10)]
+    run.save_client_metrics(rows)
+    write_report(run)
+    text = (run.path / "report.md").read_text()
+    assert "| worst tenth of clients | 10.0000 |" in text
