@@ -142,19 +142,24 @@ class ConvergenceBound:
         return 0 <= self.personal_rate < 1 and 0 <= self.global_rate < 1
 
     def after(self, rounds: ArrayLike) -> NDArray[np.float64]:
-        """h(T, λ) for each T >= 0, one number or many."""
+        """h(T, λ) for each T >= 0, one number or many.
+
+        Infinite where it is beyond any number, or a negative ``personal_rate`` bounds no square.
+        """
         T = np.asarray(rounds, dtype=np.float64)
         if (T < 0).any():
             raise ValueError(f"rounds={rounds!r}: expected integers >= 0")
         a, b = self.personal_rate, self.global_rate
-        crossed = _crossed(a, b, T)
-        accumulated = _sum_of_powers(a, T)
-        noisy = (accumulated - crossed) / (1 - b)
-        return np.asarray(
-            a**T * self.initial_distance
-            + self.residual * accumulated
-            + self.coupling * (self.initial_gap * crossed + self.noise * T * noisy)
-        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            crossed = _crossed(a, b, T)
+            accumulated = _sum_of_powers(a, T)
+            noisy = (accumulated - crossed) / (1 - b)
+            h = (
+                a**T * self.initial_distance
+                + self.residual * accumulated
+                + self.coupling * (self.initial_gap * crossed + self.noise * T * noisy)
+            )
+        return np.where(np.isnan(h) | ((a < 0) & (T > 0)), math.inf, h)
 
     @property
     def coefficients(self) -> Coefficients:
@@ -280,7 +285,7 @@ def convergence_bound(
         raise ValueError(f"basis={basis!r}: expected published or provable")
     return ConvergenceBound(
         personal_rate=rate,
-        global_rate=1 - 2 * mu * eta_G + mu * L * eta_G**2,
+        global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # below 0 by rounding only
         residual=residual,
         coupling=coupling,
         noise=problem.dimension * L * variance_per_round / (2 * problem.num_clients),

@@ -122,7 +122,7 @@ def estimate_problem(
     optima = np.vstack([u, w[-1:]])
     return PilotEstimates(
         strong_convexity=lowest,
-        smoothness=highest,
+        smoothness=max(lowest, highest),  # which rounding may swap
         gradient_bound=float(np.linalg.norm(g, axis=2).max()),
         model_spread=float(np.linalg.norm(u - w[-1], axis=1).max()),
         initial_gap=max(0.0, float(f[0] - f[-1])),

@@ -116,11 +116,16 @@ class Answer:
             "basis": self.basis,
             "rounds": self.plan.rounds,
             "global_weight": self.plan.global_weight,
-            "bound": float(self.plan.bound.after(self.plan.rounds)),
+            "bound": finite_or_none(float(self.plan.bound.after(self.plan.rounds))),
             "noise_stddev": self.noise_stddev,
             "epsilon": dict(self.epsilons),
             "conditions_not_met": list(self.not_met),
         }
+
+
+def finite_or_none(bound: float) -> float | None:
+    """JSON has no word for infinity."""
+    return bound if math.isfinite(bound) else None
 
 
 def answers(
@@ -199,8 +204,8 @@ def draw_plan(
         for answer in found
     }
     values = np.concatenate([answer.plan.convergence for answer in found])
-    drawn = [
-        draw_lines(
+    with np.errstate(over="ignore"):  # the axis ends above what a diverging bound reaches
+        convergence = draw_lines(
             folder,
             "convergence",
             "Bound h(T, λ) on the personal models' squared distance",
@@ -209,7 +214,7 @@ def draw_plan(
             xlabel="planned rounds T",
             log=bool(values.min() > 0 and values.max() > 20 * values.min()),
         )
-    ]
+    drawn = [convergence]
     if fairness is None:
         return drawn
     weights: dict[str, Line] = {

@@ -101,11 +101,43 @@ def test_the_bound_is_exact_where_both_rates_meet(apart):
         assert float(b.after(T)) == pytest.approx(iterated(b, T), rel=1e-10)
 
 
-@pytest.mark.parametrize("rates", [(1.0, 0.9), (1.1, 0.9), (0.0, 0.9), (-0.2, 0.5), (0.5, 0.0)])
+@pytest.mark.parametrize("rates", [(1.0, 0.9), (1.1, 0.9), (0.0, 0.9), (0.5, 0.0)])
 def test_the_bound_follows_the_recursion_where_it_does_not_contract(rates):
     b = equal_rates(personal_rate=rates[0], global_rate=rates[1])
     for T in (0, 1, 5, 40):
         assert float(b.after(T)) == pytest.approx(iterated(b, T), rel=1e-10)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("variance", [0.0, 1e-5])
+def test_a_diverging_bound_ends_at_infinity_and_never_has_the_best_rounds(variance):
+    facts = {"personal_learning_rate": 0.1, "strong_convexity": 0.05, "smoothness": 1.0}
+    b = bound(weight=0.1, variance=variance, basis="published", **facts)
+    values = b.after(np.arange(20_001))
+    assert b.personal_rate > 1
+    assert not np.isnan(values).any()
+    assert (np.diff(values[np.isfinite(values)]) > 0).all()
+    assert values[-1] == math.inf
+    assert b.best_rounds(20_000) == 0
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_no_negative_rate_bounds_a_square(basis):
+    b = bound(personal_learning_rate=30.0, basis=basis)
+    assert b.personal_rate < 0
+    assert not all(condition.holds for condition in b.conditions)
+    assert b.after([0, 1, 2, 9]).tolist() == [4.0, math.inf, math.inf, math.inf]
+    assert b.best_rounds(100) == 0
+
+
+def test_the_longest_useful_step_of_a_round_bowl_has_a_rate_of_exactly_zero_or_more():
+    for mu in np.arange(1, 200) / 7:
+        b = bound(
+            strong_convexity=mu, smoothness=mu, learning_rate=1 / mu, personal_learning_rate=0.01
+        )
+        assert b.converges
+        assert b.global_rate == pytest.approx(0, abs=1e-15)
+        assert math.isfinite(b.search_limit)
 
 
 @pytest.mark.parametrize("basis", BASES)

@@ -74,6 +74,19 @@ def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_pro
         assert np.square(best - 1.0).sum(axis=1).max() <= found.initial_distance * (1 + 1e-3)
 
 
+def test_rounding_never_makes_the_smoothness_less_than_the_convexity():
+    for seed in range(40):
+        curvature, (start, step) = seed / 7 + 0.5, np.random.default_rng(seed).normal(size=2)
+        models = np.array([[start], [start + step]])
+        found = estimate_problem(
+            models=models,
+            gradients=curvature * models[:, None],
+            losses=curvature / 2 * models[:, 0] ** 2,
+            local_optima=[[0.0]],
+        )
+        assert found.smoothness >= found.strong_convexity
+
+
 def test_the_gradients_of_the_linear_world_are_those_of_its_losses():
     world = LinearWorld.draw(
         np.random.default_rng(2),

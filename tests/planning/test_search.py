@@ -82,6 +82,19 @@ def test_where_no_number_of_rounds_helps_the_answer_is_none():
     assert joint_search(started_at_the_optimum, FAIRNESS, **facts).rounds == 0
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rate", "max_rounds", "basis"), [(0.5, 20_000, "published"), (30.0, 20, "provable")]
+)
+def test_the_joint_search_takes_no_rounds_where_the_bound_says_nothing(rate, max_rounds, basis):
+    changes = {"personal_learning_rate": rate, "strong_convexity": 0.5, "smoothness": 1.0}
+    far = DittoProblem(**{**vars(PROBLEM), **changes})
+    loud = LinearFairness(**{**vars(FAIRNESS), "label_variance": 1.0})
+    plan = joint_search(far, loud, variance_per_round=1e-5, max_rounds=max_rounds, basis=basis)
+    assert math.inf in plan.convergence
+    assert plan.rounds == 0
+
+
 def test_problems_that_do_not_belong_together_and_no_rounds_are_refused():
     other = LinearFairness(**{**vars(FAIRNESS), "dimension": 11})
     with pytest.raises(ValueError, match="dimension=11 of the fairness problem: expected 10"):

@@ -324,6 +324,20 @@ def test_plan_for_a_given_weight_says_in_words_what_holds_and_what_not(tmp_path)
     assert not (tmp_path / "fairness.svg").exists()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_bound_beyond_any_number_is_null_in_json_and_its_plan_has_no_rounds(tmp_path):
+    facts = {"strong_convexity": "0.05", "learning_rate": "0.1", "max_rounds": "20000"}
+    done = plan(tmp_path, "--json", global_weight="0.1", **facts)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads(done.output, parse_constant=refuse)
+    assert found["plans"][0]["rounds"] == 0
+    assert found["curves"][-1]["published"]["bound"] is None
+    assert found["curves"][-1]["provable"]["bound"] > 0
+
+
 def test_without_gradient_bounds_only_the_provable_plan_is_made(tmp_path):
     done = plan(tmp_path, "--json", global_weight="0.5", gradient_bound=None)
     assert [one["basis"] for one in json.loads(done.output)["plans"]] == ["provable"]

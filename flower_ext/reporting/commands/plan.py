@@ -20,6 +20,7 @@ from flower_ext.reporting.ditto_plan import (
     answers,
     curve_rows,
     draw_plan,
+    finite_or_none,
 )
 from flower_ext.reporting.ditto_search import search_by_runs
 from flower_ext.reporting.launch import LaunchFailed
@@ -198,7 +199,7 @@ def plan(
         facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
         target = {"epsilon": epsilon, "delta": budget.delta}
         curves = [
-            {"rounds": rounds, **{a.basis: _at(a, rounds) for a in found}}
+            {"rounds": rounds, **{a.basis: _json_at(a, rounds) for a in found}}
             for rounds in curve_rows(found)
         ]
         console.print_json(
@@ -299,6 +300,10 @@ def _at(answer: Answer, rounds: int) -> dict[str, float]:
         "bound": float(plan.convergence[rounds - 1]),
         "global_weight": float(plan.global_weights[rounds - 1]),
     }
+
+
+def _json_at(answer: Answer, rounds: int) -> dict[str, float | None]:
+    return {name: finite_or_none(value) for name, value in _at(answer, rounds).items()}
 
 
 def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -> None:
