@@ -23,7 +23,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from flower_ext.privacy.accounting import PrivacyLoss, gaussian_loss
+from flower_ext.privacy.accounting import (
+    FINEST_INTERVAL,
+    WIDEST_INTERVAL,
+    PrivacyLoss,
+    gaussian_loss,
+    pld_epsilon,
+)
 
 _NEGLIGIBLE = 1e-30
 """Probability below which a step's outcome is counted as the largest one instead."""
@@ -31,8 +37,6 @@ _COMPONENTS = 128
 """Of a mixture at most: where there are more, several numbers of records count as their largest."""
 _NO_PRIVACY = 1e4
 """ε of a single step above which sampling is no longer counted: no grid holds such numbers."""
-_WIDEST_INTERVAL = 100.0
-"""Of a grid of privacy losses: the exponential of it must be a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +92,21 @@ def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> Priv
 @lru_cache(maxsize=256)
 def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
     import dp_accounting  # here and below: clients, who need none of it, start faster
-    from dp_accounting import pld
 
     # Were all records in every step, it would be a Gaussian: never less than the mixture.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
-    if silo.steps == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
+    if plain.epsilon == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
         return plain
     taken, probabilities = _binomial(group_size, silo.sampling_rate)
     # A grid of width w adds about steps·w²/8 to ε; this one adds some thousandths of it.
-    rough = min(plain.epsilon, _by_central_limit(silo, group_size, delta))
-    interval = min(math.sqrt(8e-3 * rough / silo.steps), 1e-2 * rough, _WIDEST_INTERVAL)
-    accountant = pld.PLDAccountant(value_discretization_interval=interval)
+    rough = min(plain.epsilon, _by_central_limit(silo, group_size, delta) or 1e-2 * plain.epsilon)
+    interval = min(math.sqrt(8e-3 * rough / silo.steps), 1e-2 * rough, WIDEST_INTERVAL)
     mixture = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
         silo.noise_multiplier, taken, probabilities
     )
-    accountant.compose(mixture, silo.steps)
-    epsilon = float(accountant.get_epsilon(delta))
+    events = [(mixture, silo.steps)]
+    epsilon = pld_epsilon(events, delta, interval=max(interval, FINEST_INTERVAL))
     amplified = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD (mixture of Gaussians)")
     return min(amplified, plain, key=lambda loss: loss.epsilon)
 
@@ -131,7 +133,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """A rough ε, for the grid only: many steps are nearly one Gaussian."""
+    """A rough ε, for the grid only: many steps are nearly one Gaussian. 0 may be too small."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf

@@ -1,6 +1,7 @@
 import itertools
 import math
 
+import dp_accounting
 import pytest
 
 from flower_ext.privacy import (
@@ -13,6 +14,12 @@ from flower_ext.privacy import (
     privacy_curve,
     privacy_loss,
     privacy_loss_of,
+)
+from flower_ext.privacy.accounting import (
+    _rdp_epsilon,
+    _rdp_epsilon_by_search,
+    gaussian_loss,
+    pld_epsilon,
 )
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -100,6 +107,55 @@ def test_replace_one_of_one_gaussian_is_not_the_halved_number():
 def test_rdp_is_never_below_pld(sampling):
     for sigma in (0.8, 1.5, 4.0):
         assert epsilon(sampling, sigma=sigma, accountant="rdp") >= epsilon(sampling, sigma=sigma)
+
+
+# The last column: PLD on grids from 3e-6 to 1e-5, which agree to a thousandth.
+@pytest.mark.parametrize(
+    ("rate", "sigma", "rounds", "delta", "fine"),
+    [
+        (0.01, 20.0, 100_000, 1e-5, 0.5619),
+        (0.01, 50.0, 20_000, 1e-5, 0.08585),
+        (0.001, 5.0, 100_000, 1e-6, 0.2462),
+        (0.001, 3.0, 1_000_000, 1e-6, 1.494),
+        (0.01, 5.0, 10, 1e-3, 0.004290),
+    ],
+)
+def test_many_rounds_and_small_losses_are_resolved(rate, sigma, rounds, delta, fine):
+    sampling, facts = PoissonSampling(1000, rate), {"sigma": sigma, "rounds": rounds}
+    assert epsilon(sampling, delta=delta, **facts) == pytest.approx(fine, rel=2e-3)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-12, 1e-14, 1e-15, 1e-30])
+@pytest.mark.parametrize("rate", [0.01, 0.999])
+def test_the_least_of_the_bounds_is_taken_and_named(rate, delta):
+    facts = {"noise_multiplier": 1.0, "rounds": 10, "relation": ADD_OR_REMOVE, "delta": delta}
+    sampled = PoissonSampling(1000, rate)
+    least = privacy_loss(sampling=sampled, **facts)
+    renyi = privacy_loss(sampling=sampled, accountant="rdp", **facts)
+    plain = privacy_loss(sampling=EVERYONE, **facts)
+    assert least.epsilon <= min(renyi.epsilon, plain.epsilon) < math.inf
+    for other in (renyi, plain):
+        assert (least.accountant == other.accountant) == (least == other)
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-12, 1e-13])
+def test_no_rounding_takes_pld_below_the_exact_loss_of_gaussians(delta):
+    gaussian = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(30.0, [1.0], [1.0])
+    exact = gaussian_loss(30.0, releases=1000, delta=delta).epsilon
+    found = pld_epsilon([(gaussian, 1000)], delta, interval=1e-3)
+    assert found >= exact
+    assert found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
+
+
+def test_the_search_for_the_best_order_finds_what_all_orders_give():
+    gaussian = dp_accounting.GaussianDpEvent
+    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    for rate, sigma, steps in itertools.product((1e-3, 0.1), (0.5, 3.0, 50.0), (1, 1000)):
+        sampled = dp_accounting.PoissonSampledDpEvent(rate, gaussian(sigma))
+        events = [(sampled, steps), (gaussian(2 * sigma), 3)]
+        for delta in (0.3, 1e-2, 1e-5, 1e-20):
+            best = _rdp_epsilon(events, delta, relation)
+            assert _rdp_epsilon_by_search(events, delta, relation) == best
 
 
 def test_zeroing_one_is_accounted_like_removing_one():
