@@ -175,8 +175,10 @@ def load(name: str, folder: Path | None = None) -> Examples:
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
     """From uint8 (n, height, width[, channels])."""
-    if len(images) != len(labels):
-        raise ValueError(f"{name}: {len(images)} images but {len(labels)} labels")
+    if labels.shape != (len(images),):
+        raise ValueError(
+            f"{name}: labels of shape {labels.shape}; expected one for each of {len(images)} images"
+        )
     bytes_first = images[:, None] if images.ndim == 3 else np.moveaxis(images, -1, 1)
     if images.dtype != np.uint8 or bytes_first.shape[1:] != info.input_shape:
         raise ValueError(
@@ -223,7 +225,11 @@ def read_idx(path: Path) -> np.ndarray:
 
 def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     arrays = [read_idx(path) for path in paths]
-    return np.concatenate(arrays[0::2]), np.concatenate(arrays[1::2])
+    images, labels = arrays[0::2], arrays[1::2]
+    for path, some, theirs in zip(paths[0::2], images, labels, strict=True):
+        if len(some) != len(theirs):
+            raise ValueError(f"{path}: {len(some)} images but {len(theirs)} labels")
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def _read_cifar10(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from flower_ext.data.examples import ClientData, SiloData
 from flower_ext.data.partition import split
 from flower_ext.data.users import Distribution, allocate, allocate_within
 
-_MNIST_TRAINING = 60_000
+_MNIST, _MNIST_TRAINING = 70_000, 60_000
 _DIGITS_TRAINING = 0.85
 
 
@@ -219,6 +219,10 @@ def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientDat
     pool = datasets.load(name, folder)
     rows = np.arange(len(pool))
     if name == "mnist":
+        if len(pool) != _MNIST:
+            raise ValueError(
+                f"mnist: {len(pool)} images, expected {_MNIST}: the first {_MNIST_TRAINING} train"
+            )
         train, test = rows[:_MNIST_TRAINING], rows[_MNIST_TRAINING:]
     else:
         train, test = split(rows, pool.targets.numpy(), train_fraction=_DIGITS_TRAINING, rng=rng)

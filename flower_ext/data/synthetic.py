@@ -195,8 +195,8 @@ def _by_device(
         )
     if features.shape[1:] != (FEATURES,) or not np.isfinite(features).all():
         raise ValueError(f"{path}: expected finite features of shape (n, {FEATURES})")
-    if targets.dtype.kind not in "iu" or targets.min(initial=0) < 0:
-        raise ValueError(f"{path}: expected integer targets from 0")
+    if targets.ndim != 1 or targets.dtype.kind not in "iu" or not np.isin(targets, (0, 1)).all():
+        raise ValueError(f"{path}: expected integer targets 0 or 1, one for each record")
     count = len(np.unique(device))
     if not np.isin(device, np.arange(count)).all():
         raise ValueError(f"{path}: expected devices numbered 0 … {count - 1}, each with examples")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,6 +74,8 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     kept = [row for row in rows if row.get("pool", "random") == "random"]
     table = _numbers(path, kept, columns)
     fraud = table[:, -1] == 1
+    if not np.isin(table[:, -1], (0, 1)).all():
+        raise ValueError(f"{path}: expected 0 or 1 as Class")
     normal = np.flatnonzero(~fraud)
     if len(normal) > _NORMAL_TRANSACTIONS:
         normal = rng.choice(normal, size=_NORMAL_TRANSACTIONS, replace=False)
@@ -107,14 +110,19 @@ def _heart_centre(path: Path) -> ClientData:
         left = [*line[:10], line[13]]
         if "?" not in left:
             complete.append([_number(path, number, value) for value in left])
+    if not complete:
+        raise ValueError(
+            f"{path}: expected complete rows, without '?' in the columns that are kept"
+        )
     table = np.array(complete)
-    pain, ecg = table[:, 2], table[:, 6]
-    if not (np.isin(pain, (1, 2, 3, 4)).all() and np.isin(ecg, (0, 1, 2)).all()):
-        raise ValueError(f"{path}: expected chest pain 1 … 4 and resting ECG 0 … 2")
+    pain, ecg, disease = table[:, 2], table[:, 6], table[:, -1]
+    levels = ((pain, (1, 2, 3, 4)), (ecg, (0, 1, 2)), (disease, (0, 1, 2, 3, 4)))
+    if not all(np.isin(column, values).all() for column, values in levels):
+        raise ValueError(f"{path}: expected chest pain 1 … 4, resting ECG 0 … 2 and disease 0 … 4")
     plain = np.delete(table[:, :10], (2, 6), axis=1)
     indicators = [pain == 2, pain == 3, pain == 4, ecg == 1, ecg == 2]
     features = np.column_stack([plain, *indicators]).astype(float)
-    targets = (table[:, -1] > 0).astype(np.int64)
+    targets = (disease > 0).astype(np.int64)
     # As the benchmark: by class, unless a class is too small (one healthy patient in Switzerland).
     by_class = min(np.bincount(targets, minlength=2)) > 2
     train, test = train_test_split(
@@ -148,6 +156,8 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
             "and E, T"
         )
     table = _numbers(table_path, rows, [*features, "T", "E"]).astype(np.float32)
+    if not np.isin(table[:, -1], (0, 1)).all():
+        raise ValueError(f"{table_path}: expected 0 or 1 as E")
     if scaled:
         table[:, 0] = (table[:, 0] - 60) / 10
     parts = {row["pid"]: row["fold2"] for row in _records(split_path)}
@@ -191,16 +201,23 @@ def _numbers(path: Path, rows: Sequence[dict[str, str]], columns: Sequence[str])
     if missing:
         raise ValueError(f"{path}: expected rows with the columns {', '.join(missing)}")
     try:
-        return np.array([[float(row[name]) for name in columns] for row in rows])
+        return np.array([[_finite(row[name]) for name in columns] for row in rows])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected numbers: {error}") from error
+        raise ValueError(f"{path}: expected finite numbers: {error}") from error
 
 
 def _number(path: Path, line: int, text: str) -> float:
     try:
-        return float(text)
+        return _finite(text)
     except ValueError as error:
-        raise ValueError(f"{path}, line {line}: expected numbers or '?': {error}") from error
+        raise ValueError(f"{path}, line {line}: expected finite numbers or '?': {error}") from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"could not take {text!r}")
+    return number
 
 
 def _standardise(features: np.ndarray, train: np.ndarray) -> np.ndarray:

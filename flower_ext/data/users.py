@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -129,10 +130,8 @@ def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> i
     ValueError
         A number below 1, another word, or no record at all.
     """
-    if isinstance(size, int):
-        if size < 1:
-            raise ValueError(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
-        return size
+    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
+        return int(size)
     if size not in ("max", "median"):
         raise ValueError(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
     totals = histogram.sum(axis=0)

@@ -12,7 +12,7 @@ def concordance_index(scores: Tensor, targets: Tensor) -> float:
 
     Two patients are comparable if one had the event while the other was still observed; who is
     observed until that very time counts as longer. The one with the event should have the higher
-    score; equal scores count half. NaN where no pair is comparable.
+    score; equal scores count half. NaN where no pair is comparable, or anything is NaN.
 
     Parameters
     ----------
@@ -22,6 +22,8 @@ def concordance_index(scores: Tensor, targets: Tensor) -> float:
         (n, 2): time, and 1 for an event or 0 for the end of observation.
     """
     scores = scores.flatten()
+    if scores.isnan().any() or targets.isnan().any():
+        return math.nan
     time, event = targets[:, 0], targets[:, 1] > 0
     longer = (time.unsqueeze(0) > time.unsqueeze(1)) | (
         (time.unsqueeze(0) == time.unsqueeze(1)) & ~event.unsqueeze(0)
@@ -30,6 +32,6 @@ def concordance_index(scores: Tensor, targets: Tensor) -> float:
     pairs = int(comparable.sum())
     if pairs == 0:
         return math.nan
-    ahead = scores.unsqueeze(1) - scores.unsqueeze(0)
-    right = (comparable & (ahead > 0)).sum() + 0.5 * (comparable & (ahead == 0)).sum()
+    own, other = scores.unsqueeze(1), scores.unsqueeze(0)
+    right = (comparable & (own > other)).sum() + 0.5 * (comparable & (own == other)).sum()
     return float(right) / pairs

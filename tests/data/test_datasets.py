@@ -161,6 +161,18 @@ def test_images_or_labels_that_do_not_fit_the_data_set_are_refused(tmp_path, off
         load("mnist", tmp_path)
 
 
+def test_labels_belong_to_the_images_of_their_own_part_one_for_each(tmp_path, offline):
+    small_mnist(tmp_path)
+    for part, count in (("train", 21), ("t10k", 9)):
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.zeros(count, np.uint8))
+    with pytest.raises(ValueError, match="20 images but 21 labels"):
+        load("mnist", tmp_path)
+    for part, count in (("train", 20), ("t10k", 10)):
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", np.zeros((count, 1), np.uint8))
+    with pytest.raises(ValueError, match=r"labels of shape \(30, 1\); expected one for each of 30"):
+        load("mnist", tmp_path)
+
+
 class Hostile:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,6 @@
+import math
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +105,15 @@ def test_missing_files_are_an_error_that_names_them(name, tmp_path):
 def test_unfit_arguments_are_refused_by_name(name, arguments, said):
     with pytest.raises(ValueError, match=said):
         load_silos(name, **arguments)
+
+
+def test_mnist_of_another_size_has_no_known_test_images_and_is_refused(tmp_path):
+    for part, count in (("train", 30), ("t10k", 10)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            header = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape)
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(header + bytes(math.prod(shape)))
+    with pytest.raises(ValueError, match="mnist: 40 images, expected 70000"):
+        load_silos("mnist", tmp_path, num_users=3, num_silos=2)
 
 
 def test_a_histogram_of_too_few_users_is_refused():

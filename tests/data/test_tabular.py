@@ -160,8 +160,12 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     centre = tmp_path / "heart_disease" / "processed.va.data"
     for line, said in (
         ("1,2,3", r"va\.data, line 1: 3 columns, expected 14"),
-        ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data, line 1: expected numbers"),
+        ("1,1,one,1,1,1,1,1,1,1,1,1,1,1", r"va\.data, line 1: expected finite numbers"),
         ("1,1,9,1,1,1,1,1,1,1,1,1,1,1", "chest pain 1 … 4"),
+        ("1,1,1,1,1,1,1,1,1,1,1,1,1,-9", "disease 0 … 4"),
+        ("1,1,1,1,1,1,1,1,1,1,1,1,1,nan", r"va\.data, line 1: expected finite numbers"),
+        ("1,1,1,1,inf,1,1,1,1,1,1,1,1,1", r"va\.data, line 1: expected finite numbers"),
+        ("?,1,1,1,1,1,1,1,1,1,1,1,1,1", r"va\.data: expected complete rows"),
     ):
         centre.write_text(line + "\n")
         with pytest.raises(ValueError, match=said):
@@ -170,6 +174,37 @@ def test_files_of_something_else_are_refused_by_name(tmp_path):
     (tmp_path / "train_test_split.csv").write_text("pid,fold,fold2\n")
     with pytest.raises(ValueError, match="1 features, expected 39"):
         tabular.tcga_brca(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("nan", "finite numbers: .*'nan'"),
+        ("inf", "finite numbers: .*'inf'"),
+        ("2", "0 or 1"),
+        ("0.7", "0 or 1"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("file", "column", "read"),
+    [
+        ("creditcard/creditcard.csv", -1, lambda folder: tabular.creditcard(folder, rng=rng())),
+        ("tcga_brca/brca.csv", -2, tabular.tcga_brca),
+    ],
+    ids=["creditcard", "tcga"],
+)
+def test_classes_other_than_0_and_1_and_cells_that_are_no_finite_numbers_are_refused(
+    file, column, read, value, said, tmp_path
+):
+    write_creditcard(tmp_path / "creditcard", pool=False)
+    write_tcga(tmp_path / "tcga_brca")
+    header, first, *lines = (tmp_path / file).read_text().splitlines()
+    for place in [column, 2] if "finite" in said else [column]:
+        cells = first.split(",")
+        cells[place] = value
+        (tmp_path / file).write_text("\n".join([header, ",".join(cells), *lines]) + "\n")
+        with pytest.raises(ValueError, match=f"{Path(file).name}: expected {said}"):
+            read(tmp_path)
 
 
 def test_breast_cancer_is_always_there():

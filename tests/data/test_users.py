@@ -174,7 +174,7 @@ def test_group_sizes_are_numbers_the_most_or_the_median_of_those_who_own_somethi
     assert group_size(histogram, "max") == 8
     assert group_size(histogram, "median") == 5
     assert group_size(histogram[:, :3], "median") == 3  # 3.5, rounded down
-    assert group_size(histogram, 2) == 2
+    assert group_size(histogram, 2) == group_size(histogram, np.int64(2)) == 2
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "zipf"])
@@ -235,6 +235,7 @@ FREE = {"num_users": 10, "num_silos": 3}
             "at_least=0",
         ),
         (lambda: group_size(np.ones((2, 2)), 0), "group_size=0: expected an integer >= 1"),
+        (lambda: group_size(np.ones((2, 2)), True), "group_size=True: expected an integer >= 1"),
         (lambda: group_size(np.ones((2, 2)), "mean"), "group_size='mean'"),
         (lambda: group_size(np.zeros((2, 2)), "max"), "at least one record"),
         (

@@ -47,6 +47,25 @@ def test_who_is_observed_until_the_event_counts_as_longer_and_two_events_are_not
     assert math.isnan(concordance_index(risk, survival([3.0, 3.0], [1, 1])))
 
 
+def test_equal_infinite_scores_are_ties():
+    targets = survival([1.0, 2.0, 3.0], [1, 1, 1])
+    for infinite in (math.inf, 1e30):
+        scores = torch.tensor([infinite, infinite, 0.0])
+        assert concordance_index(scores, targets) == pytest.approx(2.5 / 3)
+        assert concordance_index(-scores, targets) == pytest.approx(0.5 / 3)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_scores_times_and_events_that_are_nan_give_no_index(place):
+    scores, targets = torch.tensor([3.0, 2.0, 1.0]), survival([1.0, 2.0, 3.0], [1, 1, 1])
+    for array in (scores, targets[:, 0], targets[:, 1]):
+        kept = array[place].clone()
+        array[place] = math.nan
+        assert math.isnan(concordance_index(scores, targets))
+        array[place] = kept
+    assert concordance_index(scores, targets) == 1.0
+
+
 def test_where_nothing_can_be_compared_there_is_no_index():
     assert math.isnan(concordance_index(torch.zeros(3), survival([1.0, 2.0, 3.0], [0, 0, 0])))
     assert math.isnan(concordance_index(torch.zeros(0), torch.zeros(0, 2)))
