@@ -39,8 +39,8 @@ FILES = tuple(
 _LABELS = {0: 0, 4: 1}
 _TOKEN = re.compile(r"[\w']+")
 
-Tweet = tuple[int, str, str]
-"""Label (0 negative, 1 positive), user and text."""
+Tweet = tuple[int, str, str, str]
+"""Label (0 negative, 1 positive), user, date and text."""
 
 
 def load(
@@ -55,6 +55,7 @@ def load(
 ) -> list[ClientData]:
     """The users with the most tweets as devices, the most prolific first.
 
+    Some tweets come twice, with two labels or one: the first counts, so that none trains and tests.
     The vocabulary is that of all devices' training tweets together, which no privacy guarantee
     of a training covers.
 
@@ -95,7 +96,8 @@ def load(
     ):
         if value < least:
             raise ValueError(f"{name}={value!r}: expected at least {least}")
-    by_user = _most_prolific(_source(folder), num_devices, min_tweets)
+    source = _source(folder)
+    by_user = _most_prolific(lambda: _once(source()), num_devices, min_tweets)
 
     divided = []
     for tweets in by_user:
@@ -136,7 +138,7 @@ def encode(
 
 
 def _most_prolific(
-    tweets: Callable[[], Iterator[Tweet]], num_devices: int, min_tweets: int
+    tweets: Callable[[], Iterator[tuple[int, str, str]]], num_devices: int, min_tweets: int
 ) -> list[list[tuple[int, str]]]:
     """Labels and texts of the users with the most tweets; two passes, to keep only theirs."""
     counts = Counter(user for _, user, _ in tweets())
@@ -154,13 +156,24 @@ def _most_prolific(
     return list(own.values())
 
 
+def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
+    """Label, user and text of every tweet that did not come before."""
+    seen: set[int] = set()
+    for label, user, date, text in tweets:
+        tweet = hash((user, date, text))  # eight bytes each, for more than a million
+        if tweet not in seen:
+            seen.add(tweet)
+            yield label, user, text
+
+
 def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
     """What starts a pass over all tweets."""
     root = data_folder(folder)
     found = locate(FILES, root) if root else None
     if found is None:
         table = _from_hub(root)
-        return lambda: ((_label(row["sentiment"]), row["user"], row["text"]) for row in table)
+        columns = ("user", "date", "text")
+        return lambda: ((_label(row["sentiment"]), *(row[c] for c in columns)) for row in table)
     return lambda: _read(found[0])
 
 
@@ -169,8 +182,8 @@ def _read(path: Path) -> Iterator[Tweet]:
     with opener(path, "rt", encoding="latin-1", newline="") as stream:
         rows = csv.reader(stream)
         try:
-            for polarity, _, _, _, user, text in rows:
-                yield _label(int(polarity)), user, text
+            for polarity, _, date, _, user, text in rows:
+                yield _label(int(polarity)), user, date, text
         except (ValueError, csv.Error, EOFError, OSError, zlib.error) as error:
             raise ValueError(
                 f"{path}, line {rows.line_num}: expected polarity (0 or 4), id, date, query, user, "
@@ -199,6 +212,6 @@ def _from_hub(folder: Path | None) -> Any:
         raise DataNotFound(help_text) from error
     try:
         source = FederatedDataset(dataset=HUB, partitioners={"train": 1}, shuffle=False)
-        return source.load_split("train").select_columns(["sentiment", "user", "text"])
+        return source.load_split("train").select_columns(["sentiment", "user", "date", "text"])
     except Exception as error:  # many libraries below this raise many types when offline
         raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error

@@ -36,15 +36,17 @@ def rows(users: dict[str, int]) -> list[tuple[int, str, str]]:
     ]
 
 
+def date(number: int) -> str:
+    return f"Mon Apr 06 22:{number // 60:02}:{number % 60:02} PDT 2009"
+
+
 def write(path, tweets) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="latin-1", newline="") as stream:
         table = csv.writer(stream, quoting=csv.QUOTE_ALL)
         for number, (polarity, user, text) in enumerate(tweets):
-            table.writerow(
-                [polarity, number, "Mon Apr 06 22:19:45 PDT 2009", "NO_QUERY", user, text]
-            )
+            table.writerow([polarity, number, date(number), "NO_QUERY", user, text])
 
 
 def devices(folder, seed=0, **arguments):
@@ -83,6 +85,20 @@ def test_features_are_the_tweets_tokens_whatever_quotes_commas_and_accents_they_
     mood = {row[0] for target, row in found if target == 1}
     assert len(mood) == 1  # "good" comes first in every positive tweet
     assert mood != {row[0] for target, row in found if target == 0}
+
+
+def test_a_tweet_that_comes_twice_counts_once_whatever_its_second_label(tmp_path):
+    tweets = rows({"ann": 12, "bob": 30})
+    write(tmp_path / "once" / FILE, tweets)
+    write(tmp_path / "twice" / FILE, tweets)
+    lines = (tmp_path / "twice" / FILE).read_text(encoding="latin-1")
+    again = lines.replace('"4","', '"0","')
+    (tmp_path / "twice" / FILE).write_text(lines + lines + again, encoding="latin-1")
+    once, twice = (devices(tmp_path / name, num_devices=2) for name in ("once", "twice"))
+    for a, b in zip(once, twice, strict=True):
+        assert torch.equal(a.train.features, b.train.features)
+        assert torch.equal(a.test.features, b.test.features)
+        assert torch.equal(a.train.targets, b.train.targets)
 
 
 def test_the_vocabulary_holds_training_tokens_only(tmp_path):
@@ -181,7 +197,9 @@ def test_the_hub_gives_the_same_devices_as_the_file(tmp_path, monkeypatch):
 
         def load_split(self, split):
             assert split == "train"
-            return datasets.Dataset.from_dict({**table, "query": ["NO_QUERY"] * len(tweets)})
+            dates = [date(number) for number in range(len(tweets))]
+            facts = {"date": dates, "query": ["NO_QUERY"] * len(tweets)}
+            return datasets.Dataset.from_dict({**table, **facts})
 
     monkeypatch.setattr(flwr_datasets, "FederatedDataset", Served)
     write(tmp_path / FILE, tweets)
