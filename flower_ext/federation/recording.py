@@ -111,7 +111,7 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
     run.save_model(result.arrays.to_torch_state_dict())
     run.save_guarantees(strategy.guarantees())
     run.save_client_metrics(
-        [{"partition": i, **scores} for i, scores in sorted(strategy.client_metrics.items())]
+        [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
     )
     status: Status = "budget-exhausted" if strategy.stopped else "completed"
     run.finish(status, strategy.stopped, refused=len(strategy.refusals))

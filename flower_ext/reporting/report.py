@@ -95,7 +95,7 @@ def _outcome(run: RunDirectory) -> list[str]:
     facts = run.facts
     lines = []
     if facts["status"] != "completed":
-        reason = f": {facts['reason']}" if facts.get("reason") else ""
+        reason = f": {escaped(facts['reason'])}" if facts.get("reason") else ""
         if facts["status"] == "running":
             reason = ", or was ended before it could say so"
         lines.append(f"> **This run is {facts['status']}**{reason}")
