@@ -1,10 +1,17 @@
 """Every method that keeps something: its app is killed with SIGKILL, resumed, and compared."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from benchmarks.faults.kill import Trial, changed, differences, kill, short_of
+from flower_ext.reporting import RunDirectory, write_report
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -52,3 +59,29 @@ def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
     released = {number for number, _ in one.released()}
     assert len(released) >= 3
     assert short_of(one, ended=False) == []
+
+
+@pytest.mark.parametrize("interrupted", [True, False], ids=["Ctrl-C", "killed"])
+def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupted):
+    path = tmp_path / "run"
+    settings = ["rounds=100000", "evaluate-every=5", "noise-multiplier=5", f"run-directory={path}"]
+    command = [sys.executable, "-m", "flower_ext.reporting.cli", "run", str(DP2_FEDSAM.folder)]
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    shell = subprocess.Popen([*command, "--in-process", *chosen], start_new_session=True)
+    while not (path / "guarantee.json").exists():
+        assert shell.poll() is None
+        time.sleep(0.1)
+    if interrupted:
+        os.killpg(shell.pid, signal.SIGINT)
+    else:
+        (engine,) = psutil.Process(shell.pid).children()
+        engine.kill()
+    assert shell.wait(120) != 0
+    run = RunDirectory.open(path)
+    assert run.facts["status"] == "failed"
+    write_report(run)
+    text = (path / "report.md").read_text()
+    assert ("covers what clients had been asked for until then" in text) == interrupted
+    assert ("the lines below were written after round" in text) != interrupted
+    if interrupted:
+        assert "The ledger holds more than this table" not in text
