@@ -1,11 +1,12 @@
-"""SGD on a network of dense layers, as compiled loops over its numbers.
+"""SGD on networks of dense layers, as loops over numbers that Numba translates.
 
 A mini-batch has few rows. BLAS libraries rearrange matrices before they multiply them, which takes
 longer than these products, and between one operation and the next a model leaves the processor's
 nearest caches. Here one model stays there from its first step to its last.
 
-All numbers of a network are one array, with a table of its layers (see `layout`). This module is
-imported only where there is something to train: importing Numba takes half a second.
+All numbers of a network are one array, with a table of its layers (see `layout`). Nothing here
+allocates, raises or knows Python: what comes out is machine code that runs without Numba. `native`
+has this module make it, in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,92 +14,119 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import llvmlite.binding as llvm
+import numba
 import numpy as np
-from numba import config, njit
+from numba import njit
 
 from flower_ext.training.layout import (
+    ACROSS,
     ACTIVATION,
+    BATCH_SIZE,
     BIAS,
+    COLUMNS,
+    COUNT,
+    FEATURES,
+    HAS_TERMS,
     INPUTS,
-    LINE,
+    JOB_COUNTS,
+    JOB_INTEGERS,
+    JOB_NUMBERS,
+    JOB_RATES,
+    LEARNING_RATE,
+    MOMENTUM,
+    OFFSET,
+    ORDER,
     OUTPUTS,
+    PULL,
     RELU,
+    SAM_RADIUS,
     SIGMOID,
+    START,
+    STEPS,
     TANH,
+    TARGETS,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
     WEIGHT,
+    WEIGHTS,
 )
 
-_settings: Any = config
-if _settings.CPU_NAME is None and _settings.CPU_FEATURES is None:  # nothing was asked for
-    # Registers of 512 bits where there are: on some processors LLVM prefers half of them.
-    _settings.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
-
+carray: Any = numba.carray  # type: ignore[attr-defined]
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
-_loops = njit(cache=True, nogil=True, error_model="numpy")
+_loops = njit(error_model="numpy")
 # Sums in any order, which vector registers want; NaN and infinity stay what they are.
-_sums = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+_sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
-@_loops
-def descend(
-    weights: np.ndarray,
-    layers: np.ndarray,
-    features: np.ndarray,
-    targets: np.ndarray,
-    order: np.ndarray,
-    batch_size: int,
-    steps: int,
-    learning_rate: float,
-    momentum: float,
-    sam_radius: float,
-    pull: float,
-    offset: np.ndarray,
+def train(
+    numbers: Any,
+    integers: Any,
+    counts: Any,
+    rates: Any,
+    jobs: int,
+    table: Any,
+    depth: int,
+    size: int,
+    outputs: Any,
+    slopes: Any,
+    factors: Any,
+    spare: Any,
 ) -> None:
-    """Train ``weights`` in place, as `local.minimise` with the cross-entropy loss does.
+    """Train networks one after the other as `local.minimise` with the cross-entropy loss does.
 
     Parameters
     ----------
-    weights : float32 (P,)
-    layers : int64 (layers, 7)
-    features : float32 (n, inputs)
-    targets : int64 (n,)
-        Classes (see `are_classes`).
-    order : int64 (epochs · n,)
-        Rows in the order in which they are used, epoch after epoch.
-    pull, offset : float, float32 (P,) or (0,)
-        The gradient of all terms of the objective at w is pull · w + offset.
+    numbers, integers : addresses of float32 and int64 arrays, (jobs, 4) and (jobs, 2)
+    counts, rates : int64, float64 (jobs, 4)
+    jobs : int
+        How many there are; the columns above are those of `layout`.
+    table : int64 (depth, 8)
+    depth, size : int
+        Layers, and numbers of a network.
+    outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
+    factors : float32 ((widest layer + 4) · (rows of a mini-batch + 4),)
+    spare : float32 (3 · size,)
+        Room for the work; ``spare`` only for momentum, SAM and terms.
     """
-    count = len(features)
-    per_epoch = math.ceil(count / batch_size)
-    begins = _begins(layers, min(count, batch_size))
-    outputs, slopes = _aligned(begins[-1]), _aligned(begins[-1])
-    rate, beta, radius = np.float32(learning_rate), np.float32(momentum), np.float32(sam_radius)
-    plain = momentum == 0 and sam_radius == 0 and len(offset) == 0
-    velocity = np.zeros(0 if plain else len(weights), np.float32)
-    point = weights
-    for step in range(steps):
-        first = step % per_epoch * batch_size
-        rows = order[step // per_epoch * count + first :][: min(batch_size, count - first)]
-        for place, row in enumerate(rows):
-            _copy(features[row], outputs[place * features.shape[1] :])
-        if radius > 0:
-            _slope(weights, layers, begins, outputs, slopes, targets, rows)
-            climb = np.zeros(len(weights), np.float32)
-            _send(weights, layers, begins, outputs, slopes, len(rows), climb, _ONE)
-            _add_terms(climb, weights, layers, pull, offset)
-            point = _climbed(weights, climb, radius)
-        _slope(point, layers, begins, outputs, slopes, targets, rows)
-        if plain:
-            _send(weights, layers, begins, outputs, slopes, len(rows), weights, -rate)
-            continue
-        velocity *= beta
-        _send(point, layers, begins, outputs, slopes, len(rows), velocity, _ONE)
-        _add_terms(velocity, point, layers, pull, offset)
-        weights -= rate * velocity
+    layers = carray(table, (depth, COLUMNS))
+    count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
+    room = carray(spare, (3, size))
+    for job in range(jobs):
+        own, whole, count = JOB_NUMBERS * job, JOB_INTEGERS * job, count_of[job, COUNT]
+        weights = carray(numbers[own + WEIGHTS], size)
+        _copy(carray(numbers[own + START], size), weights)
+        _descend(
+            weights,
+            layers,
+            carray(numbers[own + FEATURES], (count, layers[0, INPUTS])),
+            carray(integers[whole + TARGETS], count),
+            integers[whole + ORDER],
+            count_of[job],
+            rate_of[job],
+            carray(numbers[own + OFFSET], size),
+            outputs,
+            slopes,
+            factors,
+            room,
+        )
+
+
+def are_classes(targets: Any, counts: Any, jobs: int, classes: int, found: Any) -> None:
+    """Whether all targets of each job are integers from 0 to ``classes`` − 1: 1 or 0.
+
+    Parameters
+    ----------
+    targets : addresses of int64 arrays, (jobs,)
+    counts, found : int64 (jobs,)
+        How many there are, and where the answers go.
+    """
+    for job in range(jobs):
+        found[job] = 1
+        for target in carray(targets[job], counts[job]):
+            if not 0 <= target < classes:
+                found[job] = 0
+                break
 
 
 @_loops
@@ -108,38 +136,72 @@ def _copy(values: np.ndarray, into: np.ndarray) -> None:
 
 
 @_loops
-def _aligned(size: int) -> np.ndarray:
-    """Numbers that begin with a line of the caches, which a register then loads at once."""
-    longer = np.empty(size + LINE, np.float32)
-    return longer[-(longer.ctypes.data // longer.itemsize) % LINE :][:size]
+def _fill(into: np.ndarray, value: np.float32) -> None:
+    for i in range(len(into)):
+        into[i] = value
 
 
 @_loops
-def are_classes(targets: np.ndarray, classes: int) -> bool:
-    """Whether all are integers from 0 to ``classes`` − 1."""
-    for target in targets:
-        if not 0 <= target < classes:
-            break
-    else:
-        return True
-    return False
-
-
-@_loops
-def _begins(layers: np.ndarray, rows: int) -> np.ndarray:
-    """Where the inputs of each layer begin, then the outputs of the last, and where they end."""
-    begins = np.zeros(len(layers) + 2, np.int64)
-    for number, layer in enumerate(layers):
-        begins[number + 1] = begins[number] + rows * layer[INPUTS]
-    begins[-1] = begins[-2] + rows * layers[-1, OUTPUTS]
-    return begins
+def _descend(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    features: np.ndarray,
+    targets: np.ndarray,
+    order: Any,
+    counts: np.ndarray,
+    rates: np.ndarray,
+    offset: np.ndarray,
+    working: Any,
+    sloping: Any,
+    factors: Any,
+    room: np.ndarray,
+) -> None:
+    """One job, from its first step to its last."""
+    count, has_terms = counts[COUNT], counts[HAS_TERMS]
+    most = min(count, counts[BATCH_SIZE])
+    last = len(layers) - 1
+    width = layers[last, ACROSS] + layers[last, INPUTS] + layers[last, OUTPUTS]
+    outputs, slopes = carray(working, most * width), carray(sloping, most * width)
+    rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
+    radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
+    plain = beta == 0 and radius == 0 and not has_terms
+    velocity, climb, climbed = room[0], room[1], room[2]
+    if not plain:
+        _fill(velocity, _ZERO)
+    point, first, begin = weights, 0, 0
+    for _ in range(counts[STEPS]):
+        rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
+        for place, row in enumerate(rows):
+            _copy(features[row], outputs[place * features.shape[1] :])
+        if radius > 0:
+            _slope(weights, layers, most, outputs, slopes, targets, rows)
+            _fill(climb, _ZERO)
+            _send(weights, layers, most, outputs, slopes, len(rows), factors, climb, _ONE)
+            if has_terms:
+                _add_terms(climb, weights, layers, pull, offset)
+            _climb(weights, climb, radius, climbed)
+            point = climbed
+        _slope(point, layers, most, outputs, slopes, targets, rows)
+        if plain:
+            _send(weights, layers, most, outputs, slopes, len(rows), factors, weights, -rate)
+        else:
+            for i in range(len(weights)):
+                velocity[i] *= beta
+            _send(point, layers, most, outputs, slopes, len(rows), factors, velocity, _ONE)
+            if has_terms:
+                _add_terms(velocity, point, layers, pull, offset)
+            for i in range(len(weights)):
+                weights[i] -= rate * velocity[i]
+        first += most
+        if first >= count:
+            first, begin = 0, begin + count
 
 
 @_loops
 def _slope(
     weights: np.ndarray,
     layers: np.ndarray,
-    begins: np.ndarray,
+    most: int,
     outputs: np.ndarray,
     slopes: np.ndarray,
     targets: np.ndarray,
@@ -147,19 +209,25 @@ def _slope(
 ) -> None:
     """Forward pass; the slope of the mean cross-entropy by the last outputs to ``slopes``."""
     count = len(rows)
-    for number, layer in enumerate(layers):
-        _multiply(weights, layer, outputs, begins[number], begins[number + 1], count)
-        _activate(outputs[begins[number + 1] :][: count * layer[OUTPUTS]], layer[ACTIVATION])
+    here = 0
+    for layer in layers:
+        below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
+        _multiply(weights, layer, outputs, below, here, count)
+        _activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
     for place, row in enumerate(rows):
-        start = begins[-2] + place * classes
-        logits, slope = outputs[start : start + classes], slopes[start : start + classes]
-        largest = logits.max()
+        start = here + place * classes
+        logits, slope = outputs[start:][:classes], slopes[start:][:classes]
+        largest = logits[0]
+        for label in range(1, classes):
+            largest = max(largest, logits[label])
         total = _ZERO
         for label in range(classes):
             slope[label] = math.exp(logits[label] - largest)
             total += slope[label]
-        slope *= _ONE / (total * np.float32(count))
+        share = _ONE / (total * np.float32(count))
+        for label in range(classes):
+            slope[label] *= share
         slope[targets[row]] -= _ONE / np.float32(count)
 
 
@@ -167,10 +235,11 @@ def _slope(
 def _send(
     weights: np.ndarray,
     layers: np.ndarray,
-    begins: np.ndarray,
+    most: int,
     outputs: np.ndarray,
     slopes: np.ndarray,
     count: int,
+    room: Any,
     into: np.ndarray,
     factor: np.float32,
 ) -> None:
@@ -179,32 +248,29 @@ def _send(
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
     for number in range(len(layers) - 1, lowest - 1, -1):
-        layer, below, here = layers[number], begins[number], begins[number + 1]
+        layer = layers[number]
         wide, high = layer[INPUTS], layer[OUTPUTS]
-        own = slice(here, here + count * high)
-        _through(slopes[own], outputs[own], layer[ACTIVATION])
+        below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
+        own = slopes[here:][: count * high]
+        _through(own, outputs[here:][: count * high], layer[ACTIVATION])
         if number > lowest:  # before the weights change
-            slopes[below : below + count * wide] = _ZERO
-            factors = _factors(slopes[own].reshape(count, high), _ONE)
+            _fill(slopes[below:][: count * wide], _ZERO)
+            factors = carray(room, (count, high + -high % 5))
+            for row in range(count):
+                for place in range(factors.shape[1]):
+                    factors[row, place] = own[row * high + place] if place < high else _ZERO
             _add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
         if layer[TRAINS_WEIGHT]:
-            factors = _factors(slopes[own].reshape(count, high).T, factor)
+            factors = carray(room, (high, count + -count % 5))
+            for place in range(high):
+                for row in range(factors.shape[1]):
+                    scale = own[row * high + place] if row < count else _ZERO
+                    factors[place, row] = factor * scale
             _add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
         if layer[TRAINS_BIAS]:
             for row in range(count):
                 for place in range(high):
-                    into[layer[BIAS] + place] += factor * slopes[here + row * high + place]
-
-
-@_loops
-def _factors(values: np.ndarray, factor: np.float32) -> np.ndarray:
-    """``factor`` times ``values``, with columns of zeros up to a multiple of five."""
-    rows, columns = values.shape
-    found = np.zeros((rows, columns + -columns % 5), np.float32)
-    for row in range(rows):
-        for column in range(columns):
-            found[row, column] = factor * values[row, column]
-    return found
+                    into[layer[BIAS] + place] += factor * own[row * high + place]
 
 
 @_sums
@@ -241,7 +307,8 @@ def _multiply(
             outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = f, g, h, i, j
     if layer[BIAS] >= 0:
         for row in range(count):
-            values[here + row * high :][:high] += weights[layer[BIAS] :][:high]
+            for place in range(high):
+                values[here + row * high + place] += weights[layer[BIAS] + place]
 
 
 @_sums
@@ -256,7 +323,7 @@ def _add_products(
     """``into`` += ``factors`` · ``values``: (targets, wide), (targets, sources), (sources, wide).
 
     Five sources and two targets at a time. Where there are fewer sources the last comes again, by
-    zero (see `_factors`).
+    zero (see `_send`).
     """
     # Unsigned places, as Numba would look at each of any other kind whether it is negative.
     size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
@@ -319,12 +386,13 @@ def _through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
 
 @_loops
 def _add_terms(
-    slopes: np.ndarray, point: np.ndarray, layers: np.ndarray, pull: float, offset: np.ndarray
+    slopes: np.ndarray,
+    point: np.ndarray,
+    layers: np.ndarray,
+    pull: np.float32,
+    offset: np.ndarray,
 ) -> None:
     """The terms' part of the gradient at ``point``, for what is trained."""
-    if len(offset) == 0:
-        return
-    factor = np.float32(pull)
     for layer in layers:
         for part, trains, size in (
             (layer[WEIGHT], layer[TRAINS_WEIGHT], layer[INPUTS] * layer[OUTPUTS]),
@@ -332,15 +400,26 @@ def _add_terms(
         ):
             if trains:
                 for i in range(part, part + size):
-                    slopes[i] += factor * point[i] + offset[i]
+                    slopes[i] += pull * point[i] + offset[i]
 
 
 @_loops
-def _climbed(weights: np.ndarray, slope: np.ndarray, radius: np.float32) -> np.ndarray:
-    """SAM's point w + q g/‖g‖; w itself where it is flat."""
+def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
+    """SAM's point w + q g/‖g‖ to ``into``; w itself where it is flat."""
     total = 0.0
     for value in slope:
         total += value * value
-    if total == 0:
-        return weights.copy()
-    return weights + radius / np.float32(math.sqrt(total)) * slope
+    scale = radius / np.float32(math.sqrt(total)) if total > 0 else _ZERO
+    for i in range(len(weights)):
+        into[i] = weights[i] + scale * slope[i]
+
+
+EXPORTS: dict[Any, str] = {
+    train: (
+        "void(CPointer(CPointer(float32)), CPointer(CPointer(int64)), CPointer(int64), "
+        "CPointer(float64), int64, CPointer(int64), int64, int64, CPointer(float32), "
+        "CPointer(float32), CPointer(float32), CPointer(float32))"
+    ),
+    are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
+}
+"""What machine code is made of, and the types of its arguments."""

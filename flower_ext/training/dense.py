@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from logging import getLogger
 from typing import Any
 
@@ -39,7 +40,7 @@ _ACTIVATIONS: Mapping[Any, int] = {
 }
 _HOT = 2**18
 """Numbers of the models that are handed out together: few enough to be used from the caches."""
-_NONE = np.zeros(0, np.float32)
+_NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +87,18 @@ class DenseNetwork:
                 self.size += parameter.numel()
         self.size = math.ceil(self.size / LINE) * LINE
 
-    def takes(self, job: Job) -> bool:
-        """Whether its numbers are of the usual kinds, and its targets classes."""
-        features, targets = job.examples.features, job.examples.targets
-        numbers = (features, *job.params.values())
-        if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
-            return False
-        if targets.dtype != torch.int64 or targets.dim() != 1 or not targets.is_cpu:
-            return False
+    def takes(self, jobs: Sequence[Job]) -> list[bool]:
+        """Of which jobs all numbers are of the usual kinds, and all targets classes."""
+        usual = [_is_usual(job) for job in jobs]
+        targets = [
+            _in_line(job.examples.targets) if fits else _NO_TARGETS
+            for job, fits in zip(jobs, usual, strict=True)
+        ]
+        found = np.empty(len(jobs), np.int64)
+        where, counts = (np.array([*map(of, targets)]) for of in (Tensor.data_ptr, len))
         classes = self.layers[-1].linear.out_features
-        return bool(_kernels().are_classes(_in_line(targets), classes))
+        _library().are_classes(where, counts, len(jobs), classes, found)
+        return [one and bool(other) for one, other in zip(usual, found, strict=True)]
 
     def together(self, memory_limit: int) -> int:
         """How many models to hand out at a time, with what their training takes; at least one."""
@@ -113,51 +116,62 @@ class DenseNetwork:
         if not names:
             raise ValueError("trained selects no parameter of the model")
         rows = torch.empty(len(jobs), self.size)
-        start, numbers, table = None, np.zeros(self.size, np.float32), self._table(names)
-        descend, asked = _kernels().descend, [self._asked(job, names) for job in jobs]
-        for job, weights, how in zip(jobs, rows.numpy(), asked, strict=True):
-            if job.params is not start:  # often all begin alike
-                start = job.params
-                self._write(start, list(self.parts), numbers)
-            weights[:] = numbers
-            descend(weights, table, *how)
+        starts = {id(job.params): job.params for job in jobs}  # often all begin alike
+        begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
+        used: list[tuple[Tensor, ...]] = []  # while the code runs
+        numbers, integers, counts, rates = [], [], [], []
+        for row, job in enumerate(jobs):
+            training, examples = job.training, job.examples
+            features, targets = _in_line(examples.features), _in_line(examples.targets)
+            order, (pull, offset) = _order(job), self._terms(job, names)
+            used.append((features, targets, order, offset))
+            weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
+            numbers += [weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()]
+            integers += [targets.data_ptr(), order.data_ptr()]
+            counts += [len(examples), training.batch_size, job.num_steps, len(offset) > 0]
+            rates += [training.learning_rate, training.momentum, training.sam_radius, pull]
+        most = max(min(len(job.examples), job.training.batch_size) for job in jobs)
+        _library().train(
+            np.array(numbers),
+            np.array(integers),
+            np.array(counts),
+            np.array(rates),
+            len(jobs),
+            self._table(names),
+            len(self.layers),
+            self.size,
+            *self._room(most),
+        )
         parts = {name: self.parts[name] for name in names}
         return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
 
-    def _write(
-        self, params: Mapping[str, Tensor], names: Sequence[str], numbers: np.ndarray
-    ) -> None:
+    def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Parameters as one row; zeros where there are none."""
+        row = torch.zeros(self.size)
         for name in names:
-            numbers[self.parts[name].where] = params[name].detach().numpy().ravel()
+            row[self.parts[name].where] = params[name].detach().flatten()
+        return row
 
-    def _asked(self, job: Job, names: Sequence[str]) -> tuple[Any, ...]:
-        """What `compiled.descend` takes after the weights and the table."""
+    def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
+        """The gradient of all terms is pull · w + offset; an empty offset where there are none."""
         pull, offset, terms = 0.0, _NONE, job.objective
         if terms:
-            offset, vector = np.zeros((2, self.size), np.float32)
+            offset = torch.zeros(self.size)
             for slope, scale, direction in affine(terms):
                 pull += slope
-                self._write(direction, names, vector)
-                offset += np.float32(scale) * vector
-        training, count = job.training, len(job.examples)
-        steps = job.num_steps
-        epochs = math.ceil(steps / math.ceil(count / training.batch_size))
-        orders = [torch.randperm(count, generator=job.generator).numpy() for _ in range(epochs)]
-        return (
-            _in_line(job.examples.features).reshape(count, -1),
-            _in_line(job.examples.targets),
-            orders[0] if epochs == 1 else np.concatenate([np.zeros(0, np.int64), *orders]),
-            training.batch_size,
-            steps,
-            float(training.learning_rate),
-            float(training.momentum),
-            float(training.sam_radius),
-            pull,
-            offset,
-        )
+                offset.add_(self._joined(direction, names), alpha=scale)
+        return pull, offset
+
+    def _room(self, rows: int) -> list[np.ndarray]:
+        """Outputs, slopes and factors for mini-batches of so many rows; three models."""
+        widths = [layer.linear.out_features for layer in self.layers]
+        numbers = rows * (self.layers[0].linear.in_features + sum(widths))
+        sizes = [numbers, numbers, (rows + 4) * (max(widths) + 4), 3 * self.size]
+        return [torch.empty(size).numpy() for size in sizes]
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
         """The layers as `compiled` reads them."""
+        inputs = [layer.linear.in_features for layer in self.layers]
         return np.array(
             [
                 (
@@ -168,16 +182,33 @@ class DenseNetwork:
                     layer.activation,
                     layer.weight in trained,
                     layer.bias in trained,
+                    across,
                 )
-                for layer in self.layers
+                for layer, across in zip(self.layers, accumulate([0, *inputs]), strict=False)
             ],
             dtype=np.int64,
         )
 
 
-def _in_line(values: Tensor) -> np.ndarray:
-    """As compiled code wants them: for any other kind it would be compiled again."""
-    return np.ascontiguousarray(values.detach().numpy())
+def _in_line(values: Tensor) -> Tensor:
+    return values.detach().contiguous()
+
+
+def _is_usual(job: Job) -> bool:
+    """Whether its numbers are 32 bits wide on the CPU, and its targets one integer each."""
+    features, targets = job.examples.features, job.examples.targets
+    numbers = (features, *job.params.values())
+    if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
+        return False
+    return targets.dtype == torch.int64 and targets.dim() == 1 and targets.is_cpu
+
+
+def _order(job: Job) -> Tensor:
+    """Rows in the order in which they are used, epoch after epoch."""
+    count = len(job.examples)
+    epochs = math.ceil(job.num_steps / math.ceil(count / job.training.batch_size))
+    orders = [torch.randperm(count, generator=job.generator) for _ in range(epochs)]
+    return orders[0] if epochs == 1 else torch.cat([_NO_TARGETS, *orders])
 
 
 def network(task: Task, job: Job) -> DenseNetwork | None:
@@ -185,24 +216,24 @@ def network(task: Task, job: Job) -> DenseNetwork | None:
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
-    return found if found is not None and _kernels() is not None else None
+    return found if found is not None and _library() is not None else None
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> Any:
-    """The module `compiled`, where it runs and is faster than the BLAS library; else None."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+def _library() -> Any:
+    """The functions of `compiled`, where they run and are faster than the BLAS library; or None."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
-    try:
-        from flower_ext.training import compiled
-    except ImportError:
+    if find_spec("numba") is None:
         log.info("dense networks would train faster with Numba: pip install 'flower_ext[fast]'")
         return None
-    except RuntimeError as error:  # no folder that Numba could write its cache to
+    try:
+        from flower_ext.training.native import Library
+
+        return Library()
+    except (ImportError, RuntimeError) as error:
         log.warning("dense networks would train faster if Numba could be used: %s", error)
         return None
-    log.info("dense networks train as compiled code, which is made once on a machine: some seconds")
-    return compiled
 
 
 @lru_cache(maxsize=64)

@@ -115,7 +115,7 @@ def _train_alike(
     others = [*range(len(jobs))]
     network = dense.network(task, jobs[0]) if (steady or len(jobs) > 1) and not apart else None
     if network is not None:
-        fit = [network.takes(job) for job in jobs]
+        fit = network.takes(jobs)
         own, others = [i for i in others if fit[i]], [i for i in others if not fit[i]]
         size = network.together(memory_limit)
         for start in range(0, len(own), size):

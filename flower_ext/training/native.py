@@ -1,0 +1,192 @@
+"""Machine code of `compiled`: made once on a machine, kept in a file, and run without Numba.
+
+Numba and its compiler take a second and a hundred megabytes to start, in every process that trains.
+So another process compiles, what it prints is kept, and LLVM's linker, which llvmlite brings, loads
+it from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+
+log = getLogger("flwr")
+
+_HERE = Path(__file__).parent
+_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py")]
+_CHECKSUM = hashlib.sha256().digest_size
+_LONGEST = 600.0
+"""Seconds that compiling may take: it takes some twenty."""
+_ARGUMENTS = {"train": 12, "are_classes": 5}
+# Nothing is allocated, so there are no references to count.
+_UNCOUNTED = """
+define void @NRT_incref(ptr %p) alwaysinline { ret void }
+define void @NRT_decref(ptr %p) alwaysinline { ret void }
+"""
+
+
+class Library:
+    """The functions of `compiled` as machine code; NumPy arrays stand for addresses.
+
+    Other threads go on while one of them runs.
+
+    Raises
+    ------
+    RuntimeError
+        The code can neither be found nor be made.
+    """
+
+    def __init__(self) -> None:
+        self._engine = _loaded(_code(_folders()))
+        self.train = self._function("train")
+        self.are_classes = self._function("are_classes")
+
+    def _function(self, name: str) -> Callable[..., None]:
+        """As Numba calls one: with places for a result and an error, which it will not have."""
+        address = self._engine.get_function_address(name)
+        numbers = [ctypes.c_int64] * _ARGUMENTS[name]
+        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
+        nowhere = ctypes.c_int64()
+        where = ctypes.byref(nowhere)
+
+        def run(*arguments: int | np.ndarray) -> None:
+            own = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+            call(where, where, *own)
+
+        return run
+
+
+def _loaded(code: bytes) -> Any:
+    """An object file, with all that it calls found in this process."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine
+
+
+def _code(folders: Sequence[Path]) -> bytes:
+    """The object file, from one of ``folders`` or made now."""
+    name = f"dense-{_key()}.o"
+    for folder in folders:
+        with suppress(OSError):
+            kept = (folder / name).read_bytes()
+            if hashlib.sha256(kept[_CHECKSUM:]).digest() == kept[:_CHECKSUM]:
+                return kept[_CHECKSUM:]
+    log.info("compiling the training of dense networks, once on a machine: half a minute")
+    code = _compiled()
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / name, hashlib.sha256(code).digest() + code)
+            return code
+    log.warning("it will be compiled again next time: no folder of %s can be written", folders)
+    return code
+
+
+def _key() -> str:
+    """Of all that the code depends on."""
+    facts = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
+    sources = [source.read_bytes() for source in _SOURCES]
+    return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
+
+
+def _folders() -> list[Path]:
+    """Where the code is kept: beside the package, or in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return [_HERE / "__pycache__", Path(cache) / "flower_ext"]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing, as several processes may do this at a time."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        made = Path(file.name)
+        try:
+            file.write(content)
+            file.flush()
+            made.replace(path)
+        except OSError:
+            made.unlink()
+            raise
+
+
+def _compiled() -> bytes:
+    """What `main` prints in a process of its own."""
+    path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__],
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LONGEST,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(error.stderr.decode(errors="replace").strip()[-300:]) from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"compiling: {error}") from error
+    return done.stdout
+
+
+def _features() -> str:
+    """What the processor can; registers of 512 bits too, where LLVM would prefer half of them."""
+    return f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
+
+
+def _machine() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    name, features = llvm.get_host_cpu_name(), _features()
+    return target.create_target_machine(cpu=name, features=features, opt=3, jit=True)
+
+
+def main() -> None:
+    """Compile, and print the object file."""
+    import numba
+
+    settings: Any = numba.config
+    settings.CPU_NAME, settings.CPU_FEATURES = llvm.get_host_cpu_name(), _features()
+    from flower_ext.training.compiled import EXPORTS
+
+    whole = llvm.parse_assembly(_UNCOUNTED)
+    for function, arguments in EXPORTS.items():
+        made: Any = numba.cfunc(arguments, error_model="numpy")(function)
+        module = llvm.parse_assembly(made.inspect_llvm())
+        # What it calls lies beside it; around it is what would tell Python of errors.
+        module.get_function(made.native_name).linkage = "internal"
+        module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
+        whole.triple, whole.data_layout = module.triple, module.data_layout
+        whole.link_in(module)
+    machine = _machine()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(whole, builder)
+    _check_alone(whole)
+    code = machine.emit_object(whole)
+    _loaded(code)  # this process may die of it, those that train shall not
+    sys.stdout.buffer.write(code)
+
+
+def _check_alone(module: Any) -> None:
+    """Refuse code that needs what Numba brings, and not only what every process has."""
+    needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
+    here = ctypes.CDLL(None)
+    if missing := [name for name in needed if not hasattr(here, name)]:
+        raise RuntimeError(f"the machine code needs {missing}, which only Numba has")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Machine code is made once, kept whole, and does without Numba and Python."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from flower_ext.training import native
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How often something was compiled, which takes half a minute and is not done here."""
+    calls = []
+
+    def compiled():
+        calls.append(1)
+        return b"object file"
+
+    monkeypatch.setattr(native, "_compiled", compiled)
+    return calls
+
+
+def test_it_is_made_once_and_kept(made, tmp_path):
+    folders = [tmp_path / "new" / "folder", tmp_path]
+    assert native._code(folders) == native._code(folders) == b"object file"
+    assert len(made) == 1
+    assert [path.suffix for path in folders[0].iterdir()] == [".o"]
+
+
+@pytest.mark.parametrize("harm", ["torn", "altered", "empty"])
+def test_a_damaged_file_is_made_again(harm, made, tmp_path):
+    native._code([tmp_path])
+    (kept,) = tmp_path.iterdir()
+    content = kept.read_bytes()
+    kept.write_bytes({"torn": content[:-1], "altered": content[:-1] + b"?", "empty": b""}[harm])
+    assert native._code([tmp_path]) == b"object file"
+    assert len(made) == 2
+    assert kept.read_bytes() == content
+
+
+def test_another_version_is_other_code(made, tmp_path, monkeypatch):
+    native._code([tmp_path])
+    monkeypatch.setattr(native, "version", lambda package: "another")
+    native._code([tmp_path])
+    assert len(made) == 2
+
+
+def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path, caplog):
+    closed = tmp_path / "file"
+    closed.write_text("")
+    native._code([closed, tmp_path / "open"])
+    assert list((tmp_path / "open").iterdir())
+    assert native._code([closed]) == b"object file"
+    assert "compiled again next time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [("echo no numba >&2; exit 1", "no numba"), (None, "No such file")]
+)
+def test_a_compiler_that_fails_is_an_error_with_its_reason(script, said, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    if script is not None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(RuntimeError, match=said):
+        native._code([tmp_path / "nowhere"])
+
+
+def test_code_that_needs_numba_is_refused():
+    module = native.llvm.parse_assembly("declare void @NRT_Free(ptr)\ndeclare float @expf(float)")
+    with pytest.raises(RuntimeError, match=r"\['NRT_Free'\]"):
+        native._check_alone(module)
+
+
+def test_who_trains_never_imports_numba(tmp_path):
+    native.Library()  # made by now
+    script = (
+        "import sys; from flower_ext.training import dense; "
+        "assert dense._library() is not None; print([m for m in sys.modules if m == 'numba'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert done.stdout.strip() == "[]"
