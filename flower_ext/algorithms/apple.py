@@ -49,7 +49,6 @@ from flower_ext.training import (
     Task,
     batches,
     clone,
-    difference,
     gradient,
     local_problem,
     part,
@@ -98,7 +97,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         task=work.task, job=job, trained=lambda name: True, solve=train_mixtures
     )
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
-    return LocalResult(update=difference(core, work.received), memory=memory)
+    return LocalResult(model=core, memory=memory)
 
 
 def train_mixtures(

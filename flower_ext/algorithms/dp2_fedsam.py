@@ -31,7 +31,7 @@ from flower_ext.federation import (
     Steps,
 )
 from flower_ext.privacy import Guarantee, Plan, ReleasePlan, theorem2_of_plan
-from flower_ext.training import LocalTraining, Params, difference
+from flower_ext.training import LocalTraining, Params
 
 
 def own_head(work: ClientWork) -> Params:
@@ -58,9 +58,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
     model = yield work.train("extractor", model, lambda name: name in shared)
     moved = {name: model[name] for name in shared}
-    return LocalResult(
-        update=difference(moved, shared), memory={name: model[name] for name in head}
-    )
+    return LocalResult(model=moved, memory={name: model[name] for name in head})
 
 
 def local_model(work: ClientWork) -> Steps[Params]:

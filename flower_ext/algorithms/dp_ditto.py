@@ -36,7 +36,7 @@ from flower_ext.federation import (
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy import Plan
-from flower_ext.training import LocalTraining, Params, Proximal, difference
+from flower_ext.training import LocalTraining, Params, Proximal
 
 GLOBAL_WEIGHT = "global-weight"
 
@@ -45,7 +45,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 4–10: the local model from ω, then the personal one from where it was last."""
     trained = yield work.train("local", work.received)
     personal = yield from personal_model(work)
-    return LocalResult(update=difference(trained, work.received), memory=personal)
+    return LocalResult(model=trained, memory=personal)
 
 
 def personal_model(work: ClientWork) -> Steps[Params]:

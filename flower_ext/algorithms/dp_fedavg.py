@@ -43,7 +43,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     theorem2_of_plan,
 )
-from flower_ext.training import LocalTraining, Params, difference
+from flower_ext.training import LocalTraining, Params
 
 log = getLogger("flwr")
 
@@ -53,7 +53,7 @@ _STEPS = "steps"
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–10 of Algorithm 1: train the received model, return what changed."""
     trained = yield work.train("local", work.received)
-    return LocalResult(update=difference(trained, work.received))
+    return LocalResult(model=trained)
 
 
 def local_model(work: ClientWork) -> Steps[Params]:

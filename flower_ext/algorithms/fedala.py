@@ -45,7 +45,6 @@ from flower_ext.training import (
     Params,
     Task,
     batches,
-    difference,
     gradient,
     local_problem,
     matches,
@@ -75,7 +74,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         start = {**work.received, **mixed(local, work.received, weights)}
     trained = yield work.train("local", start)
     memory = {**tagged(MODEL, trained), **tagged(WEIGHTS, weights)}
-    return LocalResult(update=difference(trained, work.received), memory=memory)
+    return LocalResult(model=trained, memory=memory)
 
 
 def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:

@@ -36,7 +36,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.privacy import Plan, ReleasePlan
-from flower_ext.training import LocalTraining, Params, Proximal, difference
+from flower_ext.training import LocalTraining, Params, Proximal
 
 ATTRACTION = "attraction"
 
@@ -46,7 +46,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     start = work.memory or work.received
     pull = Proximal(weight=work.settings[ATTRACTION], anchor=work.received)
     trained = yield work.train("local", start, terms=[pull])
-    return LocalResult(update=difference(trained, work.received), memory=trained)
+    return LocalResult(model=trained, memory=trained)
 
 
 def local_model(work: ClientWork) -> Params:

@@ -33,7 +33,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.privacy import Plan, ReleasePlan
-from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term, difference
+from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 REGULARIZATION = "regularization"
 
@@ -47,12 +47,11 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         Proximal(weight=alpha, anchor=server),
     ]
     trained = yield work.train("local", server, terms=terms)
-    update = difference(trained, server)
 
     def renewed(released: Params) -> Params:
         return {name: gradient[name] - alpha * released[name] for name in gradient}
 
-    return LocalResult(update=update, memory=renewed)
+    return LocalResult(model=trained, memory=renewed)
 
 
 def local_model(work: ClientWork) -> Params:

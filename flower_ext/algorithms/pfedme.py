@@ -32,7 +32,7 @@ from flower_ext.federation import (
     Training,
 )
 from flower_ext.privacy import Plan
-from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone, difference
+from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
 from flower_ext.training.batchable import why_apart
 from flower_ext.training.descent import Stack, along, first, unstacked
 from flower_ext.training.local import batches, gradient, local_problem, own_draws
@@ -52,7 +52,7 @@ class Envelope(Job):
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 5–9: for each mini-batch K steps on θ_i around w_i, then w_i towards θ_i."""
     if len(work.data.train) == 0:
-        return LocalResult(update=difference(work.received, work.received), memory=work.received)
+        return LocalResult(model=work.received, memory=work.received)
     job = Envelope(
         params=work.received,
         examples=work.data.train,
@@ -65,7 +65,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     moved, own = yield Training(
         task=work.task, job=job, trained=lambda name: True, solve=minimise_envelopes
     )
-    return LocalResult(update=difference(moved, work.received), memory=own)
+    return LocalResult(model=moved, memory=own)
 
 
 def minimise_envelopes(

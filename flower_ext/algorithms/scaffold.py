@@ -50,7 +50,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     own = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, own))
     trained = yield work.train("local", work.received, terms=[correction])
-    update = difference(trained, work.received)
     local = work.training["local"]
     steps = local.effective_steps(len(work.data.train))
 
@@ -62,7 +61,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
             for name in own
         }
 
-    return LocalResult(update=update, memory=renewed, metrics={STEPS: steps})
+    return LocalResult(model=trained, memory=renewed, metrics={STEPS: steps})
 
 
 def local_model(work: ClientWork) -> Params:

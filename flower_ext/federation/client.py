@@ -54,12 +54,14 @@ from flower_ext.training import (
     StepNoise,
     Task,
     Term,
+    difference,
     evaluate_many,
     train_clipped_steps,
     train_each,
 )
 
 T = TypeVar("T")
+R = TypeVar("R")
 _LOSSES = ("loss", "training_loss")
 
 
@@ -152,18 +154,34 @@ def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult:
-    """``update`` leaves the client, bounded and noised; ``memory`` never leaves it.
+    """What a client uploads, once it is bounded and noised; ``memory`` never leaves it.
 
-    Where the plan's units are not the clients, ``update`` is a sum over them that says how far one
+    Either a ``model``, whose difference to the received one is uploaded, or another ``update``.
+    Where the plan's units are not the clients, that is a sum over them that says how far one
     can move it; a `HiddenSum` is encrypted together with its noise. Where the server renews the
     counterpart of ``memory`` from the update as it left the client, so does the client: then it is
     a function of that. ``metrics`` leave the client as they are, and only under a plan that is not
     a `ReleasePlan`: they must say nothing of the data beyond its size.
     """
 
-    update: Params | BoundedSum | HiddenSum
+    model: Params | None = None
+    update: Params | BoundedSum | HiddenSum | None = None
     memory: Params | Callable[[Params], Params] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def upload(self, received: Params) -> Params | BoundedSum | HiddenSum:
+        """The update as the plan bounds it.
+
+        Raises
+        ------
+        ValueError
+            There is none, or two.
+        """
+        if self.model is not None and self.update is None:
+            return difference(self.model, received)
+        if self.update is not None and self.model is None:
+            return self.update
+        raise ValueError("LocalResult: expected either a model or an update")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +220,8 @@ class ClientMethod:
         What the client tells, un-noised, when the server asks a question before the first round
         (``query.<name>``).
     keeps_memory : bool
-        Whether updates leave something in the client's memory: a run without it cannot go on.
+        Whether updates leave something in the client's memory, and read it: a run without it
+        cannot go on.
     mirrored : bool
         Whether the server holds the counterpart of what clients remember, as SCAFFOLD's c and
         FedDyn's h: what a reply left that the server did not use is then forgotten.
@@ -304,8 +323,12 @@ class _ClientSide:
     ) -> list[RecordDict]:
         """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
         asked, works = self._unpack(messages, contexts)
-        results = side_by_side(map(self.method.local_update, works), memory_limit=memory_limit)
-        done = [self._reply(*each) for each in zip(contexts, asked, works, results, strict=True)]
+
+        def finish(index: int, result: LocalResult) -> tuple[RecordDict, Params | None]:
+            return self._reply(contexts[index], asked[index], works[index], result)
+
+        runs = map(self.method.local_update, works)
+        done = side_by_side(runs, finish, memory_limit=memory_limit)
         for _, memory in done:
             _check_memory(memory)
         # Stored before any reply is out of this function: what was released is remembered.
@@ -326,7 +349,8 @@ class _ClientSide:
     ) -> list[RecordDict]:
         """Evaluate the model that each client would use."""
         asked, works = self._unpack(messages, contexts)
-        models = side_by_side(map(self.method.local_model, works), memory_limit=memory_limit)
+        runs = map(self.method.local_model, works)
+        models = side_by_side(runs, lambda _, model: model, memory_limit=memory_limit)
         tests = [work.data.test for work in works]
         every = _scores(works[0].task, models, tests, memory_limit=memory_limit)
         if asked[0].facts.get("training-loss"):
@@ -391,11 +415,13 @@ class _ClientSide:
         self, context: Context, asked: Asked, work: ClientWork, result: LocalResult
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
+        own = result.upload(work.received)
         update = protected(
-            result.update,
+            own,
             work.received,
             asked.facts,
             context,
+            model=result.model,
             allow_seeded_noise=self.allow_seeded_noise,
         )
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
@@ -403,7 +429,6 @@ class _ClientSide:
         if asked.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
         if asked.facts.get("diagnostics"):
-            own = result.update
             if isinstance(own, HiddenSum):
                 raise ValueError("diagnostics: the norm of a hidden sum stays hidden")
             metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
@@ -432,15 +457,11 @@ class _ClientSide:
         phase = self.method.upload_phase
         if in_steps is not None and phase is None:
             raise ValueError(f"{self.method.name}: no phase of training is all of its update")
-        memory = ClientMemory(context, self.method.name, asked.run)
-        if self.method.mirrored and asked.kind == "train" and "remembered" in asked.facts:
-            memory.forget(after=asked.facts["remembered"])
         return ClientWork(
             task=task,
             data=data,
             received=asked.model,
-            # A training begins with what was before it, an evaluation sees what it left.
-            memory=memory.load(before=asked.round + (asked.kind == "evaluate")),
+            memory=self._remembered(asked, context) if self.method.keeps_memory else None,
             vault=ClientVault(context, self.method.name),
             training=asked.training,
             round=asked.round,
@@ -459,6 +480,13 @@ class _ClientSide:
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
         )
+
+    def _remembered(self, asked: Asked, context: Context) -> Params | None:
+        """What a training begins with is what was before it; an evaluation sees what it left."""
+        memory = ClientMemory(context, self.method.name, asked.run)
+        if self.method.mirrored and asked.kind == "train" and "remembered" in asked.facts:
+            memory.forget(after=asked.facts["remembered"])
+        return memory.load(before=asked.round + (asked.kind == "evaluate"))
 
 
 def _scores(
@@ -486,16 +514,25 @@ def _check_memory(params: Params | None) -> None:
             raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
 
 
-def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIMIT) -> list[T]:
-    """What each of ``runs`` returns; the trainings that they wait for are batched."""
-    results: dict[int, T] = {}
+def side_by_side(
+    runs: Iterable[T | Steps[T]],
+    finish: Callable[[int, T], R],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[R]:
+    """What ``finish`` makes of the number of each run and of what it returns.
+
+    The trainings that runs wait for are batched. Each is finished as soon as it is there: with
+    numbers that are still in the processor's caches.
+    """
+    results: dict[int, R] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}
 
     def go_on(index: int, steps: Steps[T], trained: Any) -> None:
         try:
             wanted = steps.send(trained)
         except StopIteration as end:
-            results[index] = end.value
+            results[index] = finish(index, end.value)
         else:
             waiting[index] = steps, wanted
 
@@ -503,7 +540,7 @@ def side_by_side(runs: Iterable[T | Steps[T]], *, memory_limit: int = MEMORY_LIM
         if isinstance(run, Generator):
             go_on(index, run, None)
         else:
-            results[index] = run
+            results[index] = finish(index, run)
     while waiting:
         alike = defaultdict(list)
         for index, (_, training) in waiting.items():

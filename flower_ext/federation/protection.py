@@ -224,14 +224,18 @@ def protected(
     context: Context,
     *,
     allow_seeded_noise: bool,
+    model: Params | None = None,
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """The update as it leaves the client.
+
+    What a plan does to the whole model is done to ``model``, as it was trained: received model and
+    update would make it up again but for rounding, which no sensitivity speaks of.
 
     Raises
     ------
     ValueError
         The plan bounds each unit's part of the update, and the method did not; or the method did
-        and the plan asks for something else.
+        and the plan asks for something else; or the plan clips models, and there is none.
     """
     if "unit-clipping-norm" in facts or isinstance(update, BoundedSum | HiddenSum):
         return _noised_sum(update, received, facts, context, allow_seeded_noise=allow_seeded_noise)
@@ -240,7 +244,11 @@ def protected(
         bounded = clip(update, _number(facts, "clipping-norm")).value
         return noise.add_gaussian(bounded, _number(facts, "noise-stddev"))
     if "model-clipping-norm" in facts:
-        model = {name: received[name] + step for name, step in update.items()}
+        if model is None:
+            raise ValueError(
+                "the plan clips and noises whole models, and the method returns none: return "
+                "LocalResult(model=...) in place of an update"
+            )
         clipping_norm = _number(facts, "model-clipping-norm")
         if "step-noise-stddev" in facts:  # every step that led here is noised already
             released = clip(model, clipping_norm).value

@@ -46,11 +46,9 @@ class PreconditionFailed(ValueError):
 # Mechanisms -------------------------------------------------------------------------------------
 
 
-_LARGEST_RECEIVED = 4
-"""Norm of a received model, in clipping norms, up to which `_ROUNDING` covers what is rounded."""
-_ROUNDING = (4 + _LARGEST_RECEIVED) * 2.0**-24
-"""How far rounding moves a model on its way to the noise, in clipping norms: four times to single
-precision (the minimiser, its difference to the received model, their sum, what is clipped)."""
+_ROUNDING = 4 * 2.0**-24
+"""How far rounding moves a model on its way to the noise, in clipping norms: to single precision
+once before it is clipped, with its norm, and once afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +291,7 @@ def sensitivity(
     """How far one record can move what is noised (L2): min(2τ, what stability gives).
 
     Clipping is a projection onto a ball, so it moves no two models apart; rounding may, each of
-    them by `_ROUNDING` τ where the received one is within `_LARGEST_RECEIVED` τ.
+    them by `_ROUNDING` τ.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -370,16 +368,9 @@ def perturbation_guarantees(
     theorem = f"Yin et al., Upcycled-FL, Theorem 6.{2 if output else 3}"
     sizes = [num_examples.get(client) for client in participations]
     solution = objective.solution_conditions()
-    rests_on: tuple[str, ...] = ()
     if isinstance(perturbation, OutputPerturbation):
         conditions = [_published_sensitivity(perturbation, objective, sizes)]
         provable_source = _how_sensitive(perturbation, objective, sizes)
-        ceiling = 2 * perturbation.clipping_norm
-        if any(sensitivity(perturbation, objective, size) < ceiling for size in sizes):
-            rests_on = (
-                f"clients receive models of norm (L2) {_LARGEST_RECEIVED}τ at most: rounding of "
-                "larger ones may move what is noised further than the sensitivity says",
-            )
     else:
         smallest = _large_enough(objective, min((size or 0 for size in sizes), default=0))
         conditions = [*objective.theorem_6_3_conditions(), smallest, *solution]
@@ -405,7 +396,6 @@ def perturbation_guarantees(
         "clients train, clip and add noise as told",
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every record that could be there",
-        *rests_on,
         "arithmetic and noise in floating point (not proof against attacks on low-order bits)",
         noise_assumption(secure_noise),
     )

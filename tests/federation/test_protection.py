@@ -12,7 +12,13 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg, Scaffold
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederationNotReady, HiddenSum, InProcessGrid, records
+from flower_ext.federation import (
+    FederationNotReady,
+    HiddenSum,
+    InProcessGrid,
+    LocalResult,
+    records,
+)
 from flower_ext.federation.protection import (
     per_unit,
     perturbation_facts,
@@ -204,6 +210,7 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
                 ConfigRecord({**facts, **changes}),
                 context,
                 allow_seeded_noise=False,
+                model=received,
             )
 
 
@@ -218,6 +225,7 @@ def test_a_fact_that_is_no_number_is_refused_by_name():
             ConfigRecord({**facts, "model-noise-stddev": "much"}),
             next(iter(grid.contexts.values())),
             allow_seeded_noise=False,
+            model=received,
         )
 
 
@@ -463,19 +471,58 @@ def test_without_a_plan_for_it_an_update_leaves_as_it_was_trained():
 
 def test_output_perturbation_keeps_single_precision_and_sends_the_difference_to_what_came():
     received = {"weight": torch.full((1, DIMENSION), 100.0)}
-    update = {"weight": torch.ones(1, DIMENSION)}
+    model = {"weight": torch.full((1, DIMENSION), 101.0)}
+    sent = perturbed(model, received)
+    assert sent["weight"].dtype == torch.float32
+    whole = {name: received[name] + value for name, value in sent.items()}
+    assert float(whole["weight"].norm()) == pytest.approx(1.0, rel=1e-3)
+
+
+def perturbed(model, received):
+    """What leaves a client under little output noise."""
     quiet = plan(OutputPerturbation(clipping_norm=1.0, noise_stddev=1e-6))
     _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
-    sent = protected(
-        update,
+    return protected(
+        {name: received[name] * 0 for name in received},
         received,
         ConfigRecord(perturbation_facts(quiet, seeded_noise=False)),
         next(iter(grid.contexts.values())),
         allow_seeded_noise=False,
+        model=model,
     )
-    assert sent["weight"].dtype == torch.float32
-    whole = {name: received[name] + value for name, value in sent.items()}
-    assert float(whole["weight"].norm()) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatch):
+    seen = []
+    apply = OutputPerturbation.apply
+
+    def seeing(self, model, noise):
+        seen.append(model)
+        return apply(self, model, noise)
+
+    monkeypatch.setattr(OutputPerturbation, "apply", seeing)
+    model = {"weight": torch.tensor([[0.1, 0.2]])}
+    perturbed(model, {"weight": torch.full((1, DIMENSION), 1e6)})  # their sum loses all digits
+    assert torch.equal(seen[0]["weight"], model["weight"])
+    strategy, _ = run(plan(), start=initial(1e6))
+    assert strategy.progress.row["answered"] == CLIENTS
+    for made, client in zip(seen[1:], range(CLIENTS), strict=True):
+        np.testing.assert_array_equal(made["weight"].numpy().ravel(), trained(client, start=1e6))
+
+
+def test_without_a_model_there_is_nothing_that_output_noise_could_protect():
+    with pytest.raises(ValueError, match=r"return LocalResult\(model=...\)"):
+        perturbed(None, {"weight": torch.zeros(1, DIMENSION)})
+
+
+def test_a_result_is_a_model_or_an_update():
+    received = {"weight": torch.ones(1)}
+    moved = {"weight": torch.full((1,), 3.0)}
+    assert LocalResult(model=moved).upload(received) == {"weight": torch.full((1,), 2.0)}
+    assert LocalResult(update=moved).upload(received) is moved
+    for result in (LocalResult(), LocalResult(model=moved, update=moved)):
+        with pytest.raises(ValueError, match="either a model or an update"):
+            result.upload(received)
 
 
 # What the strategy makes of it ------------------------------------------------------------------

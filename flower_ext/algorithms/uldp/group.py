@@ -49,7 +49,6 @@ from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
     Params,
-    difference,
     train_dp_sgd,
 )
 
@@ -75,7 +74,7 @@ def local_update(work: ClientWork) -> LocalResult:
     trained = train_dp_sgd(
         work.task, work.received, kept(work), training, sampling=drawn, noise=work.noise
     )
-    return LocalResult(update=difference(trained, work.received))
+    return LocalResult(model=trained)
 
 
 def kept(work: ClientWork) -> Examples:

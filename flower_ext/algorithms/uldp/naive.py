@@ -34,13 +34,13 @@ from flower_ext.privacy import (
     check_user_plan,
     uldp_naive_guarantees,
 )
-from flower_ext.training import LocalTraining, Params, difference
+from flower_ext.training import LocalTraining, Params
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 9–13: train on all records of the silo."""
     trained = yield work.train("local", work.received)
-    return LocalResult(update=difference(trained, work.received))
+    return LocalResult(model=trained)
 
 
 def local_model(work: ClientWork) -> Params:
