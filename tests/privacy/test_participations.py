@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from flower_ext.privacy import Participations
@@ -48,3 +50,37 @@ def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
     assert (seen.in_sums, seen.in_uploads) == (1.5 + 1.0, 6.0)
     with pytest.raises(ValueError, match="answered=4: expected 0 … 3"):
         seen.record([4], answered=4, asked=3)
+
+
+def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed():
+    """Each weight by itself: the one in most uploads need not be the one in the worst sum."""
+    seen = Participations()
+    seen.record(
+        [0, 1, 2], answered=1
+    )  # 0 and 2: one round, whose sum lacks two thirds of the noise
+    for _ in range(2):
+        seen.record([1], answered=1)
+    seen.record([3, 4], answered=0, asked=9)
+    exposed = seen.in_sums, seen.in_uploads
+    seen.level(range(6))
+    assert (seen.in_sums, seen.in_uploads, seen.rounds) == (*exposed, 4)
+    assert seen.uploads == dict.fromkeys(range(6), 3)
+    for unit in range(6):  # who takes part from now on, whoever it is, comes on top of that
+        later = Participations.from_dict(seen.to_dict())
+        later.record([unit], answered=1)
+        assert (later.in_sums, later.in_uploads) == (exposed[0] + 1, exposed[1] + 1)
+    nobody = Participations()
+    nobody.level(range(3))
+    assert (nobody.in_sums, nobody.in_uploads, sum(nobody.uploads.values())) == (0.0, 0.0, 0)
+
+
+def test_what_is_stored_goes_on_to_count_as_if_it_had_never_been():
+    seen = Participations()
+    seen.record([0, 1], answered=1)
+    seen.record([1, 2], answered=0, asked=5)
+    again = Participations.from_dict(json.loads(json.dumps(seen.to_dict())))
+    for one in (seen, again):
+        one.record([2, 1], answered=2)
+    assert (again.rounds, again.uploads) == (3, {0: 1, 1: 3, 2: 2})
+    assert (again.in_sums, again.in_uploads) == (seen.in_sums, seen.in_uploads) == (3.0, 9.0)
+    assert again.to_dict() == seen.to_dict()

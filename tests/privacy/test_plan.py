@@ -139,6 +139,10 @@ def test_a_plan_for_a_target_meets_it():
         ("noise_multiplier", 0.0),
         ("noise_multiplier", math.nan),
         ("rounds", 0),
+        ("noise_multiplier", math.inf),
+        ("sensitivity", 0.0),
+        ("sensitivity", math.inf),
+        ("sensitivity", math.nan),
         ("delta", 0.0),
         ("delta", 1.0),
         ("noise_placement", "nowhere"),
@@ -194,3 +198,26 @@ def test_a_unit_that_moves_a_sum_further_is_accounted_with_less_noise():
     target = {"epsilon": 2.0, "delta": 1e-3, "rounds": 5, "clipping_norm": 1.0}
     aimed = ReleasePlan.for_target(sampling=FullParticipation(4), sensitivity=3.0, **target)
     assert 1.99 < privacy_loss_of({aimed.release: 5}, delta=1e-3).epsilon <= 2.0
+
+
+@pytest.mark.parametrize("relation", [*NeighboringRelation])
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_a_plan_for_a_target_meets_it_under_the_relation_and_the_accountant_asked_for(
+    relation, accountant
+):
+    made = ReleasePlan.for_target(
+        epsilon=2.0,
+        delta=1e-3,
+        sampling=FullParticipation(9),
+        rounds=5,
+        clipping_norm=1.0,
+        relation=relation,
+        accountant=accountant,
+    )
+    spent = privacy_loss_of({made.release: 5}, delta=1e-3, accountant=accountant).epsilon
+    assert made.relation is relation
+    assert 1.98 < spent <= 2.0
+
+
+def test_a_plan_for_one_round_is_a_plan():
+    assert plan(rounds=1).rounds == 1

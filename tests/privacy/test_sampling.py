@@ -57,6 +57,7 @@ def test_cohorts_repeat_under_a_seed_and_samplers_survive_json(sampler):
         (lambda: PoissonSampling(0, 0.1), "population=0"),
         (lambda: PoissonSampling(5, 0.0), r"rate=0\.0"),
         (lambda: PoissonSampling(5, 1.1), r"rate=1\.1"),
+        (lambda: FixedSizeSampling(0, 1), "population=0"),
         (lambda: FixedSizeSampling(5, 6), "size=6"),
         (lambda: FixedSizeSampling(5, 0), "size=0"),
         (lambda: FullParticipation(-1), "population=-1"),
@@ -70,3 +71,9 @@ def test_unfit_samplers_are_refused_by_field(build, field):
 
 def test_a_rate_becomes_the_nearest_size_of_at_least_one():
     assert [size_for_rate(100, r) for r in (0.001, 0.104, 0.106, 1.0)] == [1, 10, 11, 100]
+
+
+def test_everybody_may_be_drawn_and_a_single_one():
+    rng = np.random.default_rng(4)
+    assert PoissonSampling(5, 1.0).draw(rng) == FixedSizeSampling(5, 5).draw(rng) == [*range(5)]
+    assert len(FixedSizeSampling(5, 1).draw(rng)) == 1
