@@ -377,6 +377,7 @@ def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
         {"remembered": -1},
         {"remembered": 1.5},
         {"remembered": True},
+        {"run": 7},
         {"noise": 1.0},
     ],
 )

@@ -20,13 +20,16 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.protection import (
+    check_noise,
     per_unit,
     perturbation_facts,
     plan_facts,
     protected,
+    record_level_facts,
 )
 from flower_ext.privacy import (
     BoundedSum,
+    ClippedSteps,
     FixedSizeSampling,
     FullParticipation,
     LocalObjective,
@@ -35,6 +38,7 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     PreconditionFailed,
+    RecordLevelPlan,
     ReleasePlan,
     SeededNoise,
     perturbation_guarantees,
@@ -398,6 +402,51 @@ def test_the_facts_of_a_plan_are_its_own_numbers():
     assert facts["clipping-norm"] == 0.5
     assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
     assert plan_facts(release_plan(), 0, seeded_noise=False) == {}
+
+
+def record_level_plan(**changes) -> RecordLevelPlan:
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 1.5,
+        "noise_stddev": 0.3,
+        "num_examples": 12,
+        "rounds": 3,
+        "delta": 0.1,
+    }
+    return RecordLevelPlan(**{**facts, **changes})
+
+
+STEPS = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=12)
+SHARES = {
+    "an update": (plan_facts(release_plan(), 4, seeded_noise=False), 1.0 / 2),
+    "units of a sum": (per_unit(plan_facts(release_plan(), 4, seeded_noise=False)), 1.0 / 2),
+    "a model": (perturbation_facts(plan(OUTPUT), seeded_noise=False), 0.05 / 0.8),
+    "a model in every round": (record_level_facts(record_level_plan(), seeded_noise=False), 0.2),
+    "steps": (record_level_facts(record_level_plan(steps=STEPS), seeded_noise=False), 0.6),
+}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(kind):
+    facts, share = SHARES[kind]
+    for least, takes_part in ((0.999 * share, True), (1.001 * share, False)):
+        owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
+        check_noise(facts, owned, kind="evaluate")  # sends no upload
+        if takes_part:
+            check_noise(facts, owned, kind="train")
+        else:
+            with pytest.raises(PermissionError, match=f"noise multiplier of {share:g} on this"):
+                check_noise(facts, owned, kind="train")
+
+
+def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
+    known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
+    for facts in ({}, perturbation_facts(known, seeded_noise=False)):
+        for least in (1e-9, math.nan):
+            owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
+            with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
+                check_noise(facts, owned, kind="train")
+        check_noise(facts, Context(1, 1, {}, RecordDict(), {}), kind="train")
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,16 @@ def test_other_steps_than_the_plans_are_refused(method, change, said):
         run(method(plan=plan(steps=STEPS), local=training))
 
 
+@pytest.mark.parametrize("batch_size", [30, 1_000])
+def test_a_batch_of_all_records_or_more_is_the_full_batch_of_the_plan(batch_size):
+    steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30)
+    training = LocalTraining(epochs=1, batch_size=batch_size, learning_rate=0.1)
+    strategy = DPFedAvg(plan=plan(steps=steps), local=training, evaluate_every=0)
+    run(strategy, rounds=1)
+    assert strategy.progress.row["answered"] == CLIENTS
+    assert strategy.refusals == []
+
+
 def test_clients_of_another_size_than_the_plans_refuse_to_train():
     strategy = DPDitto(plan=plan(num_examples=29), local=FAST, seed=1)
     grid = InProcessGrid(DPDitto.client_app(task()), num_clients=CLIENTS)
