@@ -169,13 +169,16 @@ def test_without_noise_and_clipping_and_with_all_records_it_is_gradient_descent(
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_noise_of_a_step_is_the_noise_multiplier_times_the_clipping_norm_even_without_records():
+@pytest.mark.parametrize("steps", [1, 4])
+def test_noise_of_a_step_is_the_noise_multiplier_times_the_clipping_norm_even_without_records(
+    steps,
+):
     wide = Task(
         model=lambda: nn.Linear(200, 100), data=lambda i: ClientData(None, None), device="cpu"
     )
     start = wide.initial_params(0)
     nobody = Examples(features=torch.zeros(0, 200), targets=torch.zeros(0, dtype=torch.long))
-    training = settings(steps=1, noise_multiplier=3.0, learning_rate=1.0, batch_size=10)
+    training = settings(steps=steps, noise_multiplier=3.0, learning_rate=1.0, batch_size=10)
     moved = train_dp_sgd(
         wide,
         start,
@@ -184,7 +187,7 @@ def test_noise_of_a_step_is_the_noise_multiplier_times_the_clipping_norm_even_wi
         sampling=np.random.default_rng(0),
         noise=SeededNoise(2, "n"),
     )
-    noise = (moved["weight"] - start["weight"]) * 10
+    noise = (moved["weight"] - start["weight"]) * 10 / math.sqrt(steps)
     assert float(noise.std()) == pytest.approx(3.0 * 0.7, rel=0.03)
     assert abs(float(noise.mean())) < 0.06
 
