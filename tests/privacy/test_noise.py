@@ -130,6 +130,22 @@ def test_huge_values_do_not_pass_with_their_noise_absorbed(huge, sign):
         SecureNoise().add_gaussian({"a": huge * sign}, 1.0)
 
 
+@pytest.mark.parametrize("stddev", [1e-3, 1.0, 1e6])
+def test_what_passes_carries_its_noise_and_not_a_few_steps_of_it(stddev):
+    """The spacing of floats grows with the value: Gaussian noise must not become a coarse grid."""
+    passed = 0
+    for exponent in range(30, 60):
+        value = np.full(1_000, stddev * 2.0**exponent)
+        try:
+            noised = SeededNoise(exponent).add_gaussian({"a": value}, stddev)["a"]
+        except NonFiniteUpdate:
+            break
+        passed = exponent
+        assert len(np.unique(noised)) > 800
+        assert (noised - value).std() == pytest.approx(stddev, rel=0.15)
+    assert 35 <= passed < 45
+
+
 def variance_fits(sample: np.ndarray, stddev: float) -> bool:
     """Chi-square interval test at level 1e-3: ±0.47 % at 10⁶ draws."""
     statistic = float(np.sum((sample / stddev) ** 2))
