@@ -244,3 +244,53 @@ def test_guarantees_and_releases_survive_json_text():
         text = json.dumps(guarantee.to_dict(), allow_nan=False)
         assert Guarantee.from_dict(json.loads(text)) == guarantee
     assert Release.from_dict(json.loads(json.dumps(RELEASE.to_dict()))) == RELEASE
+
+
+PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"
+AGGREGATION, REFUSED = "secure aggregation", "no honest upload is refused"
+HIDDEN, PLACES = "neither who was drawn nor how many", "who was drawn is not known"
+DRAWN = "cohorts are drawn by a cryptographic generator"
+EVERY = {PROTOCOL, OTHERS, CLIENTS, AGGREGATION, REFUSED, HIDDEN, PLACES, DRAWN}
+MODELS, SUMS, UPLOADS = (
+    AdversaryView.RELEASED_MODELS,
+    AdversaryView.SUM_ONLY,
+    AdversaryView.EACH_UPLOAD,
+)
+
+
+@pytest.mark.parametrize(
+    ("placement", "rests_on"),
+    [
+        (
+            "client",
+            {
+                MODELS: {PROTOCOL, OTHERS, REFUSED, CLIENTS},
+                SUMS: {AGGREGATION, CLIENTS},
+                UPLOADS: {CLIENTS},
+            },
+        ),
+        ("server", {MODELS: {PROTOCOL}, SUMS: set(), UPLOADS: set()}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("sampling", "secret"),
+    [
+        (PoissonSampling(100, 0.1), {HIDDEN, DRAWN}),
+        (FixedSizeSampling(100, 10), {PLACES, DRAWN}),
+        (FullParticipation(100), set()),
+    ],
+)
+def test_each_promise_names_what_it_rests_on_and_nothing_else_and_what_it_leaves_out(
+    placement, rests_on, sampling, secret
+):
+    seen = Participations.worst_case(60, 10)
+    guarantees = by_view(plan(sampling, noise_placement=placement), seen, not_covered=["scores"])
+    assert set(guarantees) == set(rests_on)
+    for view, guarantee in guarantees.items():
+        if math.isinf(guarantee.epsilon):
+            continue
+        expected = rests_on[view] | (secret if view is MODELS else set())
+        text = " ".join(guarantee.assumptions)
+        assert {words for words in EVERY if words in text} == expected
+        assert "Gaussian noise in floating point" in text
+        assert guarantee.not_covered == ("scores",)

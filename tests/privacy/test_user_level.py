@@ -187,3 +187,74 @@ def test_unfit_numbers_of_the_theorems_are_refused_by_name(field, value):
     facts = {"noise_multiplier": 5.0, "rounds": 10, "delta": DELTA}
     with pytest.raises(ValueError, match=f"{field}="):
         uldp_naive_guarantees(**{**facts, field: value})
+
+
+PROTOCOL, OTHERS, DRAWN = "follows the protocol", "none of those who add noise", "sampled users are"
+SECURE, HIDDEN, TRANSFER = "secure aggregation", "neither who was drawn nor", "nobody saw the draw"
+MODELS, SUMS, UPLOADS = (
+    AdversaryView.RELEASED_MODELS,
+    AdversaryView.SUM_ONLY,
+    AdversaryView.EACH_UPLOAD,
+)
+
+
+@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
+def test_each_promise_of_averaging_names_what_it_rests_on_and_nothing_else(sampling, hidden):
+    guarantees = uldp_avg_guarantees(
+        plan(sampling), num_silos=5, rounds=9, hidden_draw=hidden, not_covered=["scores"]
+    )
+    secret = set() if isinstance(sampling, FullParticipation) else {HIDDEN, DRAWN}
+    at_server = {TRANSFER} if hidden else set()
+    rests_on = {
+        MODELS: {PROTOCOL, OTHERS, *secret},
+        SUMS: {SECURE, *at_server},
+        UPLOADS: at_server,
+    }
+    every = {PROTOCOL, OTHERS, DRAWN, SECURE, HIDDEN, TRANSFER}
+    for guarantee in guarantees[1:]:
+        text = " ".join(guarantee.assumptions)
+        assert {words for words in every if words in text} == rests_on[guarantee.view]
+        for always in ("sum to at most 1", "nothing of others", "same id", "do not collude"):
+            assert always in text
+
+
+def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
+    out = {"not_covered": ["scores"]}
+    every = [
+        *uldp_naive_guarantees(noise_multiplier=5.0, rounds=1, delta=DELTA, **out),
+        *uldp_group_guarantees([SILO], group_size=2, delta=DELTA, **out),
+        *uldp_avg_guarantees(plan(), num_silos=2, rounds=1, **out),
+    ]
+    for guarantee in every:
+        assert ("scores" in guarantee.not_covered) == (guarantee.basis == "provable")
+
+
+@pytest.mark.parametrize("hidden", ["", TRANSFER])
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+@pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
+def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weighting, hidden):
+    """But not in what is published, which knows one clipping norm only."""
+    run = {"num_silos": 5, "rounds": 9, "weighting": weighting, "hidden_draw": hidden}
+    far = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0, sensitivity=2.0), **run)
+    near = uldp_avg_guarantees(plan(sampling, noise_multiplier=5.0), **run)
+    assert provable_by_view(far) == provable_by_view(near)
+    same = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0), **run)
+    assert far[0].epsilon == same[0].epsilon < near[0].epsilon
+
+
+def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():
+    run = {"num_silos": 5, "rounds": 30, "participations": 12.0}
+    sampled = plan(PoissonSampling(100, 0.1))
+    known = provable_by_view(uldp_avg_guarantees(sampled, **run))
+    hidden = provable_by_view(uldp_avg_guarantees(sampled, hidden_draw=TRANSFER, **run))
+    assert hidden[SUMS] == hidden[UPLOADS] == hidden[MODELS] == known[MODELS] < known[SUMS]
+    assert known[SUMS] == gaussian_loss(5.0, releases=12.0, delta=DELTA).epsilon
+
+
+def test_the_upload_of_a_single_silo_is_the_sum_whatever_its_weights():
+    for weighting in ("equal", "by-records"):
+        alone = provable_by_view(
+            uldp_avg_guarantees(plan(), num_silos=1, rounds=3, weighting=weighting)
+        )
+        assert alone[UPLOADS] == alone[SUMS] == pytest.approx(alone[MODELS])
