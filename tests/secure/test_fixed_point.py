@@ -16,6 +16,15 @@ def test_rounding_errs_by_half_a_step_at_most(value, step):
     assert abs(back - value) <= step / 2 + 1e-15
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_values_of_less_precision_are_encoded_as_what_they_are(dtype):
+    """In their own precision the division by the step would err by more than all its rounding."""
+    values = np.random.default_rng(0).uniform(-1, 1, 100).astype(dtype)
+    encoded = FixedPoint(bound=1.0).encode(values)
+    assert [int(x) for x in encoded] == [round(float(value) / 1e-10) for value in values]
+    assert FixedPoint(bound=1.0).decode(encoded).dtype == np.float64
+
+
 def test_a_common_factor_is_taken_out_exactly_even_where_it_is_huge():
     encoding = FixedPoint(bound=1.0)
     factor = math.lcm(*range(1, 2001))
@@ -53,7 +62,9 @@ def test_a_range_that_64_bits_do_not_hold_is_refused():
 @pytest.mark.parametrize("modulus", [mpz(101), mpz(100)])
 def test_signed_integers_below_half_the_modulus_come_back_and_no_others_pass(modulus):
     for value in range(-49, 50):
-        assert from_residue(to_residue(value, modulus), modulus) == value
+        residue = to_residue(value, modulus)
+        assert 0 <= residue < modulus
+        assert from_residue(residue, modulus) == value
     assert to_residue(-1, modulus) == modulus - 1
     for value in (51, -51, 10**6):
         with pytest.raises(OverflowError, match="below half"):

@@ -271,6 +271,15 @@ def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
         assert stats.chisquare(remainders).pvalue > 1e-6
 
 
+def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
+    facts = world_of([[10, 4, 25], [3, 21, 24]]).plan
+    sums, multiple = EncryptedSums(facts, key().public), facts.common_multiple
+    for encoded in (-7, 0, 10**6):
+        moved = [sums.dithered(encoded) - encoded * multiple for _ in range(2_000)]
+        assert max(map(abs, moved)) <= multiple / 2
+        assert abs(float(sum(moved) / multiple)) / 2_000 < 5 * math.sqrt(1 / 12 / 2_000)
+
+
 @pytest.fixture(params=[True, False], ids=["pool", "single"])
 def round_of(request):
     def play():
