@@ -237,6 +237,13 @@ class Twice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
+class Faint(Twice):
+    """The same, with gradients that are as small as what rounding might do to others."""
+
+    def forward(self, x):
+        return 1e-5 * super().forward(x)
+
+
 class Both(nn.Module):
     """A layer whose weight is used beside it."""
 
@@ -290,7 +297,7 @@ def in_place():
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 4)], ids=["other times", "as many times"])
-@pytest.mark.parametrize("build", [Twice, Both, Patches, TimeFirst, Centred, in_place])
+@pytest.mark.parametrize("build", [Twice, Faint, Both, Patches, TimeFirst, Centred, in_place])
 def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
     shape = (3, shape[0], 4) if build is TimeFirst else shape
     data = Examples(
@@ -307,6 +314,42 @@ def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
     theirs = by_loop(task, params, data, 0.1, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+class PerStep(nn.Module):
+    """An output for every step of a sequence, whose loss is a mean over the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x).transpose(1, 2)
+
+
+@pytest.mark.parametrize("clipping_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
+def test_the_loss_of_an_example_with_several_targets_is_its_own_mean(clipping_norm):
+    draw = torch.Generator().manual_seed(2)
+    data = Examples(
+        features=torch.randn(7, 6, 4, generator=draw),
+        targets=torch.randint(3, (7, 6), generator=draw),
+    )
+    task = problem(PerStep)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=clipping_norm)
+    ours = gradient(params, data.features, data.targets)
+    theirs = by_loop(task, params, data, clipping_norm, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [dense, convolutional, Centred])
+def test_a_model_is_left_without_hooks(build):
+    task, data = problem(build), records((4, 8, 8) if build is convolutional else (4,), 5)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.1)
+    gradient(params, data.features, data.targets)
+    assert not any(module._forward_hooks for module in gradient.model.modules())
 
 
 class Overwriting(nn.Module):
