@@ -49,7 +49,7 @@ LARGEST_SIZE = 2**40
 """Examples that a client may say it has."""
 LONGEST_NAME = 100
 """Characters of a metric's name."""
-_LONGEST_REASON = 1_000
+LONGEST_REASON = 1_000
 """Characters of a refusal that are kept: part of it is what a client wrote."""
 
 
@@ -280,7 +280,7 @@ def accept(
             values[waiting[node]] = read(reply)
             del waiting[node]
         except RefusedReply as refusal:
-            refusals.append(f"round {server_round}, node {node}: {refusal}"[:_LONGEST_REASON])
+            refusals.append(f"round {server_round}, node {node}: {refusal}"[:LONGEST_REASON])
     return Accepted(dict(sorted(values.items())), refusals)
 
 
@@ -403,7 +403,8 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
-        raise RefusedReply(f"the client failed: {reply.error.reason or reply.error.code}")
+        *_, last = (reply.error.reason or "").strip().splitlines() or [str(reply.error.code)]
+        raise RefusedReply(f"the client failed: {last}")
     if not reply.has_content():
         raise RefusedReply("the reply is empty")
     return reply.content
