@@ -20,6 +20,9 @@ class Examples:
     targets: Tensor
 
     def __post_init__(self) -> None:
+        for name, rows in (("features", self.features), ("targets", self.targets)):
+            if not isinstance(rows, Tensor):
+                raise TypeError(f"{name} of type {type(rows).__name__}: expected a torch.Tensor")
         if len(self.features) != len(self.targets):
             raise ValueError(f"{len(self.features)} features but {len(self.targets)} targets")
 
@@ -60,6 +63,11 @@ class ClientData:
     train: Examples
     test: Examples
 
+    def __post_init__(self) -> None:
+        for name, part in (("train", self.train), ("test", self.test)):
+            if not isinstance(part, Examples):
+                raise TypeError(f"{name} of type {type(part).__name__}: expected Examples")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SiloData(ClientData):
@@ -75,6 +83,7 @@ class SiloData(ClientData):
     owners: Tensor
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.owners, Tensor):
             raise ValueError(
                 f"owners={self.owners!r}: expected a tensor with the user of each training example"

@@ -444,6 +444,10 @@ class _ClientSide:
         partition = partition_of(context.node_config)
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
+        if not isinstance(data, ClientData):
+            raise TypeError(
+                f"data({partition}) of the Task is a {type(data).__name__}: expected ClientData"
+            )
         noise: NoiseSource = SecureNoise()
         if "seeded-noise" in asked.facts:
             noise = noise_source(

@@ -62,6 +62,14 @@ class Task:
         except ValueError:  # of a function written in C
             return False
 
+        if isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"model is a {type(self.model).__name__}: expected a function that builds one"
+            )
+        if not callable(self.data):
+            raise TypeError(
+                f"data is a {type(self.data).__name__}: expected a function of the partition"
+            )
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all parameters and buffers of the model, by name."""

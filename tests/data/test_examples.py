@@ -113,3 +113,14 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
 def test_owners_that_do_not_fit_the_examples_are_refused(owners, said):
     with pytest.raises(ValueError, match=said):
         silo(owners)
+
+
+def test_what_is_no_tensor_and_no_examples_is_named():
+    x, y = torch.zeros(2, 1), torch.zeros(2)
+    for features, targets, said in ((x.tolist(), y, "features of type list"), (x, y.numpy(), "nd")):
+        with pytest.raises(TypeError, match=f"{said}.*: expected a torch.Tensor"):
+            Examples(features, targets)
+    with pytest.raises(TypeError, match="test of type NoneType: expected Examples"):
+        ClientData(train=Examples(x, y), test=None)
+    with pytest.raises(TypeError, match="train of type tuple: expected Examples"):
+        SiloData(train=(x, y), test=Examples(x, y), owners=torch.zeros(2, dtype=torch.long))

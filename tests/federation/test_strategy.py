@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from flower_ext.privacy import (
     privacy_loss_of,
 )
 from flower_ext.reporting import RunDirectory
-from flower_ext.training import LocalTraining, UnshareableModel
+from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.worlds import FEATURES, Net, client_data, task
 
 CLIENTS = 6
@@ -600,3 +601,28 @@ def test_a_method_sees_no_single_update_under_a_release_plan():
     free = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, 4))
     Curious(plan=free, local=FAST).start(grid_of(app), initial(), num_rounds=1)
     assert seen == [0, 4]
+
+
+def test_training_beyond_the_rounds_of_the_plan_is_said_once(caplog):
+    few = replace(plan(), rounds=2)
+    DPFedAvg(plan=few, local=FAST).start(grid_of(average_app()), initial(), num_rounds=4)
+    said = [line for line in caplog.messages if "beyond" in line]
+    assert len(said) == 1
+    assert "training round 3 is beyond the 2 of the plan" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda i: (torch.zeros(3, 6), torch.zeros(3)), "is a tuple: expected ClientData"),
+        (lambda i: Path(f"/no/{i}").read_bytes() and client_data(i), "No such file"),
+    ],
+)
+def test_data_that_cannot_be_used_are_said_in_one_line_and_shown_once(data, said, caplog):
+    strategy = DPFedAvg(plan=plan(), local=FAST)
+    app = DPFedAvg.client_app(Task(model=Net, data=data, device="cpu"))
+    with pytest.raises(FederationNotReady, match=said) as failed:
+        strategy.start(grid_of(app), initial(), num_rounds=2)
+    assert "\n" not in str(failed.value)
+    assert not any("\n" in refusal for refusal in strategy.refusals)
+    assert caplog.text.count("Traceback") == 1

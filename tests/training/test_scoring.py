@@ -52,3 +52,19 @@ def test_models_are_scored_on_their_own_examples_shared_or_not(memory_limit):
         strict=True,
     ):
         assert ours == pytest.approx(evaluate(problem(), model, own), abs=1e-6)
+
+
+def test_accuracy_of_targets_that_are_no_classes_is_refused():
+    regression = problem(loss=lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
+    (job,) = jobs_of(Dense, [SGD], [40])
+    examples = Examples(job.examples.features, job.examples.targets.float())
+    with pytest.raises(ValueError, match=r"expected numbers of classes; .*Task\(metrics"):
+        evaluate(regression, job.params, examples)
+    assert set(evaluate(replace(regression, metrics={}), job.params, examples)) == {"loss"}
+
+
+def test_a_task_of_things_that_are_no_functions_is_refused():
+    with pytest.raises(TypeError, match="model is a Linear: expected a function"):
+        Task(model=nn.Linear(1, 1), data=lambda i: None)
+    with pytest.raises(TypeError, match="data is a list: expected a function"):
+        Task(model=Dense, data=[])
