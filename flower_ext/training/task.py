@@ -17,7 +17,18 @@ from flower_ext.training.params import Params, clone
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Fraction of rows of ``outputs`` (n, classes) whose largest entry is the target."""
+    """Fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
+
+    Raises
+    ------
+    ValueError
+        Targets are no numbers of classes.
+    """
+    if targets.is_floating_point():
+        raise ValueError(
+            f"accuracy with targets of type {targets.dtype}: expected numbers of classes; name "
+            "what fits yours in Task(metrics={...})"
+        )
     return float((outputs.argmax(dim=1) == targets).float().mean())
 
 
@@ -51,6 +62,14 @@ class Task:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"model is a {type(self.model).__name__}: expected a function that builds one"
+            )
+        if not callable(self.data):
+            raise TypeError(
+                f"data is a {type(self.data).__name__}: expected a function of the partition"
+            )
         for name in ("model", "loss"):  # both are keys of caches
             object.__setattr__(self, name, _hashable(getattr(self, name)))
 
@@ -62,14 +81,6 @@ class Task:
         except ValueError:  # of a function written in C
             return False
 
-        if isinstance(self.model, nn.Module):
-            raise TypeError(
-                f"model is a {type(self.model).__name__}: expected a function that builds one"
-            )
-        if not callable(self.data):
-            raise TypeError(
-                f"data is a {type(self.data).__name__}: expected a function of the partition"
-            )
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all parameters and buffers of the model, by name."""

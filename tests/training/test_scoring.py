@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training import evaluate, evaluate_many
+from flower_ext.data import Examples
+from flower_ext.training import Task, evaluate, evaluate_many
 from tests.training.jobs import SGD, UNEVEN, Dense, jobs_of, problem
 
 
