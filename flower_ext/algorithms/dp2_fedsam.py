@@ -40,10 +40,15 @@ def own_head(work: ClientWork) -> Params:
     Raises
     ------
     ValueError
-        The server shares other parameters than it did before; what is personal stays here.
+        The server shares other parameters than it did before; what is personal stays here. Or it
+        shares all of them.
     """
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
+        if not names:
+            raise ValueError(
+                f"the server shares all of {sorted(work.received)}: personal= names none of them"
+            )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
         raise ValueError(

@@ -139,6 +139,8 @@ class FederatedStrategy(Strategy):
                 f"ledger with a {type(plan).__name__}: it records the releases of a ReleasePlan "
                 "alone; budget= stops a run under any plan that promises privacy"
             )
+        if isinstance(personal, str):
+            raise ValueError(f"personal={personal!r}: expected several names, as ({personal!r},)")
         self.plan = plan
         self._promise.check_method()
         self.personal = tuple(personal)

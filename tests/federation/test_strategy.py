@@ -511,6 +511,7 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
         ({"evaluate_every": -1}, "evaluate_every"),
         ({"seeded_noise": True}, "seeded_noise=True needs a seed"),
         ({"personal": ("extractor", "head")}, "leaves no parameter"),
+        ({"personal": "head"}, r"expected several names, as \('head',\)"),
     ],
 )
 def test_unfit_options_are_refused(options, said):
@@ -560,7 +561,7 @@ def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
 
 def test_a_personal_name_that_is_none_of_the_models_is_said(caplog):
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("haed",))
-    with pytest.raises(FederationNotReady, match="selects no parameter"):
+    with pytest.raises(FederationNotReady, match=r"'head.weight'\]: personal= names none of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
     assert "personal='haed' names none of ['extractor" in caplog.text
 
