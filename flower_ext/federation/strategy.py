@@ -317,6 +317,13 @@ class FederatedStrategy(Strategy):
         number = self.next_training
         self._cohort = self.draw_cohort(number)
         self._check_budget(server_round)
+        if number == getattr(self.plan, "rounds", 0) + 1 > 1:
+            log.warning(
+                "training round %d is beyond the %d of the plan: ε grows past what its noise was "
+                "chosen for (budget= would end the run)",
+                number,
+                number - 1,
+            )
         if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
             same = derived_seed(self.seed or 0, "release", self._checkpoints.run_id, number)
             entry = self.ledger.reserve(
