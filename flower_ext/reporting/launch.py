@@ -98,7 +98,10 @@ def launch(
         changes = {setting: nodes * per_node, **changes}
     if clients is not None:
         if setting is None:
-            raise LaunchFailed(f"--clients={clients}: {app} has no setting for how many there are")
+            raise LaunchFailed(
+                f"--clients={clients}: {app} has no setting for how many there are; add 'clients' "
+                "to [tool.flwr.app.config]"
+            )
         changes[setting] = clients
     if not {**defaults, **changes}.get("run-directory", True):
         name = str(changes.get("method", defaults.get("method", app.name)))
@@ -116,7 +119,10 @@ def launch(
     if in_process:
         config |= {"clients-per-node": 1} if "clients-per-node" in config else {}
         if num_nodes(config) is None:
-            raise LaunchFailed(f"{app} has no setting 'clients': how many there are is unknown")
+            raise LaunchFailed(
+                f"{app} has no setting 'clients': how many there are is unknown; add it to "
+                "[tool.flwr.app.config]"
+            )
         engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app), str(workers)]
         status = _exit_status(engine, json.dumps(config))
         if status < 0:

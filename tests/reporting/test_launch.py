@@ -81,7 +81,7 @@ def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it
 
 
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
-    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many"):
+    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many .*add"):
         launch(FOREIGN.folder, runs=tmp_path, clients=7)
 
 
