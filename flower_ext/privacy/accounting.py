@@ -49,6 +49,10 @@ EXACT_GAUSSIAN = "exact Gaussian composition"
 RDP_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 """Integer orders: dp-accounting's fractional ones do not always converge when sub-sampled."""
 
+_MOST_NOISE, _LARGEST_GRID_EPSILON = 1e7, 1e6
+"""Noise beyond is accounted as this much, where RDP is still a number; an ε beyond is for no grid
+of privacy losses, which would not fit into memory: what is left of sampling there is nothing."""
+
 _ROUNDING = 1e-15
 """What Fourier transforms may lose of δ in each composed step; measured, a tenth of that."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
@@ -97,7 +101,7 @@ class Release:
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(
-            self.noise_multiplier / self.relation.sensitivity_factor
+            min(self.noise_multiplier / self.relation.sensitivity_factor, _MOST_NOISE)
         )
         if isinstance(self.sampling, PoissonSampling) and self.sampling.rate < 1:
             return dp_accounting.PoissonSampledDpEvent(self.sampling.rate, gaussian)
@@ -268,6 +272,8 @@ def _loss(
         return renyi
     plain = _without_amplification(counts, delta)
     rough = min(plain.epsilon, epsilon)
+    if rough > _LARGEST_GRID_EPSILON:
+        return min(renyi, plain, key=lambda loss: loss.epsilon)
     interval = _grid_interval(rough, delta, steps=sum(count for _, count in counts))
     epsilon = pld_epsilon(events, delta, interval=min(interval, max(1e-3, 2e-5 * rough)))
     tight = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")

@@ -248,3 +248,23 @@ def test_releases_survive_json():
     for sampling, relation in ((POISSON, ADD_OR_REMOVE), (FIXED, REPLACE), (EVERYONE, SPECIAL)):
         release = Release(sampling=sampling, noise_multiplier=1.3, relation=relation)
         assert Release.from_dict(release.to_dict()) == release
+
+
+@pytest.mark.parametrize("noise_multiplier", [1e-9, 1e-4, 1e9, 1e30])
+@pytest.mark.parametrize(
+    ("sampling", "relation"),
+    [
+        (PoissonSampling(100, 0.1), NeighboringRelation.ADD_OR_REMOVE_ONE),
+        (FixedSizeSampling(100, 10), NeighboringRelation.REPLACE_ONE),
+    ],
+)
+def test_absurd_noise_has_an_epsilon_between_nothing_and_no_amplification(
+    noise_multiplier, sampling, relation
+):
+    facts = {"rounds": 60, "delta": 0.01, "relation": relation}
+    loss = privacy_loss(sampling=sampling, noise_multiplier=noise_multiplier, **facts)
+    plain = participations_loss(
+        noise_multiplier=noise_multiplier, participations=60, relation=relation, delta=0.01
+    )
+    assert 0 <= loss.epsilon <= plain.epsilon
+    assert (loss.epsilon == 0) == (noise_multiplier > 1)
