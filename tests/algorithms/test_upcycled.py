@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from logging import getLogger
 
 import numpy as np
 import pytest
@@ -453,6 +454,12 @@ def test_even_rounds_send_nothing_in_the_rows_of_a_run_too_and_are_evaluated(bas
         assert (strategy.traffic[t].bytes > 0) == (t % 2 == 1)
         assert len(grid.of("evaluate", t, "down")) == row["evaluation_messages"] / 2 == NODES
         assert "accuracy_mean" in row
+
+
+def test_the_log_speaks_of_training_alone_as_silent_rounds_are_evaluated(caplog, monkeypatch):
+    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
+    Upcycled(FedAvg(), 0.5).start(flower_recorder(), packed(START), num_rounds=2)
+    assert "Upcycled: 2 rounds, 1 of them without training;" in caplog.text
 
 
 def test_lost_answers_are_not_counted_as_traffic():

@@ -192,7 +192,7 @@ class Upcycled(Strategy):
             )
         asked = [traffic for traffic in self.traffic.values() if traffic.messages]
         log.info(
-            "Upcycled: %d rounds, %d of them without any message; %d training messages, %.2f MB",
+            "Upcycled: %d rounds, %d of them without training; %d training messages, %.2f MB",
             len(self.traffic),
             len(self.traffic) - len(asked),
             sum(traffic.messages for traffic in asked),
