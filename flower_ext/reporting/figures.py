@@ -160,7 +160,7 @@ def draw_comparison(
         deviation = own.std(axis=0, ddof=1) if len(lines) > 1 else np.zeros_like(mean)
         colour = COLOURS[number % len(COLOURS)]
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        axes.plot(x, mean, label=label, color=colour, linestyle=dash)
+        axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=_marker(x))
         axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
         table += [
             (label, float(r), float(m), float(d))
@@ -194,7 +194,7 @@ def draw_lines(
     figure, axes = _canvas(title, xlabel, ylabel)
     for number, (label, (x, y)) in enumerate(lines.items()):
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-        axes.plot(x, y, label=label, color=colour, linestyle=dash)
+        axes.plot(x, y, label=label, color=colour, linestyle=dash, marker=_marker(x))
     if log:
         axes.set_yscale("log")
     elif all(value >= 0 for _, y in lines.values() for value in y):
@@ -203,6 +203,11 @@ def draw_lines(
         axes.legend(frameon=False)
     rows = [(label, a, b) for label, (x, y) in lines.items() for a, b in zip(x, y, strict=True)]
     return _save(figure, folder, name, ("line", xlabel, ylabel), rows)
+
+
+def _marker(x: Sequence[float] | np.ndarray) -> str:
+    """A line through one point shows nothing: that point is a dot."""
+    return "o" if len(x) == 1 else ""
 
 
 def _histogram(

@@ -199,3 +199,13 @@ def test_scores_below_zero_are_inside_their_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(Axes, "set_ylim", lambda *_, **given: limits.append(given))
     draw_lines(tmp_path, "r2", "title", "r2", {"mean": ([1, 2], [-3.0, 0.5])})
     assert {"bottom": 0} not in limits
+
+
+def test_a_line_of_one_point_is_a_dot(tmp_path, monkeypatch):
+    markers, plot = [], Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axes, *a, **k: markers.append(k["marker"]) or plot(axes, *a, **k)
+    )
+    draw_lines(tmp_path, "c", "title", "y", {"a": ([1], [2.0]), "b": ([1, 2], [2.0, 3.0])})
+    draw_comparison(tmp_path, "d", "title", "accuracy", {"a": [([1], [0.5])]})
+    assert markers == ["o", "", "o"]
