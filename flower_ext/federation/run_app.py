@@ -31,7 +31,7 @@ _SAID = (UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNo
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
     """The ServerApp and ClientApp that a folder's ``pyproject.toml`` names."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text())
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     names = project["tool"]["flwr"]["app"]["components"]
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -42,7 +42,7 @@ class PilotEstimates:
         """
         names = [field.name for field in fields(cls)]
         try:
-            facts = json.loads(path.read_text())
+            facts = json.loads(path.read_text(encoding="utf-8"))
             numbers = {name: float(facts[name]) for name in names}
             dimension = int(facts["dimension"])
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from importlib import metadata
@@ -165,6 +166,9 @@ for command in (calibrate, plan, search):
 
 def main() -> None:
     """Entry point of ``flower-ext``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark
     app()
 
 

@@ -50,9 +50,9 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
         ]
     )
-    (folder / "comparison.md").write_text(text + "\n")
+    (folder / "comparison.md").write_text(text + "\n", encoding="utf-8")
     path = folder / "comparison.html"
-    path.write_text(to_html(text, title=title, folder=folder))
+    path.write_text(to_html(text, title=title, folder=folder), encoding="utf-8")
     return path
 
 

@@ -276,8 +276,8 @@ def _save(
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(drawing, format="svg", metadata={"Date": None})
     path = folder / f"{name}.svg"
-    path.write_text(drawing.getvalue())
-    with (folder / f"{name}.csv").open("w", newline="") as stream:
+    path.write_text(drawing.getvalue(), encoding="utf-8")
+    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(columns)
         writer.writerows(rows)

@@ -272,7 +272,7 @@ def _defaults(app: Path) -> dict[str, Any]:
     project = app / "pyproject.toml"
     if not project.is_file():
         raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
-    flwr = tomllib.loads(project.read_text()).get("tool", {}).get("flwr", {})
+    flwr = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {}).get("flwr", {})
     config: dict[str, Any] = flwr.get("app", {}).get("config", {})
     return config
 

@@ -35,9 +35,9 @@ def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
     figures = draw_figures(run, run.path / "figures")
     text = "\n\n".join(_sections(run, figures)) + "\n"
-    (run.path / "report.md").write_text(text)
+    (run.path / "report.md").write_text(text, encoding="utf-8")
     path = run.path / "report.html"
-    path.write_text(to_html(text, title=_title(run), folder=run.path))
+    path.write_text(to_html(text, title=_title(run), folder=run.path), encoding="utf-8")
     return path
 
 
@@ -46,7 +46,7 @@ def to_html(text: str, *, title: str, folder: Path) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
 
     def inline(match: re.Match[str]) -> str:
-        svg = (folder / match["source"]).read_text()
+        svg = (folder / match["source"]).read_text(encoding="utf-8")
         return f"<figure>{svg[svg.index('<svg') :]}</figure>"
 
     body = re.sub(r'<p><img src="(?P<source>figures/[\w-]+\.svg)"[^>]*></p>', inline, body)

@@ -141,7 +141,7 @@ class RunDirectory:
         """Contents of ``run.json``."""
         path = self.path / "run.json"
         with _reading(path):
-            facts: dict[str, Any] = json.loads(path.read_text())
+            facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if missing := _FACTS - set(facts):
                 raise ValueError(f"without {', '.join(sorted(missing))}")
         return facts
@@ -242,7 +242,9 @@ class RunDirectory:
         if not path.exists():
             return []
         with _reading(path):
-            return [Guarantee.from_dict(facts) for facts in json.loads(path.read_text())]
+            return [
+                Guarantee.from_dict(facts) for facts in json.loads(path.read_text(encoding="utf-8"))
+            ]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""

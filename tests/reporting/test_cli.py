@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -456,3 +459,20 @@ def test_the_help_of_plan_explains_its_symbols():
     text = call("plan", "--help").output
     for word in ("δ; by default", "Example", "0 (local) to 2 (global)", "Ψ₁", "full-gradient"):
         assert word in text
+
+
+def test_what_a_terminal_cannot_show_ends_no_command():
+    code = (
+        "import sys; from pathlib import Path; from flower_ext.reporting import cli, launch; "
+        "launch._defaults(Path('apps/uldp_fl')); sys.argv = ['x', 'calibrate', '--help']; "
+        "cli.main()"
+    )
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        env={**os.environ, **ascii_only},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Target ?: prints the noise" in done.stdout
