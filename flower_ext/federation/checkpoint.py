@@ -158,8 +158,6 @@ class Checkpoints:
         if self.run is None or not self.run.resumed:
             return initial, 0
         found = self._newest()
-        if strategy.client.mirrored:  # who was asked after the checkpoint may remember more
-            strategy.unsure = set(range(strategy.num_nodes))
         done = 0 if found is None else int(found.facts["round"])
         arrays, strangers = initial, False
         if found is not None:

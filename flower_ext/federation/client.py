@@ -489,7 +489,7 @@ class _ClientSide:
         """What a training begins with is what was before it; an evaluation sees what it left."""
         memory = ClientMemory(context, self.method.name, asked.run)
         if self.method.mirrored and asked.kind == "train" and "remembered" in asked.facts:
-            memory.forget(after=asked.facts["remembered"])
+            _go_back(memory, asked.facts["remembered"])
         return memory.load(before=asked.round + (asked.kind == "evaluate"))
 
 
@@ -510,6 +510,17 @@ def _as_params(
 ) -> Params:
     """What leaves the client, as tensors of the model's types."""
     return {name: torch.as_tensor(v).to(like[name].dtype) for name, v in released.items()}
+
+
+def _go_back(memory: ClientMemory, used: int) -> None:
+    """Forget what training rounds after ``used`` left, whose replies the server did not use."""
+    memory.forget(after=used)
+    if (newest := memory.newest()) < used:
+        raise ValueError(
+            f"what training round {used} left is not remembered any more (newest: "
+            f"{newest or 'none'}), but still counts on the server: without it this client cannot "
+            "take part. Memory outlives a SuperNode whose node config names a state-folder"
+        )
 
 
 def _check_memory(params: Params | None) -> None:

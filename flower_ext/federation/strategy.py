@@ -163,8 +163,6 @@ class FederatedStrategy(Strategy):
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.remembered: dict[int, int] = {}
         """By partition, the training round whose memory the client has, as far as it answered."""
-        self.unsure: set[int] = set()
-        """Partitions that may remember a later one, where the server mirrors what they remember."""
         self.stopped: str | None = None
         self._ready = self._ever_answered = False
         self._last_round: int | None = None
@@ -351,11 +349,8 @@ class FederatedStrategy(Strategy):
         for partition, content in contents.items():
             if own := self.client_state(partition):
                 contents[partition] = {**content, **own}
-        for partition in self.unsure.intersection(contents):
-            more = {**self._protection(), "remembered": self.remembered.get(partition, 0)}
-            contents[partition] = {**contents[partition], records.ROUND: self._facts(number, more)}
         if self.client.mirrored:
-            self.unsure.update(contents)
+            contents = self._with_remembered(contents, number)
         self.progress.row["cohort"] = len(self._cohort)
         self._checkpoints.asked(self)
         return self._exchange.ask("train", contents, server_round)
@@ -387,13 +382,22 @@ class FederatedStrategy(Strategy):
             mean = self._aggregate(updates, server_round)
         if self.client.keeps_memory and not (self.client.mirrored and mean is None):
             self.remembered |= dict.fromkeys(updates, self.participations.rounds)
-            self.unsure -= updates.keys()
         if mean is None:
             return None, records.metrics_record(row)
         released_only = isinstance(self.plan, ReleasePlan)  # nothing else may show in the model
         moved = self.next_model(self._base, mean, {} if released_only else updates)
         moved = {name: moved[name].astype(base.dtype) for name, base in self._base.items()}
         return records.to_record(moved), records.metrics_record(row)
+
+    def _with_remembered(self, contents: Mapping[int, Content], number: int) -> dict[int, Content]:
+        """Tell each which of its rounds was used last; those told the same share a content."""
+        told: dict[tuple[int, int], Content] = {}
+        for partition, content in contents.items():
+            last = self.remembered.get(partition, 0)
+            if (id(content), last) not in told:
+                facts = self._facts(number, {**self._protection(), "remembered": last})
+                told[id(content), last] = {**content, records.ROUND: facts}
+        return {p: told[id(c), self.remembered.get(p, 0)] for p, c in contents.items()}
 
     def _read_update(self, reply: Message) -> records.Update:
         promise = self._promise

@@ -3,6 +3,9 @@
 The optimum is known, and clients drift away from it unless what they remember corrects them.
 """
 
+from pathlib import Path
+from shutil import rmtree
+
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
@@ -61,15 +64,22 @@ class Died(BaseException):
 
 
 class LosingGrid(InProcessGrid):
-    """Answers to trainings get lost: ``lost`` by round; in ``dies_in`` the server dies as well."""
+    """Answers to trainings get lost: ``lost`` by round; in ``dies_in`` the server dies as well.
 
-    def __init__(self, strategy, *, lost=None, dies_in=None, folder=""):
+    ``forgets``: partitions that have lost their memory when a round begins.
+    """
+
+    def __init__(self, strategy, *, lost=None, forgets=None, dies_in=None, folder=""):
         app = type(strategy).client_app(task(), allow_seeded_noise=True)
         super().__init__(app, CLIENTS, {"state-folder": str(folder)} if folder else {})
         self.lost, self.dies_in, self.asked = lost or {}, dies_in, {}
+        self.forgets = {str(number): who for number, who in (forgets or {}).items()}
+        self.folder = folder
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
+        for partition in self.forgets.get(messages[0].metadata.group_id, ()):
+            self._forget(partition)
         replies = list(super().send_and_receive(messages, timeout=timeout))
         if not messages[0].metadata.message_type.startswith("train"):
             return replies
@@ -80,6 +90,13 @@ class LosingGrid(InProcessGrid):
         lost = self.lost.get(server_round, ())
         return [r for r in replies if self._partition(r) not in lost]
 
+    def _forget(self, partition):
+        for context in self.contexts.values():
+            if context.node_config["partition-id"] == partition:
+                context.state.clear()
+        for kept in Path(self.folder).glob(f"*/*-{partition}") if self.folder else ():
+            rmtree(kept)
+
     def _partition(self, reply):
         return self.contexts[reply.metadata.src_node_id].node_config["partition-id"]
 
@@ -87,8 +104,13 @@ class LosingGrid(InProcessGrid):
 def play(strategy, rounds, **network):
     """(weights, mean over clients of what they remember) after ``rounds``."""
     grid = LosingGrid(strategy, **network)
+    return trained(strategy, rounds, grid), remembered(strategy, grid)
+
+
+def trained(strategy, rounds, grid):
+    """Weights after ``rounds``."""
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
-    return records.to_arrays(result.arrays)["weight"].ravel(), remembered(strategy, grid)
+    return records.to_arrays(result.arrays)["weight"].ravel()
 
 
 def start(build, rounds, folder, dies_in=None):

@@ -4,7 +4,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from flower_ext.algorithms import Scaffold
+from flower_ext.algorithms import FedDyn, Scaffold
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientMemory, InProcessGrid, records
 from flower_ext.privacy import (
@@ -24,6 +24,7 @@ from tests.algorithms.least_squares import (
     optimum,
     play,
     start,
+    trained,
 )
 
 CLIENTS = 4
@@ -78,7 +79,7 @@ def test_lost_replies_leave_the_control_the_mean_of_the_clients(tmp_path, lost, 
     np.testing.assert_allclose(weights, optimum(), atol=1e-4)
 
 
-def test_only_clients_whose_reply_was_not_used_are_told_to_forget_the_others_share_a_message():
+def test_clients_are_told_which_of_their_rounds_was_used_last_and_share_a_message_where_it_is_one():
     strategy = scaffold()
     grid = LosingGrid(strategy, lost={2: {1}, 3: {1, 2}})
     strategy.start(grid, ArrayRecord(linear_task().initial_params(0)), num_rounds=5)
@@ -89,13 +90,27 @@ def test_only_clients_whose_reply_was_not_used_are_told_to_forget_the_others_sha
         for number, asked in grid.asked.items()
     }
     assert told == {
-        1: [None, None, None, None],
-        2: [None, None, None, None],
-        3: [None, 1, None, None],
-        4: [None, 1, 2, None],
-        5: [None, None, None, None],
+        1: [0, 0, 0, 0],
+        2: [1, 1, 1, 1],
+        3: [2, 1, 2, 2],
+        4: [3, 1, 2, 3],
+        5: [4, 4, 4, 4],
     }
     assert [len({id(m.content) for m in asked}) for asked in grid.asked.values()] == [1, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("kept_in", ["state", "folder"])
+@pytest.mark.parametrize("method", [Scaffold, FedDyn])
+def test_a_client_that_lost_what_the_server_counts_on_says_so_and_takes_no_part(
+    tmp_path, method, kept_in
+):
+    folder = tmp_path if kept_in == "folder" else ""
+    strategy, other = (method(plan=EVERYONE, local=LOCAL, evaluate_every=0) for _ in range(2))
+    weights = trained(strategy, 5, LosingGrid(strategy, forgets={3: {1}}, folder=folder))
+    assert [r for r in strategy.refusals if "training round 2 left" in r] == strategy.refusals
+    assert len(strategy.refusals) == 3
+    silent = LosingGrid(other, lost={3: {1}, 4: {1}, 5: {1}})
+    np.testing.assert_allclose(weights, trained(other, 5, silent), rtol=1e-5)
 
 
 def test_replies_lost_by_clients_that_are_asked_again_much_later_change_nothing_either():
