@@ -23,7 +23,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.cohort import PARTITION, partition_of, tell_partition
+from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of, tell_partition
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
@@ -369,6 +369,7 @@ class _ClientSide:
 
     def tell(self, message: Message, context: Context) -> Message:
         """Answer a question of the method."""
+        check_addressee(message, context)
         if self.method.answer is None:
             raise ValueError(f"{self.method.name} answers no questions")
         partition, content = partition_of(context.node_config), message.content
@@ -388,6 +389,7 @@ class _ClientSide:
 
         With ``report-size`` the number of its examples as well, as in a reply to a training.
         """
+        check_addressee(message, context)
         facts = message.content.config_records[records.ROUND]
         before = int(facts["number"]) + 1  # type: ignore[arg-type]
         memory = ClientMemory(context, self.method.name, str(facts["run"]))
@@ -406,6 +408,8 @@ class _ClientSide:
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context]
     ) -> tuple[list[Asked], list[ClientWork]]:
+        for each in zip(messages, contexts, strict=True):
+            check_addressee(*each)
         # All in one process have one task: that of the first is good for all.
         task = self._task(contexts[0])
         asked = unpacked(messages, task)

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from logging import getLogger
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
+
+from flower_ext.federation._flower_private import record_of
 
 log = getLogger("flwr")
 
@@ -21,6 +23,7 @@ PARTITION = "partition-id"
 """What a node is told of itself: its number among all, from 0."""
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
+_ADDRESS = "address"
 _SAY_EVERY = 10.0
 """Seconds between two lines in the log while nodes are missing."""
 
@@ -117,6 +120,31 @@ def tell_partition(message: Message, partition: int) -> Message:
     """A client's answer to ``query.identity``."""
     identity = ConfigRecord({"partition": partition})
     return Message(RecordDict({"identity": identity}), reply_to=message)
+
+
+def addressed(content: RecordDict, partition: int) -> RecordDict:
+    """A message's content that says which partition it is for (see `check_addressee`)."""
+    address = ConfigRecord({"partition": partition})
+    return record_of(RecordDict, {**content, _ADDRESS: address})
+
+
+def check_addressee(message: Message, context: Context) -> None:
+    """Refuse a message for another partition.
+
+    A SuperNode that is started again under its key is the same node to Flower, whatever its node
+    config says now: two nodes could then train on one client's data, which counts once.
+
+    Raises
+    ------
+    ValueError
+        It is for another one.
+    """
+    address, own = message.content.get(_ADDRESS), partition_of(context.node_config)
+    if isinstance(address, ConfigRecord) and address["partition"] != own:
+        raise ValueError(
+            f"node config partition-id={own}: this node held partition {address['partition']!r} "
+            "when the run asked; start it again with that one, or stop the run"
+        )
 
 
 def partition_of(node_config: Mapping[str, object]) -> int:

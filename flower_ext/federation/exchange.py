@@ -10,8 +10,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import message_like
-from flower_ext.federation.cohort import Roster
+from flower_ext.federation._flower_private import in_simulation, message_like
+from flower_ext.federation.cohort import Roster, addressed
 from flower_ext.federation.progress import Progress
 
 log = getLogger("flwr")
@@ -58,7 +58,8 @@ class Exchange:
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
         """A message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 
-        Partitions with one content (the same object) are sent one RecordDict.
+        Partitions with one content (the same object) are sent one RecordDict in simulation;
+        elsewhere each message says whom it is for.
         """
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
@@ -69,10 +70,13 @@ class Exchange:
             message_type=f"{kind}.{self.method}" if self.roster.known else kind,
             group_id=str(server_round),
         )
-        messages = [
-            message_like(like, shared[id(content)], dst_node_id=self.nodes[partition])
-            for partition, content in contents.items()
-        ]
+        # Simulated nodes cannot change; without an address many share one content.
+        addresses = self.roster.known and not in_simulation()
+        messages = []
+        for partition, content in contents.items():
+            own = shared[id(content)]
+            own = addressed(own, partition) if addresses else own
+            messages.append(message_like(like, own, dst_node_id=self.nodes[partition]))
         self._questions[kind] = {message.metadata.dst_node_id: message for message in messages}
         self._partitions = {self.nodes[partition]: partition for partition in contents}
         self.progress.asked(kind, messages)

@@ -13,7 +13,13 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
 from flower_ext.data import ClientData, Examples
-from flower_ext.federation import FederationNotReady, InProcessGrid, records
+from flower_ext.federation import (
+    FederationNotReady,
+    InProcessGrid,
+    VirtualGrid,
+    exchange,
+    records,
+)
 from flower_ext.privacy import (
     AdversaryView,
     Budget,
@@ -245,6 +251,30 @@ def test_two_nodes_with_one_partition_are_an_error():
         context.node_config["partition-id"] = 3
     with pytest.raises(FederationNotReady, match="both hold partition 3"):
         DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+
+
+class Replaced(InProcessGrid):
+    """Partition 2's node comes back as partition 0 before round 2."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        if messages[0].metadata.group_id == "2":
+            self.contexts[1_002].node_config["partition-id"] = 0
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+@pytest.mark.parametrize("clients_per_node", [1, 2])
+def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, clients_per_node):
+    monkeypatch.setattr(exchange, "in_simulation", lambda: False)  # as on SuperNodes
+    everyone = FullParticipation(CLIENTS * clients_per_node)
+    strategy = DPFedAvg(plan=plan(sampling=everyone), local=FAST, timeout=5.0)
+    nodes = Replaced(average_app(), num_clients=CLIENTS)
+    grid = nodes if clients_per_node == 1 else VirtualGrid(nodes, clients_per_node)
+    result = strategy.start(grid, initial(), num_rounds=2)
+    answered = [m["answered"] for m in result.train_metrics_clientapp.values()]
+    assert answered == [CLIENTS * clients_per_node, (CLIENTS - 1) * clients_per_node]
+    assert len(strategy.refusals) == 2 * clients_per_node  # training and evaluation
+    assert all("this node held partition" in refusal for refusal in strategy.refusals)
 
 
 class Tampering(InProcessGrid):
