@@ -261,7 +261,7 @@ def client_app(
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
-        return tell_partition(message, partition_of(context.node_config))
+        return tell_partition(message, context.node_config.get(PARTITION))
 
     for method in methods:
         side = _ClientSide(method, task, allow_seeded_noise)

@@ -68,10 +68,12 @@ class Roster:
 
     ``known`` is False when no node could tell its partition, as with any ClientApp that was not
     built by this package: nodes are then numbered in the order of their ids, for one run only.
+    ``said`` is the last line of the first error in place of an answer.
     """
 
     nodes: Mapping[int, int]
     known: bool
+    said: str = ""
 
     @classmethod
     def connect(cls, grid: Grid, population: int, *, timeout: float) -> Roster:
@@ -89,9 +91,11 @@ class Roster:
             "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
         )
         answers: dict[int, int] = {}
-        waiting = set(nodes)
+        waiting, said = set(nodes), ""
         for reply in grid.send_and_receive(asked, timeout=timeout):
             node = reply.metadata.src_node_id
+            if reply.has_error() and not said:
+                said = (reply.error.reason or str(reply.error.code)).strip().splitlines()[-1]
             if reply.has_error() or not reply.has_content() or node not in waiting:
                 continue
             waiting.remove(node)
@@ -109,16 +113,19 @@ class Roster:
                 )
             answers[partition] = node
         if not answers:
-            return cls(dict(enumerate(nodes)), known=False)
+            return cls(dict(enumerate(nodes)), known=False, said=said)
         if len(answers) < population:
             missing = sorted(set(range(population)) - set(answers))
-            raise FederationNotReady(f"no node answered for partitions {missing[:10]}")
+            raise FederationNotReady(
+                f"no node answered for partitions {missing[:10]}" + (f": {said}" if said else "")
+            )
         return cls(answers, known=True)
 
 
-def tell_partition(message: Message, partition: int) -> Message:
-    """A client's answer to ``query.identity``."""
-    identity = ConfigRecord({"partition": partition})
+def tell_partition(message: Message, partition: object) -> Message:
+    """A client's answer to ``query.identity``; what is no partition the server refuses by name."""
+    known = partition if isinstance(partition, int) else str(partition)
+    identity = ConfigRecord({"partition": known})
     return Message(RecordDict({"identity": identity}), reply_to=message)
 
 

@@ -670,8 +670,9 @@ class FederatedStrategy(Strategy):
     def _connect(self, grid: Grid) -> None:
         if self._ready:
             return
-        if not self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known:
-            self._check_foreign_clients()
+        roster = self._exchange.connect(grid, self.num_nodes, timeout=self.timeout)
+        if not roster.known:
+            self._check_foreign_clients(roster.said)
         self.prepare(grid)
         if self._promise.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
@@ -690,17 +691,18 @@ class FederatedStrategy(Strategy):
         self._connect(grid)
         return self._exchange.connect(grid, self.num_nodes, timeout=self.timeout).known
 
-    def _check_foreign_clients(self) -> None:
+    def _check_foreign_clients(self, said: str) -> None:
+        said = f" (the first to fail said: {said})" if said else ""
         fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
         if not self.any_client_app:
             raise FederationNotReady(
                 f"the ClientApp does not know {type(self).__name__}, which trains in its own way "
-                f"on the clients: {fix}"
+                f"on the clients: {fix}{said}"
             )
         if self._client_protects:
             raise FederationNotReady(
                 "the plan leaves noise to the clients, but the ClientApp does not know how: "
-                f"{fix}, or take a ReleasePlan with noise_placement='server'"
+                f"{fix}, or take a ReleasePlan with noise_placement='server'{said}"
             )
         log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
 

@@ -253,6 +253,29 @@ def test_two_nodes_with_one_partition_are_an_error():
         DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
 
 
+@pytest.mark.parametrize("own", [None, "3", True, CLIENTS, -1])
+def test_a_node_without_a_partition_of_its_own_is_named_with_what_its_node_config_says(own):
+    grid = grid_of(average_app())
+    grid.contexts[1_003].node_config["partition-id"] = own
+    with pytest.raises(FederationNotReady, match=f"node 1003 says .* '?{own}'?;.*partition-id"):
+        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+
+
+def test_why_nodes_cannot_tell_their_partitions_is_said():
+    app = ClientApp()
+
+    @app.query("identity")
+    def _(message, context):
+        raise OSError("no route to the data")
+
+    with pytest.raises(FederationNotReady, match="no route to the data"):
+        DPFedAvg(plan=plan(), local=FAST).start(grid_of(app), initial(), num_rounds=1)
+    grid = VirtualGrid(grid_of(average_app(), 3), 2)
+    grid._grid.contexts[1_001].node_config.clear()
+    with pytest.raises(FederationNotReady, match=r"partitions \[2, 3\].*partition-id=None"):
+        DPFedAvg(plan=plan(), local=FAST).start(grid, initial(), num_rounds=1)
+
+
 class Replaced(InProcessGrid):
     """Partition 2's node comes back as partition 0 before round 2."""
 
