@@ -18,7 +18,7 @@ from flower_ext.reporting.commands.plan import plan, search
 from flower_ext.reporting.commands.screen import console, failed
 from flower_ext.reporting.comparison import write_comparison
 from flower_ext.reporting.deployment import CONNECTION, Deployment, DeploymentFailed
-from flower_ext.reporting.launch import LaunchFailed, launch
+from flower_ext.reporting.launch import LaunchFailed, checked_settings, launch
 from flower_ext.reporting.report import write_report
 from flower_ext.reporting.run import RUNS_VARIABLE, NotARun, RunDirectory
 
@@ -121,6 +121,7 @@ def deploy(
     with TemporaryDirectory() as temporary:
         deployment = Deployment(folder or Path(temporary), nodes)
         try:
+            checked_settings(app_folder, settings or ())  # not after a minute of starting
             with deployment:
                 console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
                 path = launch(
@@ -155,7 +156,7 @@ def report(
         else:
             output.mkdir(parents=True, exist_ok=True)
             path = write_comparison(opened, output, title="Comparison of runs")
-    except (NotARun, LedgerCorrupt) as error:
+    except (NotARun, LedgerCorrupt, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(str(path.absolute()), soft_wrap=True)
 

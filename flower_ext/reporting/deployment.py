@@ -118,9 +118,18 @@ class Deployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Make folders, certificates and the connection ``loopback`` of Flower's configuration."""
-        for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
-            part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Make folders, certificates and the connection ``loopback`` of Flower's configuration.
+
+        Raises
+        ------
+        DeploymentFailed
+            A folder cannot be made.
+        """
+        try:
+            for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
+                part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise DeploymentFailed(f"folder {self.folder} cannot be made: {error}") from error
         trust = "insecure = true"
         if self.secure:
             make_certificates(self.folder / "certificates", hosts=(HOST, "localhost"))

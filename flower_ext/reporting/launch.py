@@ -88,8 +88,7 @@ def launch(
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     if workers > 1 and not in_process:
         raise LaunchFailed(f"workers={workers}: Ray starts its own; add --in-process or --clients")
-    defaults = _defaults(app)
-    changes = dict(_override(setting, defaults) for setting in settings)
+    defaults, changes = checked_settings(app, settings)
     if resume is not None:
         changes = {**_begun_with(resume, defaults), **changes}
     setting = clients_setting(defaults)
@@ -246,6 +245,18 @@ def _note_failure(path: Path | None, reason: str) -> None:
             write_report(run)
 
 
+def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An app's defaults, and what ``settings`` (``name=value``) change in them.
+
+    Raises
+    ------
+    LaunchFailed
+        There is no app, or no such setting or value of it.
+    """
+    defaults = _defaults(app)
+    return defaults, dict(_override(setting, defaults) for setting in settings)
+
+
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """How many nodes an app's settings ask for; None where they do not say."""
     setting = clients_setting(config)
@@ -272,7 +283,11 @@ def _defaults(app: Path) -> dict[str, Any]:
     project = app / "pyproject.toml"
     if not project.is_file():
         raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
-    flwr = tomllib.loads(project.read_text(encoding="utf-8")).get("tool", {}).get("flwr", {})
+    try:
+        facts = tomllib.loads(project.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LaunchFailed(f"{project} is no TOML: {error}") from None
+    flwr = facts.get("tool", {}).get("flwr", {})
     config: dict[str, Any] = flwr.get("app", {}).get("config", {})
     return config
 

@@ -68,18 +68,22 @@ class RunDirectory:
         Raises
         ------
         NotARun
-            The path exists and is not an empty directory: nothing is ever overwritten.
+            The path exists and is not an empty directory: nothing is ever overwritten. Or it cannot
+            be made.
         InUse
             Another run has just begun there.
         """
         path = Path(path)
-        if path.exists() and (
-            not path.is_dir() or any(entry.name not in _BEFORE_A_RUN for entry in path.iterdir())
-        ):
-            raise NotARun(f"run directory {path} is not empty; name a new one")
-        path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
-        run._lock = lock(path / _LOCK)
+        try:
+            if path.exists() and (
+                not path.is_dir() or any(each.name not in _BEFORE_A_RUN for each in path.iterdir())
+            ):
+                raise NotARun(f"run directory {path} is not empty; name a new one")
+            path.mkdir(parents=True, exist_ok=True)
+            run._lock = lock(path / _LOCK)
+        except OSError as error:
+            raise NotARun(f"run directory {path} cannot be made: {error}") from error
         run._write_facts(
             {
                 "id": uuid4().hex,

@@ -18,6 +18,8 @@ from flower_ext.privacy import (
 from flower_ext.reporting import RunDirectory, cli
 from flower_ext.reporting.cli import app
 from flower_ext.reporting.commands.calibrate import noise_text
+from flower_ext.reporting.deployment import Deployment
+from flower_ext.reporting.run import NotARun
 from tests.reporting.test_report import finished
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
@@ -476,3 +478,30 @@ def test_what_a_terminal_cannot_show_ends_no_command():
     )
     assert done.returncode == 0, done.stderr
     assert b"Target ?: prints the noise" in done.stdout
+
+
+def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
+    (file := tmp_path / "a file").write_text("")
+    run = finished(tmp_path / "run")
+    compared = call("report", str(run.path), str(run.path), "--output", str(file))
+    deployed = call("deploy", "apps/dp2_fedsam", "--folder", str(file / "inside"))
+    for done, code in ((compared, 2), (deployed, 1)):
+        assert done.exit_code == code
+        assert "a file" in done.output.replace("\n", "")
+    with pytest.raises(NotARun, match="cannot be made"):
+        RunDirectory.create(file / "run", {})
+
+
+@pytest.mark.parametrize("settings", [["--set", "roundz=3"], ["--set", "rounds=x"]])
+def test_deploy_refuses_what_it_cannot_run_before_it_starts_anything(monkeypatch, settings):
+    monkeypatch.setattr(Deployment, "__enter__", lambda deployment: pytest.fail("started"))
+    done = call("deploy", "apps/dp2_fedsam", *settings)
+    assert done.exit_code == 1
+    assert settings[1].partition("=")[0] in done.output
+
+
+def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.flwr")
+    done = call("run", str(tmp_path))
+    assert done.exit_code == 1
+    assert "pyproject.toml is no TOML" in done.output
