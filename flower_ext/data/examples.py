@@ -23,7 +23,9 @@ class Examples:
         for name, rows in (("features", self.features), ("targets", self.targets)):
             if not isinstance(rows, Tensor):
                 raise TypeError(f"{name} of type {type(rows).__name__}: expected a torch.Tensor")
-        if len(self.features) != len(self.targets):
+            if rows.dim() == 0:
+                raise ValueError(f"{name} are a single number: expected a row an example")
+        if self.features.shape[:1] != self.targets.shape[:1]:
             raise ValueError(f"{len(self.features)} features but {len(self.targets)} targets")
 
     def __len__(self) -> int:

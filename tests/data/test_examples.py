@@ -14,6 +14,8 @@ def examples(count: int = 5) -> Examples:
 def test_features_and_targets_must_have_as_many_rows():
     with pytest.raises(ValueError, match="3 features but 2 targets"):
         Examples(torch.zeros(3, 1), torch.zeros(2))
+    with pytest.raises(ValueError, match="targets are a single number"):
+        Examples(torch.zeros(1, 1), torch.tensor(0))
 
 
 @pytest.mark.parametrize("indices", [[3, 0, 3], (3, 0, 3), np.array([3, 0, 3])])
