@@ -316,6 +316,55 @@ def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
+def under_zeros(body):
+    """``body`` under a head that begins at zero, as many do: nothing below it has a slope yet."""
+
+    class UnderZeros(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = body(), nn.Linear(4, 3)
+            nn.init.zeros_(self.head.weight)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+    return UnderZeros
+
+
+class ThreeTimes(nn.Module):
+    """A layer whose first dimension is time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).mean(dim=0)
+
+
+@pytest.mark.parametrize(
+    ("body", "shape", "in_one_pass"),
+    [
+        (lambda: nn.Linear(4, 4), (3, 4), True),
+        (Twice, (3, 4), False),
+        (ThreeTimes, (3, 3, 4), False),
+    ],
+    ids=["once", "twice", "time first"],
+)
+def test_a_layer_without_a_slope_at_first_is_seen_for_what_it_is(body, shape, in_one_pass):
+    task = problem(under_zeros(body))
+    start, draw = task.initial_params(0), torch.Generator().manual_seed(1)
+    features, targets = torch.randn(shape, generator=draw), torch.arange(3)
+    gradient = ClippedGradient(task, list(start), clipping_norm=0.1)
+    gradient(start, features, targets)
+    assert gradient.in_one_pass == in_one_pass
+    later = {name: p + 0.5 * torch.randn(p.shape, generator=draw) for name, p in start.items()}
+    ours = gradient(later, features, targets)
+    theirs = by_loop(task, later, Examples(features, targets), 0.1, list(later))
+    for name in later:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
 class PerStep(nn.Module):
     """An output for every step of a sequence, whose loss is a mean over the steps."""
 
