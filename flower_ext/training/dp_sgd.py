@@ -314,8 +314,8 @@ class ClippedGradient:
         finally:
             for module in random:
                 module.train()
-            for weight, own in zip(weights, kept, strict=True):
-                weight.copy_(own)
+            for weight, before in zip(weights, kept, strict=True):
+                weight.copy_(before)
         return True
 
     def _in_one_pass(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:

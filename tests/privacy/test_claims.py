@@ -71,6 +71,21 @@ def test_each_condition_of_theorem_2_is_seen_to_hold_and_to_fail():
     assert not holds("α ≤", noise_multiplier=3.0, **mild)
 
 
+def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
+    """α = 1 + 2 ln(1/δ)/ε against 1 + (2/3) σ² ln(1/(r α (1 + σ²))), written out."""
+    found = set()
+    for sigma in (0.8, 1.5, 3.0, 6.0, 20.0):
+        for rate in (1e-5, 1e-3, 0.05, 0.5):
+            for rounds in (1, 100, 20_000):
+                facts = {"sampling_rate": rate, "rounds": rounds, "delta": 1e-3}
+                epsilon = dp2_fedsam_theorem2(noise_multiplier=sigma, **facts).epsilon
+                order = 1 + 2 * math.log(1e3) / epsilon
+                bound = 1 + 2 / 3 * sigma**2 * -math.log(rate * order * (1 + sigma**2))
+                assert holds("α ≤", noise_multiplier=sigma, **facts) == (order <= bound)
+                found.add(order <= bound)
+    assert found == {True, False}
+
+
 def test_the_published_claim_says_that_it_does_not_fit_its_own_setting():
     claim = theorem2_of_plan(plan(), 60)
     assert claim.basis == "published"
@@ -226,9 +241,32 @@ def test_unknown_fields_of_a_guarantee_are_refused():
     ],
 )
 def test_unfit_parameters_of_theorem_2_are_refused_by_name(field, value):
-    facts = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "rounds": 10, "delta": 1e-2}
+    facts = {
+        "noise_multiplier": 1.0,
+        "sampling_rate": 0.1,
+        "rounds": 10,
+        "delta": 1e-2,
+        field: value,
+    }
     with pytest.raises(ValueError, match=f"{field}="):
-        dp2_fedsam_theorem2(**{**facts, field: value})
+        dp2_fedsam_theorem2(**facts)
+    if field != "noise_multiplier":
+        del facts["noise_multiplier"]
+        with pytest.raises(ValueError, match=f"{field}="):
+            dp2_fedsam_theorem2_noise_multiplier(epsilon=1.0, **facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unit": PrivacyUnit.USER}, "unit='user' of the plan: expected 'client'"),
+        ({"sensitivity": 0.5}, "sensitivity=0.5 of the plan: expected 1"),
+        ({"sensitivity": 3.0}, "sensitivity=3.0 of the plan: expected 1"),
+    ],
+)
+def test_nothing_is_promised_to_clients_by_a_plan_of_other_units(changes, said):
+    with pytest.raises(ValueError, match=said):
+        client_level_guarantees(plan(**changes), Participations.worst_case(60, 10))
 
 
 def test_guarantees_and_releases_survive_json_text():

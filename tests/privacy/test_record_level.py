@@ -219,6 +219,11 @@ def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
             lambda: dp_ditto_noise_stddev(**TARGET, **{**FEDERATION, "num_clients": 0}),
             "num_clients=0",
         ),
+        (
+            lambda: dp_ditto_epsilon(noise_stddev=0.0, delta=0.01, rounds=1, **FEDERATION),
+            "noise_stddev=0.0",
+        ),
+        (lambda: steps(num_examples=0), "num_examples=0: expected"),
         (lambda: guarantees(steps=steps(num_examples=7)), "num_examples=50: expected 7"),
         (lambda: steps(batch_size=51), "batch_size=51: expected"),
         (lambda: steps(local_steps=0), "local_steps=0: expected"),
@@ -229,3 +234,39 @@ def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
 def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+@pytest.mark.parametrize(("rate", "bound", "number"), [(0.1, 2.0, 3), (5.0, 3.0, 4), (2.0, 0.1, 2)])
+def test_what_several_steps_without_noise_may_do_is_done_by_opposite_gradients(rate, bound, number):
+    """Whether a step is longer than 1 or shorter: from the second step on nothing holds them."""
+    taken = steps(learning_rate=rate, gradient_clipping_norm=bound, local_steps=number)
+    one = other = 0.0
+    for _ in range(number):
+        one, other = one - rate * bound, other + rate * bound
+    assert other - one == pytest.approx(taken.upload_sensitivity)
+
+
+def test_a_batch_may_hold_a_single_record():
+    assert steps(batch_size=1).sensitivity == pytest.approx(2 * 0.1 * 2.0)
+    assert steps(batch_size=1, local_steps=50).uses_per_round == 1
+    assert steps(batch_size=1, local_steps=51).uses_per_round == 2
+
+
+def test_the_closed_form_covers_the_thinned_releases_at_a_small_epsilon():
+    """For however many clients: it is taken to thin T releases out to T/N."""
+    for clients in (1, 20, 400):
+        facts = {"num_clients": clients, "num_examples": 50, "clipping_norm": 20.0}
+        stddev = dp_ditto_noise_stddev(epsilon=0.5, delta=0.01, rounds=80, **facts)
+        condition = guarantees(stddev=stddev, **facts)[0].conditions[2]
+        assert condition.holds
+        exact = gaussian_loss(stddev * 50 / 40, releases=80 / clients, delta=0.01).epsilon
+        assert f"exactly ε = {exact:.4g}" in condition.text
+
+
+def test_what_a_method_leaves_out_is_said_of_what_is_provable():
+    assert guarantees(not_covered=["scores"])[1].not_covered == ("scores",)
+    in_steps = clipped_steps_guarantee(
+        steps(), noise_stddev=0.1, rounds=3, delta=0.01, not_covered=["scores"], secure_noise=False
+    )
+    assert in_steps.not_covered == ("scores",)
+    assert "SIMULATION" in in_steps.statement()

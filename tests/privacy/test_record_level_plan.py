@@ -82,6 +82,13 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     assert the_plan.spent(30) == {"epsilon_published": published, "epsilon_provable": provable}
 
 
+@pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
+def test_the_published_number_says_what_a_record_does_to_an_upload_of_this_plan(steps):
+    published, _ = plan(steps=steps).guarantees(rounds=30, secure_noise=True)
+    holds = 40.0 if steps is None else min(40.0, steps.upload_sensitivity)
+    assert any(f"what holds is {holds:.4g})" in c.text for c in published.conditions)
+
+
 def test_the_same_published_epsilon_asks_for_the_same_noise_of_an_upload_with_steps_as_without():
     model = RecordLevelPlan.for_target(**TARGET, basis="published")
     steps = RecordLevelPlan.for_target(**TARGET, basis="published", steps=STEPS)
@@ -101,6 +108,8 @@ def test_the_server_takes_the_plain_mean_of_what_arrives():
     [
         ({"sampling": FixedSizeSampling(20, 5)}, "expected FullParticipation"),
         ({"clipping_norm": 0.0}, r"clipping_norm=0\.0: expected a finite number > 0"),
+        ({"clipping_norm": math.inf}, "clipping_norm=inf"),
+        ({"noise_stddev": math.inf}, "noise_stddev=inf"),
         ({"noise_stddev": 0.0}, r"noise_stddev=0\.0: expected a finite number > 0"),
         ({"num_examples": 0}, "num_examples=0: expected an integer >= 1"),
         ({"rounds": 0}, "rounds=0: expected an integer >= 1"),

@@ -9,6 +9,7 @@ from flower_ext.privacy import (
     DpSgd,
     FixedSizeSampling,
     FullParticipation,
+    GroupPlan,
     Guarantee,
     PoissonSampling,
     PrivacyUnit,
@@ -189,7 +190,11 @@ def test_unfit_numbers_of_the_theorems_are_refused_by_name(field, value):
         uldp_naive_guarantees(**{**facts, field: value})
 
 
-PROTOCOL, OTHERS, DRAWN = "follows the protocol", "none of those who add noise", "sampled users are"
+PROTOCOL, OTHERS, DRAWN = (
+    "follows the protocol",
+    "none of those who add noise",
+    "sampled users are drawn",
+)
 SECURE, HIDDEN, TRANSFER = "secure aggregation", "neither who was drawn nor", "nobody saw the draw"
 MODELS, SUMS, UPLOADS = (
     AdversaryView.RELEASED_MODELS,
@@ -241,6 +246,20 @@ def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weigh
     assert provable_by_view(far) == provable_by_view(near)
     same = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0), **run)
     assert far[0].epsilon == same[0].epsilon < near[0].epsilon
+
+
+def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
+    one_round = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20)
+    made = GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=DELTA)
+    told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
+    every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
+    expected = uldp_group_guarantees([every] * 3, delta=DELTA, **told)
+    assert made.guarantees(rounds=7, **told) == expected
+    assert "SIMULATION" in expected[1].statement()
+    assert "scores" in expected[1].not_covered
+    for delta in (0.0, 1.0):
+        with pytest.raises(ValueError, match="delta="):
+            GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=delta)
 
 
 def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():
