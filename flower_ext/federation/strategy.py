@@ -412,11 +412,6 @@ class FederatedStrategy(Strategy):
             promise.check_upload(partition, update.arrays, received)
         return update
 
-    @property
-    def _client_protects(self) -> bool:
-        """Whether a ClientApp has to bound or noise what it sends."""
-        return self._promise.client_protects
-
     def _aggregate(
         self, updates: Mapping[int, records.Update], server_round: int
     ) -> records.Arrays | None:
@@ -699,7 +694,7 @@ class FederatedStrategy(Strategy):
                 f"the ClientApp does not know {type(self).__name__}, which trains in its own way "
                 f"on the clients: {fix}{said}"
             )
-        if self._client_protects:
+        if self._promise.client_protects:
             raise FederationNotReady(
                 "the plan leaves noise to the clients, but the ClientApp does not know how: "
                 f"{fix}, or take a ReleasePlan with noise_placement='server'{said}"

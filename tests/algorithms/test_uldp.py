@@ -166,6 +166,37 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
     close(ours, reference.group(silos(), start, limits, DP_SGD, **rest))
 
 
+def group_uploads(strategy, **asked_instead):
+    """All silos' answers in the first round, where the server asks for other settings."""
+    grid = InProcessGrid(UldpGroup.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
+    start = ArrayRecord(task().initial_params(SEED))
+    strategy.progress.begin()
+    questions = strategy.configure_train(1, start, ConfigRecord(), grid)
+    for question in questions:
+        question.content["settings"].update({f"dp-sgd.{n}": v for n, v in asked_instead.items()})
+    return list(grid.send_and_receive(questions))
+
+
+def test_which_records_a_step_takes_is_a_secret_unless_noise_is_seeded():
+    """Amplification rests on it: the run's seed, which the server knows, must not tell."""
+    quiet = replace(DP_SGD, noise_multiplier=1e-9)
+
+    def sent(seeded):
+        answers = group_uploads(grouped("max", local=quiet, seeded_noise=seeded))
+        updates = [records.to_arrays(answer.content["update"]) for answer in answers]
+        return np.concatenate([a.ravel() for update in updates for a in update.values()])
+
+    np.testing.assert_array_equal(sent(True), sent(True))
+    assert np.abs(sent(False) - sent(False)).max() > 1e-3
+    assert np.abs(sent(False) - sent(True)).max() > 1e-3
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_silo_refuses_steps_without_noise_whatever_the_server_asks_for(value):
+    for answer in group_uploads(grouped(2), noise_multiplier=value):
+        assert "noise_multiplier=" in answer.error.reason
+
+
 def test_group_promises_what_its_steps_cost():
     strategy = grouped(3)
     run(strategy)

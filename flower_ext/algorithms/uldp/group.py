@@ -194,7 +194,3 @@ class UldpGroup(FederatedStrategy):
 
     def _protection(self) -> dict[str, float]:
         return {"seeded-noise": self.seeded_noise}
-
-    @property
-    def _client_protects(self) -> bool:
-        return True
