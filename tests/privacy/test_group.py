@@ -211,6 +211,25 @@ def test_many_numbers_of_taken_records_are_rounded_up_never_down(count, rate):
     assert np.dot(values, probabilities) == pytest.approx(count * rate, rel=1e-2)
 
 
+@pytest.mark.parametrize(("count", "rate"), [(40, 0.01), (3, 1e-20), (400, 0.9), (2_000, 0.3)])
+def test_what_is_negligible_is_counted_as_all_records_not_left_out(count, rate):
+    """No number of records is exceeded less often than the binomial one, the largest included."""
+    values, probabilities = map(np.array, _binomial(count, rate))
+    assert values[-1] == count
+    assert probabilities[-1] > 0 or stats.binom.pmf(count, count, rate) == 0
+    for least in range(count + 1):
+        expected = stats.binom.sf(least - 1, count, rate)
+        assert probabilities[values >= least].sum() >= expected * (1 - 1e-9)
+
+
+def test_the_lemmas_without_sampling_are_those_of_gaussians_and_the_limit_of_sampling():
+    everyone = DpSgd(noise_multiplier=4.0, sampling_rate=1.0, steps=7)
+    nearly = DpSgd(noise_multiplier=4.0, sampling_rate=1 - 1e-9, steps=7)
+    orders = [2, 3, 10, 60]
+    np.testing.assert_allclose(_renyi([everyone], orders), [7 * a / (2 * 16) for a in orders])
+    np.testing.assert_allclose(_renyi([nearly], orders), _renyi([everyone], orders), rtol=1e-6)
+
+
 def test_the_moments_are_those_of_dp_accounting():
     orders = [2, 3, 7, 40, 133]
     for silo in (SMALL, FIGURE_2):
