@@ -35,6 +35,10 @@ def epsilon_text(epsilon: float) -> str:
     return _rounded_up(epsilon)
 
 
+_LARGE_DELTA = 1e-3
+"""Above it a guarantee says that δ is large, as 1/N is for few clients."""
+
+
 def _rounded_up(value: float) -> str:
     if value == 0:
         return "0"
@@ -86,6 +90,11 @@ class Guarantee:
             f"against an adversary who sees {_SEES[self.view]} "
             f"({self.basis}; {self.accountant}; {self.source})."
         ]
+        if self.delta > _LARGE_DELTA and math.isfinite(self.epsilon):
+            parts.append(
+                f"This δ is large: with that probability all of one {self.unit.value} may show; "
+                f"usual is far below 1 / number of {self.unit.value}s."
+            )
         failed = [condition.text for condition in self.conditions if not condition.holds]
         if failed:
             parts.append("Conditions NOT met: " + "; ".join(failed) + ".")

@@ -269,6 +269,14 @@ def test_nothing_is_promised_to_clients_by_a_plan_of_other_units(changes, said):
         client_level_guarantees(plan(**changes), Participations.worst_case(60, 10))
 
 
+@pytest.mark.parametrize(("delta", "large"), [(0.1, True), (1.1e-3, True), (1e-3, False)])
+def test_a_delta_that_promises_little_is_said_to(delta, large):
+    seen = Participations.worst_case(60, 10)
+    for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
+        said = "This δ is large: with that probability all of one client may show"
+        assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
+
+
 def test_guarantees_and_releases_survive_json_text():
     plan = ReleasePlan(
         sampling=PoissonSampling(50, 0.2),
