@@ -29,7 +29,7 @@ from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.local import Job, batches, gradient, local_problem, spared
 from flower_ext.training.many import MEMORY_LIMIT
-from flower_ext.training.params import Params
+from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -289,11 +289,10 @@ class ClippedGradient:
         random = [m for m in self.model.modules() if isinstance(m, _RANDOM)]
         for module in random:
             module.eval()
-        weights = [weight for weight in self.model.parameters() if weight.is_floating_point()]
-        kept = [weight.clone() for weight in weights]
-        for weight in weights:
-            scale = max(1, math.prod(weight.shape[1:])) ** -0.5 if weight.dim() > 1 else 0.1
-            weight.add_(torch.randn(weight.shape, generator=generator).to(weight), alpha=scale)
+        weights = dict(self.model.named_parameters())
+        kept = clone(weights)
+        for name, weight in shaken(weights, generator).items():
+            weights[name].copy_(weight)
         try:
             with torch.no_grad():
                 outputs = torch.cat([self.model(x[i : i + 1]) for i in range(_TRIED)])
@@ -314,8 +313,8 @@ class ClippedGradient:
         finally:
             for module in random:
                 module.train()
-            for weight, before in zip(weights, kept, strict=True):
-                weight.copy_(before)
+            for name, weight in kept.items():
+                weights[name].copy_(weight)
         return True
 
     def _in_one_pass(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:

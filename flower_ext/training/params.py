@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,6 +26,19 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
     """``after − before`` for every name of ``after``."""
     return {name: after[name] - before[name] for name in after}
+
+
+def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
+    """The same moved at random, each weight as far as one of its size usually begins from zero.
+
+    What a model is like is tried out there: under a head that begins at zero all models are alike.
+    """
+    moved = dict(params)
+    for name, weight in params.items():
+        if weight.is_floating_point():
+            scale = max(1, math.prod(weight.shape[1:])) ** -0.5 if weight.dim() > 1 else 0.1
+            moved[name] = weight + scale * torch.randn(weight.shape, generator=generator).to(weight)
+    return moved
 
 
 def sizes(params: Mapping[str, Tensor]) -> Sizes:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from flower_ext.data import Examples
 from flower_ext.training.local import spared
 from flower_ext.training.many import MEMORY_LIMIT
-from flower_ext.training.params import to_device
+from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 
 
@@ -88,6 +88,7 @@ def _looks_at_each_alone(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             model = build().eval()
+            model.load_state_dict(shaken(dict(model.named_parameters()), random), strict=False)
             together, each = model(x.clone()), [model(x[i : i + 1].clone()) for i in range(3)]
             return len(together) == 3 and torch.allclose(torch.cat(each), together, 1e-3, 1e-4)
         except Exception:  # whatever a model makes of random examples

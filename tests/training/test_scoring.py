@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -19,20 +20,33 @@ def test_evaluation_in_pieces_equals_evaluation_at_once():
     assert set(whole) == {"loss", "accuracy"}
 
 
+class UnderZeros(nn.Module):
+    """Mixes examples, which shows in no output as long as its head is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x):
+        return self.head(x - x.mean(dim=0))
+
+
 @pytest.mark.parametrize(
     "model",
     [
         lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3)),
+        UnderZeros,
         lambda: nn.Sequential(nn.Linear(4, 6), nn.Flatten(0), nn.Unflatten(0, (-1, 3))),
     ],
-    ids=["looks at the batch", "two rows an example"],
+    ids=["looks at the batch", "looks at it under zeros", "two rows an example"],
 )
 def test_models_that_mix_examples_are_scored_one_by_one(model):
     def loss(outputs, targets):
         return cross_entropy(outputs, targets.repeat_interleave(len(outputs) // len(targets)))
 
     task = replace(problem(model, loss), metrics={})
-    params = task.initial_params(0)
+    params = {name: p + 0.1 * torch.randn_like(p) for name, p in task.initial_params(0).items()}
     examples = [job.examples for job in jobs_of(Dense, [SGD], UNEVEN)]
     for ours, own in zip(
         evaluate_many(task, [params] * len(examples), examples), examples, strict=True
