@@ -27,6 +27,7 @@ from flower_ext.federation.cohort import PARTITION, check_addressee, partition_o
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
+    bounds_models,
     check_noise,
     check_size,
     may_simulate,
@@ -169,19 +170,32 @@ class LocalResult:
     memory: Params | Callable[[Params], Params] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def upload(self, received: Params) -> Params | BoundedSum | HiddenSum:
-        """The update as the plan bounds it.
+    def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
+        """What a plan bounds: the update, or the ``whole`` model.
 
         Raises
         ------
         ValueError
             There is none, or two.
         """
-        if self.model is not None and self.update is None:
-            return difference(self.model, received)
-        if self.update is not None and self.model is None:
-            return self.update
-        raise ValueError("LocalResult: expected either a model or an update")
+        if (self.model is None) == (self.update is None):
+            raise ValueError("LocalResult: expected either a model or an update")
+        if self.model is not None:
+            return self.model if whole else difference(self.model, received)
+        if whole or self.update is None:
+            raise ValueError(
+                "the plan clips and noises whole models, and the method returns none: return "
+                "LocalResult(model=...) in place of an update"
+            )
+        return self.update
+
+
+_Made = tuple[
+    Params | BoundedSum | HiddenSum,
+    Params | Callable[[Params], Params] | None,
+    Mapping[str, float],
+]
+"""Of a `LocalResult`: what the plan bounds, memory and metrics; the model may be forgotten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,11 +338,14 @@ class _ClientSide:
         """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
         asked, works = self._unpack(messages, contexts)
 
-        def finish(index: int, result: LocalResult) -> tuple[RecordDict, Params | None]:
-            return self._reply(contexts[index], asked[index], works[index], result)
+        def finish(index: int, result: LocalResult) -> _Made:
+            whole = bounds_models(asked[index].facts)
+            own = result.bounded(works[index].received, whole=whole)
+            return own, result.memory, result.metrics
 
         runs = map(self.method.local_update, works)
-        done = side_by_side(runs, finish, memory_limit=memory_limit)
+        made = side_by_side(runs, finish, memory_limit=memory_limit)
+        done = [self._reply(*each) for each in zip(contexts, asked, works, made, strict=True)]
         for _, memory in done:
             _check_memory(memory)
         # Stored before any reply is out of this function: what was released is remembered.
@@ -416,29 +433,30 @@ class _ClientSide:
         return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
 
     def _reply(
-        self, context: Context, asked: Asked, work: ClientWork, result: LocalResult
+        self, context: Context, asked: Asked, work: ClientWork, made: _Made
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
-        own = result.upload(work.received)
+        own, memory, told = made
         update = protected(
             own,
             work.received,
             asked.facts,
             context,
-            model=result.model,
             allow_seeded_noise=self.allow_seeded_noise,
         )
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
         if asked.facts.get("report-size"):
-            metrics |= {"num-examples": len(work.data.train), **result.metrics}
+            metrics |= {"num-examples": len(work.data.train), **told}
         if asked.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise ValueError("diagnostics: the norm of a hidden sum stays hidden")
-            metrics["update-norm"] = l2_norm(own.value if isinstance(own, BoundedSum) else own)
+            moved = own.value if isinstance(own, BoundedSum) else own
+            if bounds_models(asked.facts):
+                moved = difference(moved, work.received)
+            metrics["update-norm"] = l2_norm(moved)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
-        memory = result.memory
         if callable(memory):
             memory = memory(_as_params(update, work.received))
         return record_of(RecordDict, content), memory
@@ -539,10 +557,10 @@ def side_by_side(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[R]:
-    """What ``finish`` makes of the number of each run and of what it returns.
+    """What ``finish`` makes of each run: of its number, and of what it returns.
 
-    The trainings that runs wait for are batched. Each is finished as soon as it is there: with
-    numbers that are still in the processor's caches.
+    The trainings that runs wait for are batched. Each run is finished as soon as it has ended,
+    while its numbers are in the processor's caches and before the next models are there.
     """
     results: dict[int, R] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}

@@ -217,6 +217,11 @@ def step_noise(
     )
 
 
+def bounds_models(facts: Mapping[str, Any]) -> bool:
+    """Whether a client's whole model is clipped and noised, and not its update."""
+    return "model-clipping-norm" in facts
+
+
 def protected(
     update: Params | BoundedSum | HiddenSum,
     received: Params,
@@ -224,18 +229,17 @@ def protected(
     context: Context,
     *,
     allow_seeded_noise: bool,
-    model: Params | None = None,
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """The update as it leaves the client.
 
-    What a plan does to the whole model is done to ``model``, as it was trained: received model and
-    update would make it up again but for rounding, which no sensitivity speaks of.
+    Where the plan `bounds_models`, ``update`` is the whole model, as it was trained: made up again
+    of the received one and a difference it would be rounded, of which no sensitivity speaks.
 
     Raises
     ------
     ValueError
         The plan bounds each unit's part of the update, and the method did not; or the method did
-        and the plan asks for something else; or the plan clips models, and there is none.
+        and the plan asks for something else.
     """
     if "unit-clipping-norm" in facts or isinstance(update, BoundedSum | HiddenSum):
         return _noised_sum(update, received, facts, context, allow_seeded_noise=allow_seeded_noise)
@@ -243,21 +247,16 @@ def protected(
         noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
         bounded = clip(update, _number(facts, "clipping-norm")).value
         return noise.add_gaussian(bounded, _number(facts, "noise-stddev"))
-    if "model-clipping-norm" in facts:
-        if model is None:
-            raise ValueError(
-                "the plan clips and noises whole models, and the method returns none: return "
-                "LocalResult(model=...) in place of an update"
-            )
+    if bounds_models(facts):
         clipping_norm = _number(facts, "model-clipping-norm")
         if "step-noise-stddev" in facts:  # every step that led here is noised already
-            released = clip(model, clipping_norm).value
+            released = clip(update, clipping_norm).value
         else:
             perturbation = OutputPerturbation(
                 clipping_norm=clipping_norm, noise_stddev=_number(facts, "model-noise-stddev")
             )
             noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
-            released = perturbation.apply(model, noise)
+            released = perturbation.apply(update, noise)
         return {name: value - received[name] for name, value in released.items()}
     return update
 

@@ -214,7 +214,6 @@ def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
                 ConfigRecord({**facts, **changes}),
                 context,
                 allow_seeded_noise=False,
-                model=received,
             )
 
 
@@ -229,7 +228,6 @@ def test_a_fact_that_is_no_number_is_refused_by_name():
             ConfigRecord({**facts, "model-noise-stddev": "much"}),
             next(iter(grid.contexts.values())),
             allow_seeded_noise=False,
-            model=received,
         )
 
 
@@ -532,12 +530,11 @@ def perturbed(model, received):
     quiet = plan(OutputPerturbation(clipping_norm=1.0, noise_stddev=1e-6))
     _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     return protected(
-        {name: received[name] * 0 for name in received},
+        model,
         received,
         ConfigRecord(perturbation_facts(quiet, seeded_noise=False)),
         next(iter(grid.contexts.values())),
         allow_seeded_noise=False,
-        model=model,
     )
 
 
@@ -560,18 +557,21 @@ def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatc
 
 
 def test_without_a_model_there_is_nothing_that_output_noise_could_protect():
+    update = {"weight": torch.zeros(1, DIMENSION)}
     with pytest.raises(ValueError, match=r"return LocalResult\(model=...\)"):
-        perturbed(None, {"weight": torch.zeros(1, DIMENSION)})
+        LocalResult(update=update).bounded(update, whole=True)
 
 
 def test_a_result_is_a_model_or_an_update():
     received = {"weight": torch.ones(1)}
     moved = {"weight": torch.full((1,), 3.0)}
-    assert LocalResult(model=moved).upload(received) == {"weight": torch.full((1,), 2.0)}
-    assert LocalResult(update=moved).upload(received) is moved
+    changed = LocalResult(model=moved).bounded(received, whole=False)
+    assert changed == {"weight": torch.full((1,), 2.0)}
+    assert LocalResult(model=moved).bounded(received, whole=True) is moved
+    assert LocalResult(update=moved).bounded(received, whole=False) is moved
     for result in (LocalResult(), LocalResult(model=moved, update=moved)):
         with pytest.raises(ValueError, match="either a model or an update"):
-            result.upload(received)
+            result.bounded(received, whole=False)
 
 
 # What the strategy makes of it ------------------------------------------------------------------
