@@ -38,8 +38,9 @@ _ACTIVATIONS: Mapping[Any, int] = {
     **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
 }
-_HOT = 2**18
-"""Numbers of the models that are handed out together: few enough to be used from the caches."""
+_TOGETHER = 2**22
+"""Numbers of the models that are handed out together, 16 MB: who uses them next, in Python, and
+their training drive each other out of the processor's caches, the less the fewer the turns."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
@@ -102,7 +103,7 @@ class DenseNetwork:
 
     def together(self, memory_limit: int) -> int:
         """How many models to hand out at a time, with what their training takes; at least one."""
-        return max(1, min(_HOT, memory_limit // 16) // self.size)
+        return max(1, min(_TOGETHER, memory_limit // 16) // self.size)
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """What `local.train` makes of the trained parameters of each job, in rows.
