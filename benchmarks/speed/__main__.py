@@ -1,6 +1,6 @@
 """How fast a round of federated averaging is, here and elsewhere, on this machine.
 
-    python -m benchmarks.speed [--pfl PYTHON] [--full] [--only lr --only mlp] [--turns 2]
+    python -m benchmarks.speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
 
 1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
 with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
@@ -37,6 +37,9 @@ def main(
     pfl: Annotated[Path | None, typer.Option(help="Python with pfl installed")] = None,
     full: Annotated[bool, typer.Option("--full", help="10,000 clients as well")] = False,
     only: Annotated[list[str] | None, typer.Option(help="lr, mlp or cnn; all by default")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="part of a name; ours and all others by default")
+    ] = None,
     turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = 2,
     rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
     timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
@@ -48,7 +51,11 @@ def main(
         if name not in MODELS:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(MODELS)}")
     output.mkdir(parents=True, exist_ok=True)
-    every = contenders(pfl)
+    every = [
+        one
+        for one in contenders(pfl)
+        if not contender or one.name == OURS or any(part in one.name for part in contender)
+    ]
     parts = [f"# Speed\n\n{machine()}\n"]
     for name in chosen:
         for private in (False, True):
