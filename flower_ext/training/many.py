@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -139,8 +140,20 @@ def _train_alike(
             yield group, {name: p.clone().unsqueeze(0) for name, p in model.items()}
         else:
             like = chosen[0].params
-            rows = Stack(task, chosen, trained).minimise()
-            yield group, {n: w.to(like[n].device, like[n].dtype) for n, w in rows.items()}
+            # Libraries round otherwise for one model than for several: one alone trains twice.
+            both = [*chosen, _again(chosen[0])] if len(chosen) == 1 else chosen
+            rows = Stack(task, both, trained).minimise()
+            yield (
+                group,
+                {n: w[: len(chosen)].to(like[n].device, like[n].dtype) for n, w in rows.items()},
+            )
+
+
+def _again(job: Job) -> Job:
+    """The same job, with the batches that it is going to draw."""
+    generator = torch.Generator(job.generator.device)
+    generator.set_state(job.generator.get_state())
+    return replace(job, generator=generator)
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:

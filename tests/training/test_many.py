@@ -265,6 +265,58 @@ def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
             assert all(torch.equal(p, everyone[index][name]) for name, p in one.items())
 
 
+def pooled():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+def wide():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 3))
+
+
+class Mapped(nn.Module):
+    """Has no stacked form."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 3))
+
+    def forward(self, x):
+        return self.body(x.abs() + x)
+
+
+@pytest.mark.parametrize("model", [pooled, wide, Mapped])
+@pytest.mark.parametrize(("size", "batch_size"), [(5, 4), (33, 16)])
+def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
+    model, size, batch_size
+):
+    """Libraries have other kernels for a single model than for a stack of them."""
+    task = problem(model)
+    unstable = LocalTraining(epochs=6, batch_size=batch_size, learning_rate=0.5, momentum=0.9)
+
+    def trained(clients):
+        made = []
+        for client in clients:
+            draw = torch.Generator().manual_seed(client)
+            examples = Examples(
+                features=torch.randn(size, 1, 8, 8, generator=draw),
+                targets=torch.randint(3, (size,), generator=draw),
+            )
+            start = task.initial_params(1)
+            made.append(Job(params=start, examples=examples, training=unstable, generator=draw))
+        found = {}
+        for group, rows in train_groups(task, made, steady=True):
+            for row, index in enumerate(group):
+                found[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
+        return found
+
+    every = trained([0, 1, 2, 3, 4])
+    for clients in ([0], [3], [0, 4], [1, 2, 3]):
+        for client, own in trained(clients).items():
+            assert all(torch.equal(p, every[client][name]) for name, p in own.items())
+
+
 class OfAnyLength(nn.Module):
     """A model of sequences, which takes them as long as they are."""
 
