@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
@@ -67,7 +68,12 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     settings = ["rounds=100000", "evaluate-every=5", "noise-multiplier=5", f"run-directory={path}"]
     command = [sys.executable, "-m", "flower_ext.reporting.cli", "run", str(DP2_FEDSAM.folder)]
     chosen = [word for setting in settings for word in ("--set", setting)]
-    shell = subprocess.Popen([*command, "--in-process", *chosen], start_new_session=True)
+    shell = subprocess.Popen(
+        [*command, "--in-process", *chosen],
+        start_new_session=True,
+        # As in a terminal: what a shell starts in the background ignores Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     while not (path / "guarantee.json").exists():
         assert shell.poll() is None
         time.sleep(0.1)
