@@ -1,6 +1,6 @@
 """Machine code of `compiled`: made once on a machine, kept in a file, and run without Numba.
 
-Numba and its compiler take a second and a hundred megabytes to start, in every process that trains.
+Numba and its compiler take most of a second and a hundred megabytes, in every process that trains.
 So another process compiles, what it prints is kept, and LLVM's linker, which llvmlite brings, loads
 it from then on.
 """
