@@ -105,8 +105,11 @@ def _key() -> str:
 
 def _folders() -> list[Path]:
     """Where the code is kept: beside the package, or in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [_HERE / "__pycache__", Path(cache) / "flower_ext"]
+    folders = [_HERE / "__pycache__"]
+    with suppress(RuntimeError):  # of who has no home
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folders.append(Path(cache) / "flower_ext")
+    return folders
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -57,6 +57,15 @@ def test_where_nothing_can_be_written_the_next_folder_is_taken(made, tmp_path, c
     assert "compiled again next time" in caplog.text
 
 
+def test_who_has_no_home_keeps_it_beside_the_package(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.Path, "home", homeless)
+    assert [folder.name for folder in native._folders()] == ["__pycache__"]
+
+
 @pytest.mark.parametrize(
     ("script", "said"), [("echo no numba >&2; exit 1", "no numba"), (None, "No such file")]
 )
