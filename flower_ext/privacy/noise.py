@@ -115,13 +115,13 @@ class SeededNoise(_GeneratorNoise):
 
 def _noised(name: str, array: Any, stddev: float, rng: np.random.Generator) -> Any:
     namespace = api.array_namespace(array)
-    wide = namespace.astype(array, namespace.float64)
+    wide = namespace.astype(array, namespace.float64, copy=False)
     if bool(namespace.any(namespace.abs(wide) > stddev * _ABSORBING)):
         raise NonFiniteUpdate(f"{name!r} is so large that noise of stddev {stddev:g} is lost in it")
     noise = namespace.asarray(rng.standard_normal(tuple(array.shape)), device=api.device(array))
     noise *= stddev
     noise += wide
-    noised = namespace.astype(noise, array.dtype)
+    noised = namespace.astype(noise, array.dtype, copy=False)
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
             f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"
