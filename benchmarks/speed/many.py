@@ -2,7 +2,8 @@
 
     python -m benchmarks.speed.many
 
-Clients hold 50 examples each, one epoch of SGD in batches of 10. Tiny ones (users inside a silo)
+Clients hold 50 examples each, one epoch of SGD in batches of 10; sequences are the rows of their
+images. Tiny ones (users inside a silo)
 hold one to three and train for two epochs. One thread; by turns; the fastest of three.
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, Examples
@@ -42,12 +45,28 @@ def small_perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 25), nn.ReLU(), nn.Linear(25, CLASSES))
 
 
+class Sequences(nn.Module):
+    """A recurrent layer over the 28 rows of an image, and a dense one."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], neurons: int) -> None:
+        super().__init__()
+        self.recurrent = kind(28, neurons, batch_first=True)
+        self.head = nn.Linear(neurons, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores, of the last state."""
+        outputs, _ = self.recurrent(x.squeeze(1))
+        return cast(Tensor, self.head(outputs[:, -1]))
+
+
 CASES = [
     Case(name="clients, " + name, build=build, trainings=100, examples=(50,), epochs=1)
     for name, build in (
         ("logistic regression, 7,850", logistic_regression),
         ("perceptron, 50,890", perceptron),
         ("convolutional, 147,146", convolutional),
+        ("LSTM of 32, 8,266", partial(Sequences, nn.LSTM, 32)),
+        ("GRU of 64, 18,698", partial(Sequences, nn.GRU, 64)),
     )
 ] + [
     Case(name="tiny, " + name, build=build, trainings=10_000, examples=(1, 2, 3), epochs=2)

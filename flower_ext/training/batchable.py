@@ -8,24 +8,38 @@ from logging import getLogger
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training.descent import Kind, Stack, kind_of, unstacked
+from flower_ext.training.descent import Kind, Stack, form_for, kind_of, unstacked
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.objective import Linear, Proximal
+from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task
+from flower_ext.training.unfused import faster_alone
 
 log = getLogger("flwr")
 
 
-def why_apart(task: Task, jobs: Sequence[Job]) -> str | None:
-    """Why these jobs are better trained one by one; None if they are not."""
+_STEADY_LOSSES = (cross_entropy, cox_loss)
+
+
+def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str | None:
+    """Why these jobs are better trained one by one; None if they are not.
+
+    If ``steady``, also where no model may depend on the others by its rounding.
+    """
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
     targets = jobs[0].examples.targets
     reason = _why_unlike(kind_of(task, jobs[0]), task.loss, targets.shape[1:], targets.dtype)
+    if reason is None and steady:
+        if task.loss not in _STEADY_LOSSES:
+            reason = "of this loss nobody knows whether it rounds alike in every batch"
+        elif not form_for(task, jobs[0]).steady:
+            reason = "of this model not all is known to round alike in every batch"
     if reason is not None:
         _say_once(reason)
     return reason
@@ -41,10 +55,8 @@ def _why_unlike(
             return "batch normalisation changes the model while it is evaluated"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return "dropout draws other numbers in a batch of models"
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            return "padding of embeddings"
-        if isinstance(module, nn.RNNBase):
-            return "recurrent layers have no batched form"
+        if faster_alone(module, kind.device):
+            return f"on a CPU {module} is faster by itself"
     return _trial(kind, loss, shape, dtype)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,9 +113,9 @@ def _train_alike(
     memory_limit: int,
     steady: bool,
 ) -> Iterator[tuple[list[int], Params]]:
-    apart = why_apart(task, jobs) is not None
     others = [*range(len(jobs))]
-    network = dense.network(task, jobs[0]) if (steady or len(jobs) > 1) and not apart else None
+    alike = (steady or len(jobs) > 1) and why_apart(task, jobs) is None
+    network = dense.network(task, jobs[0]) if alike else None
     if network is not None:
         fit = network.takes(jobs)
         own, others = [i for i in others if fit[i]], [i for i in others if not fit[i]]
@@ -122,6 +123,7 @@ def _train_alike(
         for start in range(0, len(own), size):
             group = own[start : start + size]
             yield group, network.minimise([jobs[index] for index in group], trained)
+    apart = bool(others) and why_apart(task, jobs, steady=steady) is not None
     for part in _groups(task, [jobs[index] for index in others], memory_limit, steady=steady):
         group = [others[index] for index in part]
         chosen = [jobs[index] for index in group]
@@ -190,7 +192,7 @@ def _groups(
     order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, *kind(i)))
     steps = [jobs[i].num_steps for i in order]
     lonely = len(jobs)
-    if (steady or len(jobs) > 1) and jobs and why_apart(task, jobs) is None:
+    if (steady or len(jobs) > 1) and jobs and why_apart(task, jobs, steady=steady) is None:
         fewest = 0 if steady else form_for(task, jobs[0]).fewest
         worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
         lonely = next(worth, len(jobs))
@@ -224,9 +226,14 @@ def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch
     """Numbers that the layers put out for one example, and the example's own."""
     count = 2 * math.prod(shape)
 
-    def add(module: nn.Module, inputs: object, output: object) -> None:
+    def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
         nonlocal count
-        count += output.numel() if isinstance(output, Tensor) else 0
+        if isinstance(module, nn.RNNBase):  # a step keeps gates, their slopes and its states
+            steps = inputs[0].numel() // module.input_size
+            gates = sum(len(p) for n, p in module.named_parameters() if n.startswith("weight_hh"))
+            count += 3 * steps * gates
+        elif isinstance(output, Tensor):
+            count += output.numel()
 
     model = build()
     for module in model.modules():

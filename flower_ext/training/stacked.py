@@ -20,6 +20,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 
 from flower_ext.training.params import Params
+from flower_ext.training.unfused import unfuse
 
 Loss = Callable[[Tensor], Tensor]
 """A number from the outputs of K models, of shape (K, batch, …)."""
@@ -104,11 +105,12 @@ class StackedModel:
             raise NotStackable("a layer is not used, or holds parameters of its own")
         if len(set(layers)) < len(layers):
             raise NotStackable("a layer is used twice")
-        self._run = {
-            node: _form(node, model)
-            for node in self._nodes
-            if node.op not in ("placeholder", "output")
-        }
+        steps = [node for node in self._nodes if node.op not in ("placeholder", "output")]
+        self._run = {node: _form(node, model) for node in steps}
+        self.steady = _UNSTEADY.isdisjoint(
+            type(_layer(node, model)) if node.op == "call_module" else node.target for node in steps
+        )
+        """Whether no model depends on which others there are, not even by its rounding."""
         self._check(model, example)
 
     def __call__(self, parameters: Pass, x: Tensor) -> Tensor:
@@ -175,10 +177,12 @@ class MappedModel:
     """K models of any architecture that `torch.vmap` knows, at its overhead."""
 
     fewest = 5
+    steady = False
+    """Nobody knows how what vmap makes of a model rounds."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
-        self._model = model
+        self._model = unfuse(model)
 
     @staticmethod
     def stack(many: Sequence[Tensor]) -> Tensor:
@@ -367,6 +371,12 @@ OPERATIONS: frozenset[Any] = frozenset(
     }
 )
 """Functions, and methods of tensors, that treat every number alike."""
+
+_UNSTEADY: frozenset[Any] = frozenset(
+    {nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"}
+)
+"""Of these PyTorch rounds the last numbers of an array, which fill no vector register, otherwise
+than those before them (measured on CPUs): who is last depends on who else is there."""
 
 
 def _pooled_first(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout
+from torch.nn.functional import cross_entropy, dropout
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal, train_many
@@ -139,12 +139,31 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
     [
         (nn.BatchNorm1d(4), "batch normalisation"),
         (nn.Dropout(0.5), "dropout"),
-        (nn.LSTM(4, 4), "recurrent"),
+        (nn.LSTM(4, 33), "on a CPU LSTM(4, 33) is faster by itself"),
+        (nn.GRU(4, 129), "on a CPU GRU(4, 129) is faster by itself"),
     ],
 )
 def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
     task = problem(lambda: nn.Sequential(layer))
     assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
+
+
+def smoothed(outputs, targets):
+    return cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def test_what_may_round_otherwise_among_others_trains_alone_where_that_counts():
+    def sigmoid(last=nn.Sigmoid):
+        return nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), last(), nn.Linear(5, 3))
+
+    tanh = partial(sigmoid, nn.Tanh)
+    jobs = jobs_of(Dense, [SGD], ALIKE)
+    for model in (sigmoid, tanh):
+        assert why_apart(problem(model), jobs) is None
+    assert "round alike" in why_apart(problem(sigmoid), jobs, steady=True)
+    assert why_apart(problem(tanh), jobs, steady=True) is None
+    assert why_apart(problem(tanh, smoothed), jobs) is None
+    assert "this loss" in why_apart(problem(tanh, smoothed), jobs, steady=True)
 
 
 class Headed(nn.Module):

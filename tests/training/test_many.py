@@ -83,7 +83,7 @@ def test_a_frozen_part_is_each_clients_own_and_stays(batched, part):
 @pytest.mark.parametrize("model", [Convolutional, Words])
 @pytest.mark.parametrize("sizes", [ALIKE, UNEVEN], ids=["alike", "uneven"])
 def test_convolutions_and_embeddings_train_in_batches_too(batched, monkeypatch, model, sizes):
-    monkeypatch.setattr(module, "why_apart", lambda task, jobs: None)
+    monkeypatch.setattr(module, "why_apart", lambda task, jobs, **more: None)
     ways = WAYS["sam"]
     same(
         train_many(problem(model), jobs_of(model, ways, sizes)),
@@ -275,6 +275,13 @@ def wide():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 3))
 
 
+def of(activation):
+    """A perceptron that is no chain of layers which compiled code knows."""
+    return lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 21), nn.LeakyReLU(), activation(), nn.Linear(21, 3)
+    )
+
+
 class Mapped(nn.Module):
     """Has no stacked form."""
 
@@ -286,12 +293,41 @@ class Mapped(nn.Module):
         return self.body(x.abs() + x)
 
 
-@pytest.mark.parametrize("model", [pooled, wide, Mapped])
+class Reading(nn.Module):
+    """Goes through the rows of an image."""
+
+    kind = nn.GRU
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = self.kind(8, 21, batch_first=True)
+        self.head = nn.Linear(21, 3)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x.flatten(1, 2))[0].mean(dim=1))
+
+
+class Remembering(Reading):
+    """With two states."""
+
+    kind = nn.LSTM
+
+
+ALONE = [
+    *(pooled, wide, Mapped, Reading, Remembering),
+    *map(of, (nn.Sigmoid, nn.SiLU, nn.ELU, nn.GELU, nn.Softplus, nn.Tanh)),
+]
+
+
+@pytest.mark.parametrize("model", ALONE)
 @pytest.mark.parametrize(("size", "batch_size"), [(5, 4), (33, 16)])
 def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
     model, size, batch_size
 ):
-    """Libraries have other kernels for a single model than for a stack of them."""
+    """Libraries have other kernels for a single model than for a stack of them.
+
+    And where a model's numbers are the last of all, some functions round them otherwise.
+    """
     task = problem(model)
     unstable = LocalTraining(epochs=6, batch_size=batch_size, learning_rate=0.5, momentum=0.9)
 

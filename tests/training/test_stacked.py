@@ -224,3 +224,51 @@ def hooked():
 def test_a_model_without_a_stacked_form_says_why(build, shape, said):
     with pytest.raises(NotStackable, match=said):
         StackedModel(build(), torch.zeros(shape))
+
+
+STEADY = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.Tanh)
+UNSTEADY = (nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus)
+
+
+@pytest.mark.parametrize("activation", STEADY)
+def test_what_counts_as_steady_rounds_a_number_alike_wherever_it_is(activation):
+    """Functions that fill vector registers have another way for the last numbers."""
+
+    def both(values):
+        values = values.clone().requires_grad_()
+        outputs = activation()(values)
+        return outputs, torch.autograd.grad(outputs.sum(), values)[0]
+
+    numbers = 4 * torch.randn(700, generator=torch.Generator().manual_seed(0))
+    whole = both(numbers)
+    for end in range(1, 350):
+        for one, every in zip(both(numbers[:end]), whole, strict=True):
+            assert torch.equal(one, every[:end])
+        for one, every in zip(both(numbers[end : 2 * end]), whole, strict=True):
+            assert torch.equal(one, every[end : 2 * end])
+
+
+@pytest.mark.parametrize("activation", [*STEADY, *UNSTEADY])
+def test_a_model_is_steady_if_all_its_layers_are(activation):
+    model = nn.Sequential(nn.Linear(4, 5), activation(), nn.Linear(5, 3))
+    assert StackedModel(model, torch.zeros(4)).steady == (activation in STEADY)
+    assert not MappedModel(model).steady
+
+
+class Called(nn.Module):
+    """A function in place of a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 3), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "steady"),
+    [(torch.sigmoid, False), (lambda x: x.sigmoid(), False), (torch.tanh, True)],
+)
+def test_functions_count_like_layers(function, steady):
+    assert StackedModel(Called(function), torch.zeros(4)).steady == steady
