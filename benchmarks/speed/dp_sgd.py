@@ -3,8 +3,8 @@
     python -m benchmarks.speed.dp_sgd
 
 Opacus means its `GradSampleModule`, whose hooks write down every record's gradient. Each contender
-is a process of its own on one thread; the fastest of all steps and turns counts. Memory is what the
-process grew by while it took steps.
+is a process of its own on one thread, for five seconds a turn; the fastest of all steps counts.
+Memory is what the process grew by while it took them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from benchmarks.speed.workload import CLASSES, convolutional, logistic_regressio
 from flower_ext.data import ClientData
 from flower_ext.reporting.report import table
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.models import mnist_cnn
+from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
-BATCH, STEPS, TURNS, CLIPPING_NORM = 256, 30, 3, 1.0
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "logistic regression, 7,850": logistic_regression,
-    "perceptron, 50,890": perceptron,
-    "convolutional, 19,988": mnist_cnn,
-    "convolutional, 147,146": convolutional,
+BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
+GREY, COLOUR = (1, 28, 28), (3, 32, 32)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "logistic regression, 7,850": (logistic_regression, GREY),
+    "perceptron, 50,890": (perceptron, GREY),
+    "convolutional, 19,988": (mnist_cnn, GREY),
+    "convolutional, 147,146": (convolutional, GREY),
+    "convolutional, 667,402": (cifar10_cnn, COLOUR),
 }
 CONTENDERS = ("plain", "ours", "opacus")
 
@@ -39,7 +41,7 @@ CONTENDERS = ("plain", "ours", "opacus")
 def main() -> None:
     """Print the table; with two arguments be one contender on one model."""
     if len(sys.argv) == 3:
-        compete(sys.argv[1], MODELS[sys.argv[2]])
+        compete(sys.argv[1], *MODELS[sys.argv[2]])
         return
     rows = []
     for model in MODELS:
@@ -70,18 +72,18 @@ def one_run(contender: str, model: str) -> tuple[float, float]:
     return seconds, megabytes
 
 
-def compete(contender: str, build: Callable[[], nn.Module]) -> None:
+def compete(contender: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     """Take steps; print the fastest, and by how much memory grew."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(BATCH, 1, 28, 28, generator=generator)
+    x = torch.randn(BATCH, *shape, generator=generator)
     y = torch.randint(CLASSES, (BATCH,), generator=generator)
     step = {"plain": plain, "ours": ours, "opacus": opacus}[contender](build, x, y)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best = float("inf")
-    for _ in range(STEPS):
-        started = time.perf_counter()
+    end = time.perf_counter() + SECONDS
+    while (started := time.perf_counter()) < end:
         step()
         best = min(best, time.perf_counter() - started)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3

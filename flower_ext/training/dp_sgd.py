@@ -40,6 +40,12 @@ _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms and products in single precision."""
 _TRIED, _ALIKE = 3, 1e-3
 """Random examples on which one pass is tried out, and how far off rounding may be."""
+_ROUNDING = 16
+"""Times a number's relative precision: what is left of products whose sum is zero."""
+_FEW_CHANNELS = 32
+"""Fewer are faster as a convolution of groups than as products of patches (on a CPU)."""
+_PATCHES = 2**22
+"""Numbers of the patches that are written down together."""
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 """Modules that do something else each time."""
 
@@ -236,6 +242,8 @@ class ClippedGradient:
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
         self.model = task.model().to(task.torch_device()).train().requires_grad_(False)
+        # Faster for convolutions on a CPU, and for pooling above all.
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.params = self.model.state_dict()
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -384,7 +392,8 @@ class _Rows:
 
     def squares(self) -> Tensor:
         """‖gradient‖² of every example."""
-        return self.rows.square().sum(dim=1)
+        norms: Tensor = vector_norm(self.rows, dim=1)
+        return norms.square()
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ factor · gradient."""
@@ -392,40 +401,84 @@ class _Rows:
 
 
 class _Products:
-    """Gradients slopeᵀ @ inputs of a weight, never written: ‖s aᵀ‖² = ‖s‖² ‖a‖²."""
+    """Gradients Σ_t s_t a_tᵀ of a weight over places t of an example, never written.
+
+    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022): in float64, as
+    terms of either sign may cancel. What single precision then leaves of terms that do counts too.
+
+    Parameters
+    ----------
+    slopes, inputs : Tensor
+        (examples, places, outputs) and (examples, places, inputs).
+    """
 
     def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
         self.slopes, self.inputs = slopes, inputs
 
     def only(self, sound: Tensor) -> _Products:
         """Zero but for some examples."""
-        rows = sound.unsqueeze(1)
+        rows = sound.view(-1, 1, 1)
         return _Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
 
     def squares(self) -> Tensor:
         """‖gradient‖² of every example."""
-        norms: Tensor = vector_norm(self.slopes, dim=1) * vector_norm(self.inputs, dim=1)
-        return norms.square()
+        sizes: Tensor = vector_norm(self.slopes, dim=2) * vector_norm(self.inputs, dim=2)
+        if sizes.shape[1] == 1:
+            return sizes[:, 0].square()
+        products = [
+            torch.bmm(part, part.mT) for part in (self.slopes.double(), self.inputs.double())
+        ]
+        squares = (products[0] * products[1]).sum(dim=(1, 2)).clamp_min(0.0)
+        rounding = _ROUNDING * torch.finfo(sizes.dtype).eps * sizes.sum(dim=1)
+        return (squares.sqrt() + rounding).square().to(sizes.dtype)
 
     def total(self, factors: Tensor) -> Tensor:
         """Σ factor · gradient."""
-        return (self.slopes * factors.unsqueeze(1)).T @ self.inputs
+        scaled = self.slopes * factors.view(-1, 1, 1)
+        return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)
 
 
 Parts = dict[str, "_Rows | _Products"]
 
 
 def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
-    if x.dim() == 2:
-        return {"weight": _Products(slope, x), "bias": _Rows(slope)}
-    x, slope = x.flatten(1, -2), slope.flatten(1, -2)
-    return {"weight": _Rows(torch.bmm(slope.mT, x)), "bias": _Rows(slope.sum(dim=1))}
+    x, slope = (part.reshape(len(part), -1, part.shape[-1]) for part in (x, slope))
+    bias = _Rows(slope.sum(dim=1))
+    if _is_better_unwritten(layer.weight, x.shape[1]):
+        return {"weight": _Products(slope, x), "bias": bias}
+    return {"weight": _Rows(torch.bmm(slope.mT, x)), "bias": bias}
 
 
 def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
+    slopes = slope.flatten(2)  # (examples, channels, places)
+    bias = _Rows(slopes.sum(dim=2))
+    if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
+        return {"weight": _Rows(_grouped(layer, x, slope)), "bias": bias}
+    if _is_better_unwritten(layer.weight, slopes.shape[2]):
+        return {"weight": _Products(slopes.mT, _patches(layer, x)), "bias": bias}
+    some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
+    pairs = zip(torch.split(slopes, some), torch.split(x, some), strict=True)
+    rows = [torch.bmm(s, _patches(layer, images)) for s, images in pairs]
+    return {"weight": _Rows(torch.cat(rows)), "bias": bias}
+
+
+def _is_better_unwritten(weight: Tensor, places: int) -> bool:
+    """Whether the products of all pairs of places take less than every example's gradient."""
+    return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
+
+
+def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
+    """What each place of the output is made of: (examples, places, numbers)."""
+    assert isinstance(layer.padding, tuple)
+    return functional.unfold(
+        images, layer.kernel_size, layer.dilation, layer.padding, layer.stride
+    ).mT
+
+
+def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
     """Every example's own gradient: the convolution with a group of channels for each."""
     assert isinstance(layer.padding, tuple)
-    own = conv2d_weight(  # type: ignore[no-untyped-call]
+    own: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
         _as_channels(x),
         (len(x) * layer.out_channels, *layer.weight.shape[1:]),
         _as_channels(slope),
@@ -434,10 +487,7 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
         layer.dilation,
         len(x) * layer.groups,
     )
-    return {
-        "weight": _Rows(own.reshape(len(x), -1)),
-        "bias": _Rows(slope.flatten(2).sum(dim=2)),
-    }
+    return own.reshape(len(x), -1)
 
 
 def _as_channels(images: Tensor) -> Tensor:

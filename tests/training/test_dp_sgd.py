@@ -56,6 +56,27 @@ class Sequences(nn.Module):
         return self.head(torch.tanh(self.norm(self.steps(x))).mean(dim=1))
 
 
+class Short(nn.Module):
+    """A wide layer over two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.head = nn.Linear(40, 50), nn.Linear(50, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.steps(x)).mean(dim=1))
+
+
+def wide():
+    return nn.Sequential(nn.Conv2d(4, 33, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(825, 3))
+
+
+def deep():
+    return nn.Sequential(
+        nn.Conv2d(16, 48, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(192, 3)
+    )
+
+
 class Tied(nn.Module):
     """Parameters in no known layer: single gradients by vmap."""
 
@@ -71,7 +92,10 @@ class Tied(nn.Module):
 MODELS = {
     "dense": (dense, (4,)),
     "convolutional": (convolutional, (4, 8, 8)),
+    "wide convolutional": (wide, (4, 5, 5)),
+    "deep convolutional": (deep, (16, 3, 3)),
     "sequences": (Sequences, (6, 4)),
+    "short sequences": (Short, (2, 40)),
     "by vmap": (Tied, (4,)),
 }
 
@@ -112,6 +136,63 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
     theirs = by_loop(task, params, data, clipping_norm, list(params))
     for name in params:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=3e-5 * count)
+
+
+FORMS = {
+    "wide convolutional": (dp_sgd._Rows, 1),
+    "deep convolutional": (dp_sgd._Products, 1),
+    "sequences": (dp_sgd._Rows, 1),
+    "short sequences": (dp_sgd._Products, 1),
+    "dense": (dp_sgd._Products, 2),
+}
+
+
+@pytest.mark.parametrize("which", FORMS)
+def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatch):
+    """So that the tests above see each form."""
+    model, shape = MODELS[which]
+    task, data = problem(model), records(shape, 5)
+    params = task.initial_params(1)
+    gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
+    gradient(params, data.features, data.targets)
+    parts = gradient._in_one_pass(data.features, data.targets, task.loss)
+    kind, least = FORMS[which]
+    weights = [p for n, p in parts.items() if n.endswith("weight")]
+    assert sum(type(p) is kind for p in weights) >= least
+    assert all(type(p) is dp_sgd._Rows for n, p in parts.items() if n.endswith("bias"))
+
+
+def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):
+    model, shape = MODELS["wide convolutional"]
+    task, data = problem(model), records(shape, 7)
+    params = task.initial_params(1)
+    gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
+    at_once = gradient(params, data.features, data.targets)
+    monkeypatch.setattr(dp_sgd, "_PATCHES", 2 * 25 * 36)
+    in_parts = gradient(params, data.features, data.targets)
+    for name, expected in at_once.items():
+        torch.testing.assert_close(in_parts[name], expected)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("left", [0.0, 1e-7, 1e-5, 1e-3, 1.0])
+def test_what_cancels_does_not_pass_unclipped(left, scale):
+    """Places of one example whose parts of the gradient are opposites, up to a rest."""
+    random = torch.Generator().manual_seed(0)
+    count, places, outputs, wide = 20, 16, 30, 200
+    sides = torch.ones(places).index_fill(0, torch.arange(0, places, 2), -1.0).view(1, -1, 1)
+    same = torch.randn(count, 1, wide, generator=random)
+    inputs = scale * (sides * same + left * torch.randn(count, places, wide, generator=random))
+    slopes = torch.randn(count, 1, outputs, generator=random).expand(-1, places, -1).clone()
+    part = dp_sgd._Products(slopes, inputs)
+    norms = part.squares().sqrt()
+    for row in range(count):
+        only = torch.eye(count)[row]
+        assert part.total(only).double().norm() <= float(norms[row]) * (1 + 1e-6)
+    exact = torch.bmm(slopes.double().mT, inputs.double()).flatten(1).norm(dim=1)
+    assert (norms >= exact * (1 - 1e-6)).all()
+    if left == 1.0:
+        torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0.0)
 
 
 def test_a_frozen_part_counts_in_no_norm():
@@ -457,7 +538,7 @@ def test_no_record_weighs_more_for_what_the_others_are(loss, ignored):
 
 
 @pytest.mark.parametrize("value", [1e25, 3e38, math.inf, math.nan])
-@pytest.mark.parametrize("which", ["dense", "by vmap", "convolutional"])
+@pytest.mark.parametrize("which", ["dense", "by vmap", "convolutional", "deep convolutional"])
 def test_a_record_without_a_finite_gradient_is_left_out_in_silence(which, value):
     model, shape = MODELS[which]
     task, data = problem(model), records(shape, 6)
