@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial, reduce
 from logging import getLogger
@@ -31,6 +32,7 @@ from flower_ext.training.local import Job, batches, gradient, local_problem, spa
 from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.task import Task
+from flower_ext.training.unfused import unfuse
 
 log = getLogger("flwr")
 
@@ -350,6 +352,8 @@ class ClippedGradient:
 
     def _one_by_one(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
         """Any other model: every example's own gradient, by vmap."""
+        with suppress(ValueError):  # an unusual layer, which vmap may know or say that it does not
+            unfuse(self.model)
         chosen = {name: self.params[name] for name in self.names}
 
         def own(x: Tensor, y: Tensor) -> Params:

@@ -6,11 +6,12 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, train_many
+from flower_ext.training import ClippedGradient, Job, train_many
 from flower_ext.training.batchable import why_apart
 from flower_ext.training.many import together
 from flower_ext.training.unfused import faster_alone, unfuse
 from tests.training.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same
+from tests.training.test_dp_sgd import by_loop
 
 KINDS = {
     "lstm": nn.LSTM,
@@ -145,6 +146,19 @@ def test_models_of_sequences_train_in_batches_as_by_themselves(batched, model, s
     assert why_apart(task, [*jobs(task, sizes)]) is None
     same(train_many(task, [*jobs(task, sizes)]), one_by_one(task, [*jobs(task, sizes)]))
     assert batched
+
+
+@pytest.mark.parametrize("clipping_norm", [0.1, 1e6])
+@pytest.mark.parametrize("model", [Sentences, Gated, Simple])
+def test_each_record_of_sequences_has_a_gradient_of_its_own_to_clip(model, clipping_norm):
+    task = problem(model)
+    (job,) = jobs(task, [9])
+    names = list(job.params)
+    gradient = ClippedGradient(task, names, clipping_norm=clipping_norm)
+    ours = gradient(job.params, job.examples.features, job.examples.targets)
+    theirs = by_loop(task, job.params, job.examples, clipping_norm, names)
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
 
 
 def test_long_sequences_take_more_memory():
