@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import linecache
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 
 from flwr.app import UserConfig
@@ -54,10 +56,24 @@ def main() -> None:
     """Run the app that the command line names; an error that people can mend is one line."""
     try:
         run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
-    except _SAID as error:
-        sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
         sys.exit("Error: interrupted")
+    except Exception as error:
+        if not _says_it_all(error):
+            raise
+        sys.exit(f"Error: {error}")
+
+
+def _says_it_all(error: Exception) -> bool:
+    """Whether people need no more than the message.
+
+    That is so for some kinds of errors, and for values that this package refuses.
+    """
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    refused = isinstance(error, ValueError) and package == "flower_ext" and raised
+    return refused or isinstance(error, _SAID)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,17 @@ from flower_ext.privacy import LedgerCorrupt
 from flower_ext.reporting import NotARun
 from flower_ext.reporting.files import InUse
 from flower_ext.reporting.settings import UnfitSetting
+from flower_ext.training import Proximal
 
 
 def ended_by(error: BaseException, monkeypatch) -> object:
     def fail(*_, **__):
         raise error
 
+    return ended(fail, monkeypatch)
+
+
+def ended(fail, monkeypatch) -> object:
     monkeypatch.setattr(module, "run_app", fail)
     monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "1"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
@@ -39,3 +44,23 @@ def test_ctrl_c_is_no_error_to_look_into(monkeypatch):
 def test_other_errors_show_where_they_were_found(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         ended_by(ZeroDivisionError(), monkeypatch)
+
+
+def test_a_value_that_this_package_refuses_is_one_line(monkeypatch):
+    def run(*_, **__):
+        Proximal(anchor={}, weight=-1.0)
+
+    code = ended(run, monkeypatch)
+    assert code.startswith("Error: ") and "weight=-1.0" in code and "\n" not in code
+
+
+def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
+    """Nobody wrote its message for people."""
+    monkeypatch.setattr(module.json, "load", lambda stream: int("seven"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        module.main()
+
+
+def test_a_value_that_others_refuse_shows_where(monkeypatch):
+    with pytest.raises(ValueError, match="of an app"):
+        ended_by(ValueError("of an app"), monkeypatch)
