@@ -51,7 +51,8 @@ def test_a_value_that_this_package_refuses_is_one_line(monkeypatch):
         Proximal(anchor={}, weight=-1.0)
 
     code = ended(run, monkeypatch)
-    assert code.startswith("Error: ") and "weight=-1.0" in code and "\n" not in code
+    assert code.startswith("Error: weight=-1.0: ")
+    assert "\n" not in code
 
 
 def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
