@@ -114,8 +114,8 @@ def _train_alike(
     steady: bool,
 ) -> Iterator[tuple[list[int], Params]]:
     others = [*range(len(jobs))]
-    alike = (steady or len(jobs) > 1) and why_apart(task, jobs) is None
-    network = dense.network(task, jobs[0]) if alike else None
+    may_share = (steady or len(jobs) > 1) and why_apart(task, jobs) is None
+    network = dense.network(task, jobs[0]) if may_share else None
     if network is not None:
         fit = network.takes(jobs)
         own, others = [i for i in others if fit[i]], [i for i in others if not fit[i]]
