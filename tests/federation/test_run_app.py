@@ -57,7 +57,8 @@ def test_a_value_that_this_package_refuses_is_one_line(monkeypatch):
 
 def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
     """Nobody wrote its message for people."""
-    monkeypatch.setattr(module.json, "load", lambda stream: int("seven"))
+    monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "seven"])
+    monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
     with pytest.raises(ValueError, match="invalid literal"):
         module.main()
 
