@@ -75,7 +75,7 @@ def minimise_envelopes(
     results: dict[int, tuple[Params, Params]] = {}
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
-        if why_apart(task, chosen) is not None:
+        if len(chosen) == 1 or why_apart(task, chosen) is not None:
             results |= {index: minimise_envelope(task, jobs[index], trained) for index in group}
             continue
         stack = Stack(task, chosen, trained)
@@ -113,7 +113,7 @@ def minimise_envelope(
 ) -> tuple[Params, Params]:
     """As `minimise_envelopes`, for a model that cannot train in a batch."""
     pull = job.training.learning_rate * job.attraction
-    with own_draws(job.generator):
+    with own_draws(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
         for x, y in batches(job.examples.to(problem.device), job.training, job.generator):

@@ -287,7 +287,7 @@ def train(
         raise ValueError("cannot train on a client without examples")
     terms = objective(params, training, terms)
     dtype = torch.float64 if training.tolerance else None
-    with own_draws(generator):
+    with own_draws(generator, task.torch_device()):
         problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
         data = examples.to(problem.device)
         if training.tolerance:
@@ -298,9 +298,13 @@ def train(
 
 
 @contextmanager
-def own_draws(generator: torch.Generator) -> Iterator[None]:
+def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
+    seed = int.from_bytes(digest[:8]) >> 1
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        if device.type == "cpu":  # a tenth of the time that seeding absent devices takes
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         yield

@@ -123,7 +123,7 @@ def _train_alike(
         for start in range(0, len(own), size):
             group = own[start : start + size]
             yield group, network.minimise([jobs[index] for index in group], trained)
-    apart = bool(others) and why_apart(task, jobs, steady=steady) is not None
+    apart = (steady or len(others) > 1) and why_apart(task, jobs, steady=steady) is not None
     for part in _groups(task, [jobs[index] for index in others], memory_limit, steady=steady):
         group = [others[index] for index in part]
         chosen = [jobs[index] for index in group]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, Proximal, train_many
+from flower_ext.training import Job, Proximal, batchable, train_many
 from flower_ext.training.batchable import why_apart
 from tests.training.jobs import (
     ALIKE,
@@ -146,6 +146,17 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
 def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said):
     task = problem(lambda: nn.Sequential(layer))
     assert said in why_apart(task, jobs_of(Dense, [SGD], ALIKE))
+
+
+def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
+    """On a node of its own, each message would pay for it."""
+
+    def tried(*_):
+        raise AssertionError("tried")
+
+    monkeypatch.setattr(batchable, "_why_unlike", tried)
+    (job,) = jobs_of(Dense, [SGD], [16])
+    same(train_many(problem(), [job]), one_by_one(problem(), jobs_of(Dense, [SGD], [16])))
 
 
 def smoothed(outputs, targets):
