@@ -1,9 +1,7 @@
 """DP-SGD: every example's gradient clipped, their sum noised, in one backward pass.
 
-A layer's gradient of one example is a product of what came in and of the slope of what went out.
-Both are kept from one forward and one backward pass: they give the norm of every example's whole
-gradient, and, once each slope is scaled by its example's clipping factor, the sum of the clipped
-gradients (book-keeping, Bu et al. 2023). Examples pass in small groups that stay in the caches.
+What went in and out of every layer is kept: it gives the norm of each example's whole gradient, and
+the sum of the clipped ones (`per_example`). Examples pass in small groups that stay in the caches.
 
 Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
 (`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`).
@@ -22,15 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.linalg import vector_norm
 from torch.nn import functional
-from torch.nn.grad import conv2d_weight
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.local import Job, batches, gradient, local_problem, spared
 from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.per_example import LAYERS, Parts, Rows, is_known
 from flower_ext.training.task import Task
 from flower_ext.training.unfused import unfuse
 
@@ -42,12 +39,6 @@ _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms and products in single precision."""
 _TRIED, _ALIKE = 3, 1e-3
 """Random examples on which one pass is tried out, and how far off rounding may be."""
-_ROUNDING = 16
-"""Times a number's relative precision: what is left of products whose sum is zero."""
-_FEW_CHANNELS = 32
-"""Fewer are faster as a convolution of groups than as products of patches (on a CPU)."""
-_PATCHES = 2**22
-"""Numbers of the patches that are written down together."""
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 """Modules that do something else each time."""
 
@@ -257,7 +248,7 @@ class ClippedGradient:
                 module.inplace = False
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
-        self.in_one_pass: bool | None = None if all(map(_is_known, self.layers.values())) else False
+        self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
         """Whether layers tell examples apart; None until there are some (see `_tells_apart`)."""
         written = any(type(layer) is not nn.Linear for layer in self.layers.values())
         self.together = _TOGETHER if written else 16 * _TOGETHER
@@ -346,7 +337,7 @@ class ClippedGradient:
         parts = {}
         for layer, slope in zip(went_out, slopes, strict=True):
             module = self.layers[layer]
-            for leaf, part in _LAYERS[type(module)](module, came_in[layer], slope).items():
+            for leaf, part in LAYERS[type(module)](module, came_in[layer], slope).items():
                 parts[f"{layer}.{leaf}"] = part
         return {name: parts[name] for name in self.names}
 
@@ -361,7 +352,7 @@ class ClippedGradient:
             return found
 
         each = vmap(own, randomness="different")(x, y)
-        return {name: _Rows(gradient) for name, gradient in each.items()}
+        return {name: Rows(gradient) for name, gradient in each.items()}
 
     def _alone(self, loss: Loss, x: Tensor, y: Tensor, chosen: Params) -> Tensor:
         """The loss of one example, without the dimension of examples, at ``chosen`` parameters."""
@@ -382,155 +373,3 @@ def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
 
 def _along(outputs: Tensor, directions: Tensor) -> Tensor:
     return (outputs * directions).sum()
-
-
-class _Rows:
-    """Gradients of a parameter, one row an example."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows.flatten(1)
-
-    def only(self, sound: Tensor) -> _Rows:
-        """Zero but for some examples."""
-        return _Rows(self.rows.where(sound.unsqueeze(1), 0.0))
-
-    def squares(self) -> Tensor:
-        """‖gradient‖² of every example."""
-        norms: Tensor = vector_norm(self.rows, dim=1)
-        return norms.square()
-
-    def total(self, factors: Tensor) -> Tensor:
-        """Σ factor · gradient."""
-        return factors @ self.rows
-
-
-class _Products:
-    """Gradients Σ_t s_t a_tᵀ of a weight over places t of an example, never written.
-
-    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022): in float64, as
-    terms of either sign may cancel. What single precision then leaves of terms that do counts too.
-
-    Parameters
-    ----------
-    slopes, inputs : Tensor
-        (examples, places, outputs) and (examples, places, inputs).
-    """
-
-    def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
-        self.slopes, self.inputs = slopes, inputs
-
-    def only(self, sound: Tensor) -> _Products:
-        """Zero but for some examples."""
-        rows = sound.view(-1, 1, 1)
-        return _Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
-
-    def squares(self) -> Tensor:
-        """‖gradient‖² of every example."""
-        sizes: Tensor = vector_norm(self.slopes, dim=2) * vector_norm(self.inputs, dim=2)
-        if sizes.shape[1] == 1:
-            return sizes[:, 0].square()
-        products = [
-            torch.bmm(part, part.mT) for part in (self.slopes.double(), self.inputs.double())
-        ]
-        squares = (products[0] * products[1]).sum(dim=(1, 2)).clamp_min(0.0)
-        rounding = _ROUNDING * torch.finfo(sizes.dtype).eps * sizes.sum(dim=1)
-        return (squares.sqrt() + rounding).square().to(sizes.dtype)
-
-    def total(self, factors: Tensor) -> Tensor:
-        """Σ factor · gradient."""
-        scaled = self.slopes * factors.view(-1, 1, 1)
-        return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)
-
-
-Parts = dict[str, "_Rows | _Products"]
-
-
-def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
-    x, slope = (part.reshape(len(part), -1, part.shape[-1]) for part in (x, slope))
-    bias = _Rows(slope.sum(dim=1))
-    if _is_better_unwritten(layer.weight, x.shape[1]):
-        return {"weight": _Products(slope, x), "bias": bias}
-    return {"weight": _Rows(torch.bmm(slope.mT, x)), "bias": bias}
-
-
-def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
-    slopes = slope.flatten(2)  # (examples, channels, places)
-    bias = _Rows(slopes.sum(dim=2))
-    if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
-        return {"weight": _Rows(_grouped(layer, x, slope)), "bias": bias}
-    if _is_better_unwritten(layer.weight, slopes.shape[2]):
-        return {"weight": _Products(slopes.mT, _patches(layer, x)), "bias": bias}
-    some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
-    pairs = zip(torch.split(slopes, some), torch.split(x, some), strict=True)
-    rows = [torch.bmm(s, _patches(layer, images)) for s, images in pairs]
-    return {"weight": _Rows(torch.cat(rows)), "bias": bias}
-
-
-def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Whether the products of all pairs of places take less than every example's gradient."""
-    return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
-
-
-def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """What each place of the output is made of: (examples, places, numbers)."""
-    assert isinstance(layer.padding, tuple)
-    return functional.unfold(
-        images, layer.kernel_size, layer.dilation, layer.padding, layer.stride
-    ).mT
-
-
-def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
-    """Every example's own gradient: the convolution with a group of channels for each."""
-    assert isinstance(layer.padding, tuple)
-    own: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
-        _as_channels(x),
-        (len(x) * layer.out_channels, *layer.weight.shape[1:]),
-        _as_channels(slope),
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        len(x) * layer.groups,
-    )
-    return own.reshape(len(x), -1)
-
-
-def _as_channels(images: Tensor) -> Tensor:
-    """Examples as groups of channels of one image, channels last in memory."""
-    one = images.reshape(1, -1, *images.shape[2:])
-    return one.contiguous(memory_format=torch.channels_last)
-
-
-def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
-    normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
-    return {
-        "weight": _Rows((normal * slope).flatten(2).sum(dim=2)),
-        "bias": _Rows(slope.flatten(2).sum(dim=2)),
-    }
-
-
-def _layer_norm(layer: nn.LayerNorm, x: Tensor, slope: Tensor) -> Parts:
-    normal = functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-    last = len(layer.normalized_shape)
-    between = tuple(range(1, x.dim() - last))
-
-    def own(values: Tensor) -> _Rows:
-        return _Rows(values.sum(dim=between) if between else values)
-
-    return {"weight": own(normal * slope), "bias": own(slope)}
-
-
-_LAYERS: dict[type[nn.Module], Callable[..., Parts]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _convolution,
-    nn.GroupNorm: _group_norm,
-    nn.LayerNorm: _layer_norm,
-}
-"""Layers whose gradients of single examples need no pass of their own."""
-
-
-def _is_known(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.Conv2d) and (
-        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
-    ):
-        return False
-    return type(layer) in _LAYERS

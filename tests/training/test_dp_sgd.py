@@ -21,6 +21,7 @@ from flower_ext.training import (
     Task,
     cox_loss,
     dp_sgd,
+    per_example,
     train_clipped_steps,
     train_dp_sgd,
 )
@@ -139,11 +140,11 @@ def test_the_sum_of_clipped_gradients_is_that_of_a_loop_over_records(which, coun
 
 
 FORMS = {
-    "wide convolutional": (dp_sgd._Rows, 1),
-    "deep convolutional": (dp_sgd._Products, 1),
-    "sequences": (dp_sgd._Rows, 1),
-    "short sequences": (dp_sgd._Products, 1),
-    "dense": (dp_sgd._Products, 2),
+    "wide convolutional": (per_example.Rows, 1),
+    "deep convolutional": (per_example.Products, 1),
+    "sequences": (per_example.Rows, 1),
+    "short sequences": (per_example.Products, 1),
+    "dense": (per_example.Products, 2),
 }
 
 
@@ -159,7 +160,7 @@ def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatc
     kind, least = FORMS[which]
     weights = [p for n, p in parts.items() if n.endswith("weight")]
     assert sum(type(p) is kind for p in weights) >= least
-    assert all(type(p) is dp_sgd._Rows for n, p in parts.items() if n.endswith("bias"))
+    assert all(type(p) is per_example.Rows for n, p in parts.items() if n.endswith("bias"))
 
 
 def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):
@@ -168,31 +169,10 @@ def test_patches_of_some_images_at_a_time_change_nothing(monkeypatch):
     params = task.initial_params(1)
     gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
     at_once = gradient(params, data.features, data.targets)
-    monkeypatch.setattr(dp_sgd, "_PATCHES", 2 * 25 * 36)
+    monkeypatch.setattr(per_example, "_PATCHES", 2 * 25 * 36)
     in_parts = gradient(params, data.features, data.targets)
     for name, expected in at_once.items():
         torch.testing.assert_close(in_parts[name], expected)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-@pytest.mark.parametrize("left", [0.0, 1e-7, 1e-5, 1e-3, 1.0])
-def test_what_cancels_does_not_pass_unclipped(left, scale):
-    """Places of one example whose parts of the gradient are opposites, up to a rest."""
-    random = torch.Generator().manual_seed(0)
-    count, places, outputs, wide = 20, 16, 30, 200
-    sides = torch.ones(places).index_fill(0, torch.arange(0, places, 2), -1.0).view(1, -1, 1)
-    same = torch.randn(count, 1, wide, generator=random)
-    inputs = scale * (sides * same + left * torch.randn(count, places, wide, generator=random))
-    slopes = torch.randn(count, 1, outputs, generator=random).expand(-1, places, -1).clone()
-    part = dp_sgd._Products(slopes, inputs)
-    norms = part.squares().sqrt()
-    for row in range(count):
-        only = torch.eye(count)[row]
-        assert part.total(only).double().norm() <= float(norms[row]) * (1 + 1e-6)
-    exact = torch.bmm(slopes.double().mT, inputs.double()).flatten(1).norm(dim=1)
-    assert (norms >= exact * (1 - 1e-6)).all()
-    if left == 1.0:
-        torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0.0)
 
 
 def test_a_frozen_part_counts_in_no_norm():

@@ -1,0 +1,176 @@
+"""The gradient of every example of a batch, layer by layer, from one pass over all of them.
+
+A layer's gradient of one example is a product of what came in and of the slope of what went out.
+Where it takes less, it is never written down: its norm and weighted sums over examples come from
+the factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn import functional
+from torch.nn.grad import conv2d_weight
+
+_ROUNDING = 16
+"""Times a number's relative precision: what is left of products whose sum is zero."""
+_FEW_CHANNELS = 32
+"""Fewer are faster as a convolution of groups than as products of patches (on a CPU)."""
+_PATCHES = 2**22
+"""Numbers of the patches that are written down together."""
+
+
+class Rows:
+    """Gradients of a parameter, one row an example."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows.flatten(1)
+
+    def only(self, sound: Tensor) -> Rows:
+        """Zero but for some examples."""
+        return Rows(self.rows.where(sound.unsqueeze(1), 0.0))
+
+    def squares(self) -> Tensor:
+        """‖gradient‖² of every example."""
+        norms: Tensor = vector_norm(self.rows, dim=1)
+        return norms.square()
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ factor · gradient."""
+        return factors @ self.rows
+
+
+class Products:
+    """Gradients Σ_t s_t a_tᵀ of a weight over places t of an example, never written.
+
+    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022): in float64, as
+    terms of either sign may cancel. What single precision then leaves of terms that do counts too.
+
+    Parameters
+    ----------
+    slopes, inputs : Tensor
+        (examples, places, outputs) and (examples, places, inputs).
+    """
+
+    def __init__(self, slopes: Tensor, inputs: Tensor) -> None:
+        self.slopes, self.inputs = slopes, inputs
+
+    def only(self, sound: Tensor) -> Products:
+        """Zero but for some examples."""
+        rows = sound.view(-1, 1, 1)
+        return Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
+
+    def squares(self) -> Tensor:
+        """‖gradient‖² of every example."""
+        sizes: Tensor = vector_norm(self.slopes, dim=2) * vector_norm(self.inputs, dim=2)
+        if sizes.shape[1] == 1:
+            return sizes[:, 0].square()
+        products = [
+            torch.bmm(part, part.mT) for part in (self.slopes.double(), self.inputs.double())
+        ]
+        squares = (products[0] * products[1]).sum(dim=(1, 2)).clamp_min(0.0)
+        rounding = _ROUNDING * torch.finfo(sizes.dtype).eps * sizes.sum(dim=1)
+        return (squares.sqrt() + rounding).square().to(sizes.dtype)
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ factor · gradient."""
+        scaled = self.slopes * factors.view(-1, 1, 1)
+        return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1)
+
+
+Parts = dict[str, "Rows | Products"]
+
+
+def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
+    x, slope = (part.reshape(len(part), -1, part.shape[-1]) for part in (x, slope))
+    bias = Rows(slope.sum(dim=1))
+    if _is_better_unwritten(layer.weight, x.shape[1]):
+        return {"weight": Products(slope, x), "bias": bias}
+    return {"weight": Rows(torch.bmm(slope.mT, x)), "bias": bias}
+
+
+def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
+    slopes = slope.flatten(2)  # (examples, channels, places)
+    bias = Rows(slopes.sum(dim=2))
+    if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
+        return {"weight": Rows(_grouped(layer, x, slope)), "bias": bias}
+    if _is_better_unwritten(layer.weight, slopes.shape[2]):
+        return {"weight": Products(slopes.mT, _patches(layer, x)), "bias": bias}
+    some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
+    pairs = zip(torch.split(slopes, some), torch.split(x, some), strict=True)
+    rows = [torch.bmm(s, _patches(layer, images)) for s, images in pairs]
+    return {"weight": Rows(torch.cat(rows)), "bias": bias}
+
+
+def _is_better_unwritten(weight: Tensor, places: int) -> bool:
+    """Whether the products of all pairs of places take less than every example's gradient."""
+    return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
+
+
+def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
+    """What each place of the output is made of: (examples, places, numbers)."""
+    assert isinstance(layer.padding, tuple)
+    return functional.unfold(
+        images, layer.kernel_size, layer.dilation, layer.padding, layer.stride
+    ).mT
+
+
+def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
+    """Every example's own gradient: the convolution with a group of channels for each."""
+    assert isinstance(layer.padding, tuple)
+    own: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
+        _as_channels(x),
+        (len(x) * layer.out_channels, *layer.weight.shape[1:]),
+        _as_channels(slope),
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        len(x) * layer.groups,
+    )
+    return own.reshape(len(x), -1)
+
+
+def _as_channels(images: Tensor) -> Tensor:
+    """Examples as groups of channels of one image, channels last in memory."""
+    one = images.reshape(1, -1, *images.shape[2:])
+    return one.contiguous(memory_format=torch.channels_last)
+
+
+def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
+    normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
+    return {
+        "weight": Rows((normal * slope).flatten(2).sum(dim=2)),
+        "bias": Rows(slope.flatten(2).sum(dim=2)),
+    }
+
+
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, slope: Tensor) -> Parts:
+    normal = functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    last = len(layer.normalized_shape)
+    between = tuple(range(1, x.dim() - last))
+
+    def own(values: Tensor) -> Rows:
+        return Rows(values.sum(dim=between) if between else values)
+
+    return {"weight": own(normal * slope), "bias": own(slope)}
+
+
+LAYERS: dict[type[nn.Module], Callable[..., Parts]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+}
+"""Layers whose gradients of single examples need no pass of their own."""
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether `LAYERS` has it, used in the usual way."""
+    if isinstance(layer, nn.Conv2d) and (
+        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
+    ):
+        return False
+    return type(layer) in LAYERS

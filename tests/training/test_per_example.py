@@ -1,0 +1,27 @@
+"""Norms of gradients that are never written down; `test_dp_sgd` holds all forms against a loop."""
+
+import pytest
+import torch
+
+from flower_ext.training import per_example
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("left", [0.0, 1e-7, 1e-5, 1e-3, 1.0])
+def test_what_cancels_does_not_pass_unclipped(left, scale):
+    """Places of one example whose parts of the gradient are opposites, up to a rest."""
+    random = torch.Generator().manual_seed(0)
+    count, places, outputs, wide = 20, 16, 30, 200
+    sides = torch.ones(places).index_fill(0, torch.arange(0, places, 2), -1.0).view(1, -1, 1)
+    same = torch.randn(count, 1, wide, generator=random)
+    inputs = scale * (sides * same + left * torch.randn(count, places, wide, generator=random))
+    slopes = torch.randn(count, 1, outputs, generator=random).expand(-1, places, -1).clone()
+    part = per_example.Products(slopes, inputs)
+    norms = part.squares().sqrt()
+    for row in range(count):
+        only = torch.eye(count)[row]
+        assert part.total(only).double().norm() <= float(norms[row]) * (1 + 1e-6)
+    exact = torch.bmm(slopes.double().mT, inputs.double()).flatten(1).norm(dim=1)
+    assert (norms >= exact * (1 - 1e-6)).all()
+    if left == 1.0:
+        torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0.0)
