@@ -3,8 +3,8 @@
     python -m benchmarks.speed.many
 
 Clients hold 50 examples each, one epoch of SGD in batches of 10; sequences are the rows of their
-images. Tiny ones (users inside a silo)
-hold one to three and train for two epochs. One thread; by turns; the fastest of three.
+images. Tiny ones (users inside a silo) hold one to three and train for two epochs. One thread; by
+turns; the fastest of three.
 """
 
 from __future__ import annotations

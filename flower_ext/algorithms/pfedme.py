@@ -111,7 +111,7 @@ def minimise_envelopes(
 def minimise_envelope(
     task: Task, job: Envelope, trained: Callable[[str], bool]
 ) -> tuple[Params, Params]:
-    """As `minimise_envelopes`, for a model that cannot train in a batch."""
+    """As `minimise_envelopes`, for one job, or a model that cannot train in a batch."""
     pull = job.training.learning_rate * job.attraction
     with own_draws(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
