@@ -59,6 +59,7 @@ from flower_ext.training import (
     evaluate_many,
     train_clipped_steps,
     train_each,
+    trains_apart,
 )
 
 T = TypeVar("T")
@@ -293,6 +294,8 @@ def client_app(
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
             if records.QUESTION in message.content:
                 return side.tell(message, context)
+            if records.COMPANY in message.content:
+                return side.tell_company(message, context)
             return side.tell_state(message, context)
 
     return app
@@ -415,6 +418,19 @@ class _ClientSide:
             data = self._task(context).data(partition_of(context.node_config))
             told["num-examples"] = len(data.train)
         answer = records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
+        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
+
+    def tell_company(self, message: Message, context: Context) -> Message:
+        """Answer whether the trainings that the message describes run one by one on this machine.
+
+        Says nothing of the data but their shape.
+        """
+        check_addressee(message, context)
+        task = self._task(context)
+        data = task.data(partition_of(context.node_config)).train
+        trainings = records.read_trainings(message.content).values()
+        apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
+        answer = records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def _task(self, context: Context) -> Task:

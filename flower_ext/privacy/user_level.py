@@ -18,7 +18,7 @@ SGD clip each user's own update, which is then gone altogether, so for them C is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -59,6 +59,26 @@ _of_one_user = partial(
 )
 SECURE_SUM = "secure aggregation: the server sees no silo's upload"
 """Assumption of what is said about sums, where silos send their uploads as they are."""
+
+
+def company_assumption(apart: Mapping[int, bool]) -> str:
+    """Return the assumption about users who train in one batch, from the silos' answers.
+
+    Parameters
+    ----------
+    apart : Mapping[int, bool]
+        By silo: True where users train one by one.
+    """
+    together = [str(silo) for silo, alone in apart.items() if not alone]
+    if not together:
+        return "users train one by one" if apart else ""
+    where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
+    others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
+    return (
+        f"users train in batches in {where}, in compiled code or where a trial with random users "
+        "on the silo's machine found no bit of a model that depends on the others (evidence, not "
+        f"proof){others}"
+    )
 
 
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
@@ -268,6 +288,7 @@ def uldp_avg_guarantees(
     secure_sampling: bool = True,
     secure_sum: str = SECURE_SUM,
     hidden_draw: str = "",
+    company: str = "",
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
@@ -296,6 +317,8 @@ def uldp_avg_guarantees(
         What hides single uploads from the server.
     hidden_draw : str
         What hides from the server who was sampled; empty where it knows.
+    company : str
+        Why a user's training depends on no other user in any bit (see `company_assumption`).
 
     Raises
     ------
@@ -329,6 +352,7 @@ def uldp_avg_guarantees(
         *_ALWAYS,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
+        *filter(None, (company,)),
         noise_assumption(secure_noise),
     )
 

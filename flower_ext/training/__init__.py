@@ -23,11 +23,13 @@ from flower_ext.training.many import (
     train_each,
     train_groups,
     train_many,
+    trains_apart,
 )
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
 from flower_ext.training.pilot import pilot_run
+from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_many
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
@@ -73,4 +75,7 @@ __all__ = [
     "train_each",
     "train_groups",
     "train_many",
+    "trains_apart",
 ]
+
+products_are_reproducible()  # takes effect before MKL's first call alone

@@ -1,8 +1,15 @@
-"""Which models train in a batch as they do by themselves: known obstacles, and a trial."""
+"""Which models train in a batch as they do by themselves: known obstacles, and two trials.
+
+`why_apart` asks whether a batch makes the same of a model, up to rounding. `depends_on_company`
+asks whether it makes the same of it to the last bit, whichever models train beside it: libraries
+choose kernels by the shape of a batch, and unstable training amplifies a difference in the last bit
+without limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from logging import getLogger
 
@@ -14,6 +21,8 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.training.descent import Kind, Stack, form_for, kind_of, unstacked
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.objective import Linear, Proximal
+from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task
 from flower_ext.training.unfused import faster_alone
@@ -22,12 +31,28 @@ log = getLogger("flwr")
 
 _STEADY_LOSSES = (cross_entropy, cox_loss)
 """Measured, on CPUs, to round a model's outputs alike in every batch of models."""
+MOST_ROWS = 256
+"""Examples in a mini-batch above which models do not train in any company: batches of models gain
+little there, and `depends_on_company` would take longer than the trainings."""
+FEWEST_STEADY = 4
+"""Models of a batch in which none depends on the others; see `in_company`."""
+_COMPANY: Sequence[Sequence[int]] = (
+    range(18),
+    range(17, -1, -1),
+    [*range(5, 18), *range(5)],
+    range(8, 18),
+    range(8),
+    range(3, 9),
+    [0],
+    [11],
+)
+"""Which jobs `depends_on_company` trains together, and in which order."""
 
 
 def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str | None:
     """Why these jobs are better trained one by one; None if they are not.
 
-    If ``steady``, also where no model may depend on the others by its rounding.
+    If ``steady``, also where a model is not known to round alike in every batch.
     """
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
@@ -36,7 +61,14 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
     targets = jobs[0].examples.targets
     reason = _why_unlike(kind_of(task, jobs[0]), task.loss, targets.shape[1:], targets.dtype)
     if reason is None and steady:
-        if task.loss not in _STEADY_LOSSES:
+        if task.torch_device().type != "cpu":
+            reason = "of this device nobody knows whether it rounds alike in every batch"
+        elif not products_are_reproducible():
+            reason = (
+                "matrix products may round otherwise in every batch (MKL's reproducible mode is "
+                "off: import flower_ext before anything multiplies matrices, or set MKL_CBWR=AUTO)"
+            )
+        elif task.loss not in _STEADY_LOSSES:
             reason = "of this loss nobody knows whether it rounds alike in every batch"
         elif not form_for(task, jobs[0]).steady:
             reason = "of this model not all is known to round alike in every batch"
@@ -67,26 +99,12 @@ def _trial(
     task = Task(model=kind.build, data=_no_data, loss=loss, device=str(kind.device))
     training = LocalTraining(steps=2, batch_size=3)
 
-    def jobs() -> Iterator[Job]:
-        for count in (3, 2):
-            random = torch.Generator().manual_seed(count)
-            features = torch.randint(
-                256 if kind.dtype == torch.uint8 else 2, (count, *kind.shape), generator=random
-            ).to(kind.dtype)
-            if kind.dtype.is_floating_point:
-                features.normal_(generator=random)
-            yield Job(
-                params=task.initial_params(count),
-                examples=Examples(
-                    features, torch.randint(2, (count, *shape), generator=random).to(dtype)
-                ),
-                training=training,
-                generator=random,
-            )
+    def jobs() -> list[Job]:
+        return [_random_job(task, kind, shape, dtype, count, training) for count in (3, 2)]
 
     with torch.random.fork_rng(devices=[]):
         try:
-            both = [*jobs()]
+            both = jobs()
             ours = unstacked(Stack(task, both, lambda name: True).minimise(), both)
             theirs = [
                 train(task, job.params, job.examples, training, generator=job.generator)
@@ -102,6 +120,112 @@ def _trial(
             if float((one[name].to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
                 return f"two in a batch do not make the same {name}"
     return None
+
+
+def _random_job(
+    task: Task,
+    kind: Kind,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    count: int,
+    training: LocalTraining,
+    seed: int | None = None,
+) -> Job:
+    """Return a job on ``count`` random examples, drawn from a seed: by default from ``count``."""
+    seed = count if seed is None else seed
+    random = torch.Generator().manual_seed(seed)
+    most = 256 if kind.dtype == torch.uint8 else 2
+    features = torch.randint(most, (count, *kind.shape), generator=random).to(kind.dtype)
+    if kind.dtype.is_floating_point:
+        features.normal_(generator=random)
+    targets = torch.randint(2, (count, *shape), generator=random).to(dtype)
+    return Job(
+        params=task.initial_params(seed),
+        examples=Examples(features, targets),
+        training=training,
+        generator=random,
+    )
+
+
+def in_company(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs and copies of the first: an even number, and four at least.
+
+    Libraries have other kernels for a few models, and for some odd numbers of them.
+    """
+    count = max(FEWEST_STEADY, len(jobs) + len(jobs) % 2)
+    return [*jobs, *(_again(jobs[0]) for _ in range(count - len(jobs)))]
+
+
+def _again(job: Job) -> Job:
+    """Return the same job, with the batches that it is going to draw."""
+    generator = torch.Generator(job.generator.device)
+    generator.set_state(job.generator.get_state())
+    return replace(job, generator=generator)
+
+
+def depends_on_company(task: Task, job: Job) -> bool:
+    """Train random models of the kind of ``job`` in different company; True if any bit differs.
+
+    Models, examples and batches come from fixed seeds. So the answer depends on the kind of model,
+    the sizes of its mini-batches, the machine and its number of threads, and on nobody's data but
+    the number of examples of ``job``. False is evidence, and no proof. The process remembers the
+    answer, which takes some 100 ms for a small model.
+    """
+    size = min(len(job.examples), job.training.batch_size)
+    if size > MOST_ROWS:
+        return True
+    # More than two mini-batches an epoch have no shapes that two do not have.
+    count = min(len(job.examples), size + (len(job.examples) % size or size))
+    training = LocalTraining(
+        batch_size=size,
+        momentum=0.9 if job.training.momentum else 0.0,
+        sam_radius=0.1 if job.training.sam_radius else 0.0,
+    )
+    targets = job.examples.targets
+    return _differs(
+        kind_of(task, job),
+        task.loss,
+        targets.shape[1:],
+        targets.dtype,
+        count,
+        training,
+        bool(job.objective),
+        torch.get_num_threads(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _differs(
+    kind: Kind,
+    loss: Callable[..., Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    count: int,
+    training: LocalTraining,
+    terms: bool,
+    threads: int,
+) -> bool:
+    """Tell whether a model of this kind depends on others; ``threads`` tells answers apart."""
+    task = Task(model=kind.build, data=_no_data, loss=loss, device=str(kind.device))
+
+    def job(number: int) -> Job:
+        made = _random_job(task, kind, shape, dtype, count, training, seed=number)
+        # Below a head that begins at zero all gradients vanish, and would tell nothing.
+        params = shaken(made.params, made.generator)
+        pull = [Proximal(weight=0.1, anchor=made.params)] if terms else []
+        return replace(made, params=params, terms=pull)
+
+    found: dict[int, Params] = {}
+    for members in _COMPANY:
+        jobs = in_company([job(number) for number in members])
+        rows = Stack(task, jobs, lambda name: True).minimise()
+        for row, number in enumerate(members):
+            own = {name: p[row] for name, p in rows.items()}
+            before = found.setdefault(number, clone(own))
+            if not all(torch.equal(p, before[name]) for name, p in own.items()):
+                _say_once("a trial finds that a model depends on those beside it")
+                return True
+    return False
 
 
 def _no_data(client: int) -> ClientData:

@@ -236,7 +236,8 @@ def add_terms(
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
     """L2 norm of each job over all its parameters."""
     squares = [p.flatten(1).square().sum(dim=1) for p in params.values()]
-    return torch.stack(squares).sum(dim=0).sqrt()
+    # Not by torch.sum over a stack of them, which rounds by how many models there are.
+    return sum(squares[1:], squares[0]).sqrt()
 
 
 class Batches:

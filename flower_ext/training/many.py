@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -18,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flower_ext.data import Examples
 from flower_ext.training import dense
-from flower_ext.training.batchable import why_apart
+from flower_ext.training.batchable import depends_on_company, in_company, why_apart
 from flower_ext.training.descent import IGNORED, Stack, form_for, unstacked
-from flower_ext.training.local import Job, train
+from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -31,6 +31,7 @@ _CACHE = 12 * 2**20
 """Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
+_TYPICAL_ROWS = 32
 
 
 def train_many(
@@ -94,9 +95,10 @@ def train_groups(
     Parameters
     ----------
     steady : bool
-        Whether no model may depend on which other jobs there are, not even by its rounding, which
-        unstable training amplifies: for jobs that a guarantee bounds one by one. Costs time where
-        jobs differ in their numbers of examples.
+        Keep every model from depending on the other jobs, even by its rounding, which unstable
+        training amplifies: for jobs that a guarantee bounds one by one. Costs time where jobs
+        differ in their numbers of examples, and trains one by one what may depend on its company
+        (see `batchable`).
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise ValueError("cannot train on a client without examples")
@@ -127,35 +129,51 @@ def _train_alike(
     for part in _groups(task, [jobs[index] for index in others], memory_limit, steady=steady):
         group = [others[index] for index in part]
         chosen = [jobs[index] for index in group]
-        if apart or (len(chosen) == 1 and not steady):
-            (job,) = chosen
-            model = train(
-                task,
-                job.params,
-                job.examples,
-                job.training,
-                trained=trained,
-                terms=job.terms,
-                generator=job.generator,
-            )
-            # Copies, as what was not trained may be the job's own.
-            yield group, {name: p.clone().unsqueeze(0) for name, p in model.items()}
+        alone = apart or (depends_on_company(task, chosen[0]) if steady else len(chosen) == 1)
+        if alone:
+            for index, job in zip(group, chosen, strict=True):
+                yield [index], _trained_alone(task, job, trained)
         else:
             like = chosen[0].params
-            # Libraries round otherwise for one model than for several: one alone trains twice.
-            both = [*chosen, _again(chosen[0])] if len(chosen) == 1 else chosen
-            rows = Stack(task, both, trained).minimise()
+            rows = Stack(task, in_company(chosen) if steady else chosen, trained).minimise()
             yield (
                 group,
                 {n: w[: len(chosen)].to(like[n].device, like[n].dtype) for n, w in rows.items()},
             )
 
 
-def _again(job: Job) -> Job:
-    """The same job, with the batches that it is going to draw."""
-    generator = torch.Generator(job.generator.device)
-    generator.set_state(job.generator.get_state())
-    return replace(job, generator=generator)
+def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
+    """Return True if `train_groups` trains models like these one by one where ``steady``.
+
+    Of ``example`` only shapes and types count. Mini-batches of other sizes may be judged otherwise.
+    """
+    rows = min(training.batch_size, _TYPICAL_ROWS)
+    features, targets = (
+        part[:1].expand(rows, *part.shape[1:]) for part in (example.features, example.targets)
+    )
+    job = Job(
+        params=task.initial_params(0),
+        examples=Examples(features, targets),
+        training=training,
+        generator=torch.Generator(),
+    )
+    if why_apart(task, [job]) is None and dense.network(task, job) is not None:
+        return False
+    return why_apart(task, [job], steady=True) is not None or depends_on_company(task, job)
+
+
+def _trained_alone(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
+    model = train(
+        task,
+        job.params,
+        job.examples,
+        job.training,
+        trained=trained,
+        terms=job.terms,
+        generator=job.generator,
+    )
+    # Copies, as what was not trained may be the job's own.
+    return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
@@ -185,9 +203,14 @@ def _groups(
 ) -> list[list[int]]:
     """As `groups`, for jobs that are alike; if ``steady``, none changes how others are padded."""
 
-    def kind(index: int) -> tuple[int, bool]:
-        examples = jobs[index].examples
-        return -len(examples), steady and IGNORED in examples.targets
+    def kind(index: int) -> tuple[float, ...]:
+        """Return the size and, if ``steady``, all else that changes how a batch computes."""
+        job = jobs[index]
+        if not steady:
+            return (-len(job.examples),)
+        training, ignores = job.training, IGNORED in job.examples.targets
+        ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
+        return -job.num_steps, -len(job.examples), training.batch_size, ignores, *ways
 
     order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, *kind(i)))
     steps = [jobs[i].num_steps for i in order]

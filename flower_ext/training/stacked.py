@@ -283,12 +283,37 @@ def _linear(parameters: Pass, x: Tensor, *, layer: nn.Linear, name: str) -> Tens
 
 def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) -> Tensor:
     weight = parameters.leaf(f"{name}.weight")
-    bias = None if layer.bias is None else parameters.leaf(f"{name}.bias").flatten()
     groups = len(weight) * layer.groups
     x, kernel = _by_channel(x), weight.flatten(0, 1)
     if len(kernel) == 1:  # PyTorch's backward pass wants a single filter in its usual order
         kernel = kernel.contiguous()
-    return functional.conv2d(x, kernel, bias, layer.stride, layer.padding, layer.dilation, groups)
+    x = functional.conv2d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups)
+    if layer.bias is None:
+        return x
+    y: Tensor = _Biased.apply(x, parameters.leaf(f"{name}.bias"))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Biased(torch.autograd.Function):
+    """x (batch, K·channels, height, width) plus the biases (K, channels), in place.
+
+    The gradients of the biases are summed model by model: a sum over all channels at once rounds
+    by how many there are, and so does that of a convolution with several threads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.count = len(bias)
+        ctx.mark_dirty(x)
+        return x.add_(bias.flatten().view(-1, 1, 1))
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return slope, None
+        numbers = slope.permute(0, 2, 3, 1).flatten(0, 2)
+        by_model = numbers.view(len(numbers), ctx.count, -1)
+        return slope, torch.stack([own.sum(dim=0) for own in by_model.unbind(dim=1)])
 
 
 def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) -> Tensor:
@@ -373,10 +398,13 @@ OPERATIONS: frozenset[Any] = frozenset(
 """Functions, and methods of tensors, that treat every number alike."""
 
 _UNSTEADY: frozenset[Any] = frozenset(
-    {nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"}
+    {
+        *(nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"),
+        nn.AdaptiveAvgPool2d,
+    }
 )
 """Of these PyTorch rounds the last numbers of an array, which fill no vector register, otherwise
-than those before them (measured on CPUs): who is last depends on who else is there."""
+than those before them (measured on CPUs): which model comes last depends on the others."""
 
 
 def _pooled_first(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:

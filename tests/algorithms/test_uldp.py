@@ -792,7 +792,8 @@ class Liar(InProcessGrid):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
             asked = reply.metadata.message_type.startswith("query.uldp")
-            if asked and reply.metadata.src_node_id == 1_001:
+            told = reply.content.array_records.get("answer", {})
+            if asked and "histogram" in told and reply.metadata.src_node_id == 1_001:
                 reply.content["answer"] = records.to_record({"histogram": self.told})
         return replies
 

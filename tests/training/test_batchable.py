@@ -10,7 +10,8 @@ from torch.nn.functional import cross_entropy, dropout
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, Proximal, batchable, train_many
-from flower_ext.training.batchable import why_apart
+from flower_ext.training.batchable import depends_on_company, in_company, why_apart
+from flower_ext.training.descent import Stack
 from tests.training.jobs import (
     ALIKE,
     SGD,
@@ -175,6 +176,69 @@ def test_what_may_round_otherwise_among_others_trains_alone_where_that_counts():
     assert why_apart(problem(tanh), jobs, steady=True) is None
     assert why_apart(problem(tanh, smoothed), jobs) is None
     assert "this loss" in why_apart(problem(tanh, smoothed), jobs, steady=True)
+
+
+def leaky():
+    return nn.Sequential(nn.Linear(4, 21), nn.LeakyReLU(), nn.Tanh(), nn.Linear(21, 3))
+
+
+def planted(monkeypatch, moved):
+    """Change the last bit of those models of a batch that ``moved(count)`` names."""
+    minimise = Stack.minimise
+
+    def other(stack):
+        rows = minimise(stack)
+        for row in moved(len(stack.jobs)):
+            rows["0.bias"][row, 0] = torch.nextafter(rows["0.bias"][row, 0], torch.tensor(9.0))
+        return rows
+
+    monkeypatch.setattr(Stack, "minimise", other)
+    batchable._differs.cache_clear()
+
+
+@pytest.fixture
+def forgetful():
+    yield
+    batchable._differs.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda count: [0],
+        lambda count: [count - 1],
+        lambda count: range(1, count, 2),
+        lambda count: range(count) if count > 8 else [],
+        lambda count: range(count) if count == 4 else [],
+    ],
+    ids=["the first", "the last", "every second", "of many", "of few"],
+)
+def test_a_trial_finds_a_model_that_depends_on_its_company_in_one_bit(monkeypatch, moved):
+    (job,) = jobs_of(leaky, [SGD], [12])
+    batchable._differs.cache_clear()
+    assert not depends_on_company(problem(leaky), job)
+    planted(monkeypatch, moved)
+    assert depends_on_company(problem(leaky), job)
+
+
+def test_mini_batches_beyond_what_is_tried_count_as_dependent():
+    training = replace(SGD, batch_size=10**6)
+    small, large = jobs_of(leaky, [training], [256, 257])
+    assert not depends_on_company(problem(leaky), small)
+    assert depends_on_company(problem(leaky), large)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 4), (2, 4), (4, 4), (5, 6), (8, 8)])
+def test_company_is_an_even_number_of_the_same_jobs(count, expected):
+    jobs = jobs_of(leaky, [SGD], [12] * count)
+    company = in_company(jobs)
+    assert len(company) == expected
+    assert company[:count] == jobs
+    for copy in company[count:]:
+        assert copy.examples is jobs[0].examples
+        assert copy.generator is not jobs[0].generator
+        assert torch.equal(copy.generator.get_state(), jobs[0].generator.get_state())
 
 
 class Headed(nn.Module):

@@ -20,7 +20,7 @@ from flower_ext.training import (
     train,
 )
 from flower_ext.training import many as module
-from flower_ext.training.many import together, train_groups, train_many
+from flower_ext.training.many import together, train_groups, train_many, trains_apart
 from flower_ext.training.stacked import MappedModel
 from tests.training.jobs import (
     ALIKE,
@@ -351,6 +351,61 @@ def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
     for clients in ([0], [3], [0, 4], [1, 2, 3]):
         for client, own in trained(clients).items():
             assert all(torch.equal(p, every[client][name]) for name, p in own.items())
+
+
+def sharp():
+    """Sharpness-aware training takes a norm over all parameters of each model."""
+    return nn.Sequential(nn.Linear(64, 30), nn.LeakyReLU(), nn.Linear(30, 40), nn.LeakyReLU())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("model", [pooled, sharp])
+@pytest.mark.parametrize("batch_size", [4, 32])
+def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, batch_size, threads):
+    task = problem(model)
+    training = LocalTraining(
+        epochs=3, batch_size=batch_size, learning_rate=0.5, momentum=0.9, sam_radius=0.1
+    )
+    shape = (1, 8, 8) if model is pooled else (64,)
+
+    def trained(clients):
+        made = []
+        for client in clients:
+            draw = torch.Generator().manual_seed(client)
+            examples = Examples(
+                features=torch.randn(37, *shape, generator=draw),
+                targets=torch.randint(3, (37,), generator=draw),
+            )
+            start = task.initial_params(1)
+            made.append(Job(params=start, examples=examples, training=training, generator=draw))
+        found = {}
+        for group, rows in train_groups(task, made, steady=True):
+            for row, index in enumerate(group):
+                found[clients[index]] = {name: p[row].clone() for name, p in rows.items()}
+        return found
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        every = trained(range(20))
+        for clients in ([19], [3, 0], [7, 2, 11], range(19, 8, -1), [*range(5, 20), *range(5)]):
+            for client, own in trained(clients).items():
+                assert all(torch.equal(p, every[client][name]) for name, p in own.items())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_trained_apart_is_said_beforehand():
+    shape = Examples(torch.zeros(3, 1, 8, 8), torch.zeros(3, dtype=torch.long))
+    training = LocalTraining(batch_size=16)
+    assert not trains_apart(problem(pooled), shape, training)
+    assert not trains_apart(problem(lambda: compiled_images()), shape, training)
+    assert trains_apart(problem(of(nn.Sigmoid)), shape, training)
+    assert trains_apart(problem(Reading), shape, training)
+
+
+def compiled_images():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
 class OfAnyLength(nn.Module):

@@ -36,6 +36,7 @@ from flower_ext.algorithms.uldp.weights import (
     WEIGHTS,
     WeightSource,
     answer,
+    ask_company,
     ask_silos,
     check_weights,
     owned,
@@ -61,6 +62,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     Weighting,
     check_user_plan,
+    company_assumption,
     sum_clipped_rows,
     uldp_avg_guarantees,
 )
@@ -236,6 +238,8 @@ class UldpAvg(FederatedStrategy):
         super().__init__(plan=plan, **options)
         self.num_silos = num_silos
         self.local = local or LocalTraining()
+        self.apart: Mapping[int, bool] = {}
+        """By silo: True where users train one by one, since company might change them."""
         self._users: list[int] = []
         self._users_records: Sequence[ArrayRecord] = []
 
@@ -256,6 +260,7 @@ class UldpAvg(FederatedStrategy):
 
     def prepare(self, grid: Grid) -> None:
         """Ask the silos whether they can take part, and for histograms where weights need them."""
+        self.apart = ask_company(self, grid)
         counts = ask_silos(
             self, grid, self.plan.sampling.population, histogram=self.weights.needs_histogram
         )
@@ -322,6 +327,7 @@ class UldpAvg(FederatedStrategy):
             secure_sum=self.secure_sum,
             hidden_draw=self.hidden_draw,
             not_covered=self.not_covered(),
+            company=company_assumption(self.apart),
         )
 
     @property

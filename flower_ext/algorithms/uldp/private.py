@@ -57,6 +57,7 @@ from flower_ext.algorithms.uldp.private_silo import (
     local_update,
 )
 from flower_ext.algorithms.uldp.private_weights import PrivateWeighting, PrivateWeights
+from flower_ext.algorithms.uldp.weights import ask_company
 from flower_ext.federation import (
     ClientMethod,
     FederationNotReady,
@@ -165,6 +166,7 @@ class PrivateUldpAvg(UldpAvg):
     def prepare(self, grid: Grid) -> None:
         """Set up the protocol: keys, the silos' seed, blinded counts."""
         started = time.monotonic()
+        self.apart = ask_company(self, grid)
         plan = self._weighting_plan(coordinates=sum(a.size for a in self._base.values()))
         norm = self.plan.clipping_norm
         self.plan = replace(self.plan, sensitivity=plan.contribution_bound(norm) / norm)

@@ -249,6 +249,27 @@ def ask_silos(
     return np.stack([told[silo] for silo in sorted(told)])
 
 
+def ask_company(strategy: FederatedStrategy, grid: Grid) -> dict[int, bool]:
+    """Ask each silo whether its users train one by one; the answer rests on its machine alone.
+
+    Raises
+    ------
+    FederationNotReady
+        A silo does not answer.
+    """
+    trainings = records.training_records(strategy.training)
+    content = {records.COMPANY: ConfigRecord(), **trainings}
+    everyone = dict.fromkeys(range(strategy.num_nodes), content)
+    return dict(sorted(strategy.ask_each(grid, everyone, _read_company).items()))
+
+
+def _read_company(reply: Message) -> bool:
+    told = records.read_answer(reply)
+    if set(told) != {records.COMPANY} or told[records.COMPANY].shape != ():
+        raise RefusedReply(f"arrays {sorted(told)}: expected {records.COMPANY!r} alone, one number")
+    return bool(told[records.COMPANY])
+
+
 def _read_counts(reply: Message, num_users: int) -> np.ndarray:
     told = records.read_answer(reply)
     if set(told) != {HISTOGRAM}:
