@@ -287,18 +287,20 @@ def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) ->
     x, kernel = _by_channel(x), weight.flatten(0, 1)
     if len(kernel) == 1:  # PyTorch's backward pass wants a single filter in its usual order
         kernel = kernel.contiguous()
-    x = functional.conv2d(x, kernel, None, layer.stride, layer.padding, layer.dilation, groups)
-    if layer.bias is None:
+    bias = None if layer.bias is None else parameters.leaf(f"{name}.bias")
+    added = bias.flatten() if bias is not None and torch.get_num_threads() == 1 else None
+    x = functional.conv2d(x, kernel, added, layer.stride, layer.padding, layer.dilation, groups)
+    if bias is None or added is not None:
         return x
-    y: Tensor = _Biased.apply(x, parameters.leaf(f"{name}.bias"))  # type: ignore[no-untyped-call]
+    y: Tensor = _Biased.apply(x, bias)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Biased(torch.autograd.Function):
     """x (batch, K·channels, height, width) plus the biases (K, channels), in place.
 
-    The gradients of the biases are summed model by model: a sum over all channels at once rounds
-    by how many there are, and so does that of a convolution with several threads.
+    The gradients of the biases are summed model by model. With several threads a convolution sums
+    them in an order that depends on how many channels there are.
     """
 
     @staticmethod

@@ -84,6 +84,7 @@ def test_where_it_comes_too_late_users_train_one_by_one():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_no_model_depends_on_its_company_with_any_instruction_set(limit, threads):
