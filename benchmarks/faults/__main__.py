@@ -8,8 +8,9 @@ count. Clients get malformed requests; noise is measured under dropout; every me
 personalised methods is searched for what clients remember. Then, unless ``--quick``, processes are
 killed (`kill`) and a real SuperLink with real SuperNodes is disturbed (`processes`).
 
-``--quick`` takes a minute, the whole some ten for what runs in this process. The exit status is 1
-where something was not kept.
+``--quick`` takes a minute, the whole some ten for what runs in this process. Each part is
+written down as it ends. The exit status is 1 where a part failed or something was not kept, and the
+last line names these parts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import platform
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -65,19 +67,38 @@ def main(
     for name in only or ():
         if name not in parts:
             raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
-    sections, all_kept = (
-        [f"# Faults\n\n{platform.machine()}, Python {platform.python_version()}."],
-        True,
-    )
-    for name in only or parts:
+    lost = run_parts({name: parts[name] for name in only or parts}, output / "faults.md")
+    sys.exit(1 if lost else 0)
+
+
+def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path) -> list[str]:
+    """Run all parts, write each down as it ends, and name those that failed or were not kept.
+
+    A part that raises keeps no other from running, and an interrupt leaves in the report what has
+    ended. The last line, printed and written, is the verdict; a report without it is unfinished.
+    """
+    report.write_text("", encoding="utf-8")
+
+    def tell(text: str) -> None:
+        with report.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n\n")
+        print(f"\n{text}", flush=True)
+
+    tell(f"# Faults\n\n{platform.machine()}, Python {platform.python_version()}.")
+    lost = []
+    for name, part in parts.items():
         started = time.monotonic()
-        text, kept = parts[name]()
-        all_kept &= kept
-        sections.append(f"{text}\n\n{time.monotonic() - started:.0f} s.")
-        print(f"\n{sections[-1]}", flush=True)
-    (output / "faults.md").write_text("\n\n".join(sections) + "\n")
-    print(f"\nwritten to {output / 'faults.md'}; {'all kept' if all_kept else 'NOT ALL KEPT'}")
-    sys.exit(0 if all_kept else 1)
+        try:
+            text, kept = part()
+            verdict = "kept" if kept else "not kept"
+        except Exception:
+            text, verdict = f"## {name}\n\n```\n{traceback.format_exc()}```", "failed"
+        tell(f"{text}\n\n{time.monotonic() - started:.0f} s, {verdict}.")
+        if verdict != "kept":
+            lost.append(f"{name} ({verdict})")
+    print(f"\nwritten to {report}")
+    tell(f"NOT ALL KEPT: {', '.join(lost)}" if lost else "all kept")
+    return lost
 
 
 def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[str, bool]:
@@ -217,8 +238,9 @@ def real_processes() -> tuple[str, bool]:
     """A real SuperLink and real SuperNodes."""
     with tempfile.TemporaryDirectory() as folder:
         rows, outcomes = processes.run(Path(folder))
-    text = f"## Real processes\n\n{processes.report(rows, outcomes)}"
-    return text, all(outcome.kept for outcome in outcomes)
+        # Still in the folder: outcomes read their run directories when asked.
+        text = f"## Real processes\n\n{processes.report(rows, outcomes)}"
+        return text, all(outcome.kept for outcome in outcomes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from benchmarks.faults import clients, malformed, noise, wire
+from benchmarks.faults import __main__ as command
+from benchmarks.faults import clients, malformed, noise, processes, wire
 from benchmarks.faults.engine import run_case
 from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
 from flower_ext.algorithms import DPFedAvg
@@ -59,6 +60,67 @@ def test_no_byte_of_personal_parameters_is_in_any_message(name):
     assert (found.found_bytes, found.found_names) == (0, 0)
     assert found.personal_bytes > 0  # cohorts may be small
     assert found.wire_bytes > 10_000
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def run_command(capsys, output, *, only, **options):
+    with pytest.raises(SystemExit) as ended:
+        command.main(output=output, only=only, **options)
+    printed = capsys.readouterr().out.splitlines()
+    written = (output / "faults.md").read_text(encoding="utf-8").splitlines()
+    return ended.value.code, printed[-1], written
+
+
+def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(command, "DROPOUTS", (0.0,))
+    monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev: update)
+    monkeypatch.setattr(processes, "NODES", "no number")
+    only = ["processes", "noise", "wire"]
+    status, last, written = run_command(capsys, tmp_path, only=only)
+    assert status == 1
+    assert last == "NOT ALL KEPT: processes (failed), noise (not kept)"
+    assert [line for line in written if line.startswith("##")] == [
+        "## processes",
+        "## Noise under dropout",
+        "## Personal parameters on the wire",
+    ]
+    assert any("TypeError" in line for line in written)
+
+
+def test_a_command_that_keeps_all_says_so(capsys, tmp_path):
+    status, last, written = run_command(capsys, tmp_path, only=["wire"], quick=True)
+    assert (status, last) == (0, "all kept")
+    assert "## Personal parameters on the wire" in written
+
+
+def test_real_processes_report_what_is_only_in_their_folder(monkeypatch):
+    settings = {**processes.SETTINGS, "rounds": 1, "dropout-policy": "top-up"}
+
+    def of_one_run(folder):  # the same outcomes, of runs in this process
+        run = processes.in_process(folder / "run", settings, {1: {2}})
+        plan = replace(processes.TOPPED_UP, rounds=1)
+        return [processes.Row("left out", 1, 1)], [processes.Outcome(plan, [], run, run, None)]
+
+    monkeypatch.setattr(processes, "run", of_one_run)
+    text, kept = command.real_processes()
+    assert kept
+    assert "| top-up | completed | 1 | 0 | 0 |" in text
+
+
+def test_an_interrupt_leaves_the_parts_that_have_ended(monkeypatch, tmp_path):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_case", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(output=tmp_path, only=["wire", "engine"], quick=True)
+    written = (tmp_path / "faults.md").read_text(encoding="utf-8")
+    assert "## Personal parameters on the wire" in written
+    assert "all kept" not in written
 
 
 # The referee --------------------------------------------------------------------------------------
