@@ -81,14 +81,16 @@ def measure(
     )
     grid.dropout = dropout
     models = [_flat(initial())]
-    strategy.start(
+    result = strategy.start(
         grid,
         initial(),
         num_rounds=rounds,
         evaluate_fn=lambda number, arrays: models.append(_flat(arrays)),
     )
     steps = np.diff(np.stack(models), axis=0) * COHORT / (NORM * MULTIPLIER)
-    noise = steps[steps.any(axis=1)]
+    rows = result.train_metrics_clientapp
+    # As the strategy says: a sum that was released without noise moves nothing, as one discarded.
+    noise = steps[[not rows[number].get("discarded", 0) for number in range(1, rounds + 1)]]
     return Measured(
         dropout=dropout,
         policy=policy if placement == "client" else "server noises",

@@ -154,10 +154,11 @@ def test_the_referee_sees_noise_that_is_missing_and_a_crash(monkeypatch):
     assert "ZeroDivisionError" in run_case(CASES[2], 3, flood=0, seed=3).crashes[0]
 
 
-def test_too_little_noise_under_dropout_is_seen(monkeypatch):
+@pytest.mark.parametrize("part", [0.0, 0.8])
+def test_too_little_noise_under_dropout_is_seen(monkeypatch, part):
     add = SecureNoise.add_gaussian
     monkeypatch.setattr(
-        SecureNoise, "add_gaussian", lambda self, update, stddev: add(self, update, 0.8 * stddev)
+        SecureNoise, "add_gaussian", lambda self, update, stddev: add(self, update, part * stddev)
     )
     assert not noise.measure(0.5, "top-up", "client", rounds=15, seed=1).enough
 
