@@ -5,7 +5,12 @@
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
-VENV ?= .venv
+space := $(subst x,,x x)
+# Elsewhere where this path has spaces: below it, Flower's SuperLink finds no tables.
+VENV ?= $(if $(findstring $(space),$(CURDIR)),$(HOME)/.cache/flower-ext$(subst $(space),_,$(CURDIR)),.venv)
+ifneq ($(words $(VENV)),1)
+$(error VENV=$(VENV): expected a path without spaces)
+endif
 BIN := $(VENV)/bin
 RUNS ?= $(CURDIR)/runs
 
@@ -27,11 +32,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs $(RUNS) || status=$$?; \
-	pkill -f "[f]lower-super.*$(FLWR_HOME)" || true; exit $$status
+	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs "$(RUNS)" || status=$$?; \
+	pkill -f "[f]lower-super.*$$(printf %s "$$FLWR_HOME" | tr -c '[:alnum:]/' .)" || true; exit $$status
 
 deploy: install
-	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs $(RUNS) $(DEPLOY_SETTINGS)
+	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
 
 test: install
 	$(BIN)/pytest
