@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from flower_ext.reporting.launch import environment, executable
+from flower_ext.reporting.launch import environment, executable, hint_on_spaces
 
 CONNECTION = "loopback"
 """Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""
@@ -133,12 +133,14 @@ class Deployment:
         trust = "insecure = true"
         if self.secure:
             make_certificates(self.folder / "certificates", hosts=(HOST, "localhost"))
-            trust = f'root-certificates = "{self.folder / "certificates" / "ca.crt"}"'
+            path = str(self.folder / "certificates" / "ca.crt")
+            trust = f"root-certificates = {json.dumps(path, ensure_ascii=False)}"
         if not self._secret.exists():
             _write_private(self._secret, token_bytes(32))
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
+            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n{trust}\n',
+            encoding="utf-8",
         )
 
     def start_superlink(self) -> None:
@@ -238,7 +240,8 @@ class Deployment:
         _, public = self.key_of(f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
-            raise DeploymentFailed(f"node {node} was not registered: {done.stdout}{done.stderr}")
+            said = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
+            raise DeploymentFailed(f"node {node} was not registered: {said}")
 
     def list_nodes(self) -> list[dict[str, Any]]:
         """What the SuperLink says of the nodes it knows."""
@@ -289,7 +292,10 @@ class Deployment:
     def logs(self, last: int = 3000) -> str:
         """The last characters of every process's log."""
         paths = sorted((self.folder / "logs").glob("*.log"))
-        return "\n".join(f"{path.name}:\n{path.read_text()[-last:]}" for path in paths)
+        return "\n".join(
+            f"{path.name}:\n{path.read_text(encoding='utf-8', errors='replace')[-last:]}"
+            for path in paths
+        )
 
     @property
     def _secret(self) -> Path:

@@ -148,7 +148,8 @@ def launch(
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):
-        raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}")
+        hint = hint_on_spaces() if superlink is None else ""
+        raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}{hint}")
     run_id = str(answer["run-id"])
     try:
         facts = _finished(run_id, connection, env)
@@ -348,7 +349,8 @@ def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value)  # strings, numbers and booleans are written alike
+    # Strings, numbers and booleans are written alike, but for escapes beyond the first plane.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -386,3 +388,14 @@ def environment() -> dict[str, str]:
     # own commands, and need not install anything.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **os.environ, "PATH": path}
+
+
+def hint_on_spaces() -> str:
+    """Return what may be behind an error of a SuperLink that this environment runs, or nothing."""
+    # flwr 1.41 names the folder of its tables in a list that is separated by spaces.
+    if " " not in sys.prefix:
+        return ""
+    return (
+        f"\nFlower's SuperLink finds no tables below a path with spaces, as {sys.prefix}: install "
+        "into an environment elsewhere, or run with --in-process"
+    )

@@ -254,7 +254,7 @@ class RunDirectory:
         """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""
         if not rows:
             return
-        with (self.path / "clients.csv").open("w", newline="") as stream:
+        with (self.path / "clients.csv").open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, list(dict.fromkeys(n for row in rows for n in row)))
             writer.writeheader()
             writer.writerows(rows)
@@ -264,12 +264,12 @@ class RunDirectory:
         path = self.path / "clients.csv"
         if not path.exists():
             return []
-        with _reading(path), path.open(newline="") as stream:
+        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
             return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
 
     def save_user_records(self, histogram: np.ndarray) -> None:
         """Write ``users.csv`` from numbers of records (silos, users): one row a user."""
-        with (self.path / "users.csv").open("w", newline="") as stream:
+        with (self.path / "users.csv").open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
             writer.writerow(["user", *(f"silo {silo}" for silo in range(len(histogram)))])
             writer.writerows([user, *own] for user, own in enumerate(histogram.T.tolist()))
@@ -279,7 +279,7 @@ class RunDirectory:
         path = self.path / "users.csv"
         if not path.exists():
             return None
-        with _reading(path), path.open(newline="") as stream:
+        with _reading(path), path.open(newline="", encoding="utf-8") as stream:
             rows = [[int(number) for number in row[1:]] for row in list(csv.reader(stream))[1:]]
             return np.asarray(rows, dtype=np.int64).T
 

@@ -1,7 +1,9 @@
 """Keys and certificates of a deployment; its processes are in tests/apps/test_deployment.py."""
 
+import tomllib
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -62,6 +64,15 @@ def test_certificates_that_are_there_stay(tmp_path):
 def test_a_deployment_needs_a_node(tmp_path):
     with pytest.raises(ValueError, match="nodes=0: expected at least 1"):
         Deployment(tmp_path, nodes=0)
+
+
+def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
+    folder = tmp_path / 'σ "quoted" 📁'
+    Deployment(folder, nodes=1).prepare()
+    connection = tomllib.loads((folder / "flwr" / "config.toml").read_text(encoding="utf-8"))
+    trusted = connection["superlink"]["loopback"]["root-certificates"]
+    assert trusted == str(folder / "certificates" / "ca.crt")
+    assert Path(trusted).exists()
 
 
 def test_a_deployment_that_does_not_come_up_ends_what_it_started(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Starting apps: what is asked of Flower's commands, which are played here."""
 
 import json
+import tomllib
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
@@ -57,6 +58,18 @@ def test_ctrl_c_before_the_run_has_a_number_says_how_to_stop_it(monkeypatch, tmp
         start(monkeypatch, Flower("run"), tmp_path, "far")
 
 
+@pytest.mark.parametrize("superlink", [None, "far"])
+def test_a_refusal_below_a_path_with_spaces_says_that_flower_may_not_run_there(
+    superlink, monkeypatch, tmp_path
+):
+    refused = json.dumps({"success": False, "error-message": "Internal server error."})
+    monkeypatch.setattr(module, "_flwr", lambda words, env: CompletedProcess(words, 1, refused, ""))
+    monkeypatch.setattr(module.sys, "prefix", "/home/a user/.venv")
+    with pytest.raises(LaunchFailed, match="Internal server error") as failed:
+        launch(DP2_FEDSAM.folder, runs=tmp_path, superlink=superlink)
+    assert ("/home/a user/.venv" in str(failed.value)) == (superlink is None)
+
+
 def overrides(monkeypatch, **options):
     """The run configuration that ``flwr run`` is given, without the app's defaults."""
     flower = Flower("run")
@@ -66,6 +79,13 @@ def overrides(monkeypatch, **options):
     ((_, *words),) = flower.asked
     given = (words[i + 1] for i, word in enumerate(words) if word == "--run-config")
     return dict(setting.split("=", 1) for setting in given)
+
+
+def test_any_folder_s_name_reaches_flower_as_it_is(monkeypatch, tmp_path):
+    folder = tmp_path / "a b=c" / "σ 📁 it's"
+    options = {"settings": ["data-folder=."], "runs": folder}
+    given = overrides(monkeypatch, **options)["run-directory"]
+    assert Path(tomllib.loads(f"path = {given}")["path"]).parent == folder
 
 
 def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it(

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import numpy as np
@@ -61,6 +64,18 @@ def test_a_metric_that_a_client_lacks_is_an_empty_cell(run):
     rows = [{"partition": 0.0, "loss": 0.5}, {"partition": 1.0, "loss": 1.0, "auc": 0.25}]
     run.save_client_metrics(rows)
     assert run.client_metrics() == rows
+
+
+def test_metrics_of_any_name_are_written_in_a_locale_of_ascii_alone(run):
+    program = (
+        "import locale, sys; assert locale.getencoding() != 'UTF-8'; from pathlib import Path; "
+        "from flower_ext.reporting import RunDirectory as Run; run = Run.open(Path(sys.argv[1])); "
+        "run.save_client_metrics([{'\\u03c3': 0.5}]); run.client_metrics()"
+    )
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = {**os.environ, **ascii_alone}
+    subprocess.run([sys.executable, "-c", program, run.path], env=environment, check=True)
+    assert run.client_metrics() == [{"σ": 0.5}]
 
 
 def test_client_metrics_come_back_as_numbers(run):
