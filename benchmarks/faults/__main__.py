@@ -49,8 +49,6 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="parts; all by default")] = None,
 ) -> None:
     """Run, print and write the report."""
-    torch.set_num_threads(1)
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     output.mkdir(parents=True, exist_ok=True)
     scale = 20 if quick else 1
     parts: dict[str, Callable[[], tuple[str, bool]]] = {
@@ -244,4 +242,6 @@ def real_processes() -> tuple[str, bool]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     typer.run(main)
