@@ -387,7 +387,12 @@ def environment() -> dict[str, str]:
     # The environment that runs this command has what the app needs; flwr looks there for its
     # own commands, and need not install anything.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", **os.environ, "PATH": path}
+    return {
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PYTHONIOENCODING": ":replace",  # a run's log has ε, at which its stream would end
+        **os.environ,
+        "PATH": path,
+    }
 
 
 def hint_on_spaces() -> str:

@@ -101,7 +101,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     assert [e["kind"] for e in run.ledger()].count("reserve") == plan.rounds  # asked is spent
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right
-    report = (run.path / "report.md").read_text()
+    report = (run.path / "report.md").read_text(encoding="utf-8")
     assert "## Missing answers" in report
     assert "stranger" in (text := deployment.logs()), text
     log = (deployment.folder / "logs" / "stranger.log").read_text()
@@ -135,7 +135,7 @@ def test_a_killed_server_app_leaves_a_failed_run_and_no_spend_uncounted(deployme
     assert "finished:failed" in str(watched.error)
     assert run.facts["status"] == "failed"
     assert "finished:failed" in run.facts["reason"]
-    report = (run.path / "report.md").read_text()
+    report = (run.path / "report.md").read_text(encoding="utf-8")
     assert "This run is failed" in report
     assert "No guarantee was recorded" in report
     assert [e["kind"] for e in Ledger.read(run.ledger_path)] == ["reserve", "commit", "reserve"]

@@ -73,7 +73,7 @@ def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_
     assert published.epsilon == pytest.approx(3.0)
     assert run_.facts["status"] == "completed"
     assert models.epsilon > 3.0  # with its own sampling, the theorem promises too much
-    assert "not a promise of this run" in (run_.path / "report.md").read_text()
+    assert "not a promise of this run" in (run_.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):

@@ -86,7 +86,7 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     run = RunDirectory.open(path)
     assert run.facts["status"] == "failed"
     write_report(run)
-    text = (path / "report.md").read_text()
+    text = (path / "report.md").read_text(encoding="utf-8")
     assert ("covers what clients had been asked for until then" in text) == interrupted
     assert ("the lines below were written after round" in text) != interrupted
     if interrupted:

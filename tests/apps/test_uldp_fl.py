@@ -50,7 +50,7 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     assert bool(guarantees) == private
     assert all(g.unit is PrivacyUnit.USER for g in guarantees)
     assert {g.basis for g in guarantees} == ({"published", "provable"} if private else set())
-    text = (run_.path / "report.md").read_text()
+    text = (run_.path / "report.md").read_text(encoding="utf-8")
     assert ("how many records each user has in each silo" in text) == (
         method.endswith("-w") or method == "uldp-group"
     )
@@ -70,7 +70,7 @@ def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, 
     assert len(rows) == 150
     assert all(held[int(silo), int(user)] == int(count) for user, silo, count in rows)
     assert "silo 4" in (run_.path / "figures" / "user_records.svg").read_text()
-    assert "user_records.svg" in (run_.path / "report.md").read_text()
+    assert "user_records.svg" in (run_.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_numbers_of_records_stay_private_where_the_figure_is_not_wanted(tmp_path):

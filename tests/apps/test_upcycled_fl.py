@@ -86,7 +86,7 @@ def test_a_private_run_states_both_epsilons_and_upcycling_lowers_both(perturbati
             assert last[f"epsilon_{basis}_mean"] < last[f"epsilon_{basis}"]
     for plain, upcycled in zip(*(one.guarantees() for one in runs), strict=True):
         assert upcycled.epsilon < plain.epsilon
-    text = (runs[0].path / "report.md").read_text()
+    text = (runs[0].path / "report.md").read_text(encoding="utf-8")
     assert "record" in text
     assert "each-upload" in text
 

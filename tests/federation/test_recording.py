@@ -93,7 +93,7 @@ def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
     assert run.facts["reason"] == strategy.stopped
     assert "above the budget" in run.facts["reason"]
     assert (run.path / "model.safetensors").is_file()
-    assert "budget-exhausted" in (run.path / "report.md").read_text()
+    assert "budget-exhausted" in (run.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_refused_replies_are_in_the_summary(tmp_path):
@@ -202,6 +202,6 @@ def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_report
         (2, "train", [0]),
     ]
     assert all("nonsense" in row["refusals"][0] for row in run.missing())
-    report = (run.path / "report.md").read_text()
+    report = (run.path / "report.md").read_text(encoding="utf-8")
     assert "## Missing answers" in report
     assert "nonsense" in report

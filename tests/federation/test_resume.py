@@ -147,7 +147,9 @@ def test_it_may_die_again_and_again(tmp_path):
     assert same(parts, whole)
     starts = parts.facts["starts"]
     assert [start.get("after_round") for start in starts] == [None, 1, 1, 2, 4]
-    assert "Resumed after round 1, 1, 2, 4" in (parts.path / "report.md").read_text()
+    assert "Resumed after round 1, 1, 2, 4" in (parts.path / "report.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_run_at_its_end_goes_on_to_a_later_one_and_noise_stays_that_of_its_plan(tmp_path):
@@ -200,7 +202,9 @@ def test_a_failed_run_leaves_a_guarantee_for_what_was_asked_and_says_so(tmp_path
     released = next(g for g in complete.guarantees() if g.basis == "provable")
     assert failed["provable", released.view] == pytest.approx(released.epsilon)
     write_report(run)
-    assert "This run failed: the guarantee covers" in (run.path / "report.md").read_text()
+    assert "This run failed: the guarantee covers" in (run.path / "report.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_without_its_memory_a_run_that_needs_it_does_not_go_on(tmp_path):
@@ -325,7 +329,7 @@ def test_a_ledger_that_lacks_releases_ends_a_run_that_would_go_on(tmp_path, kept
     with pytest.raises(LedgerCorrupt, match=r"holds \d releases of a run that made 3"):
         play(tmp_path)
     write_report(run)
-    assert "The ledger lacks" in (run.path / "report.md").read_text()
+    assert "The ledger lacks" in (run.path / "report.md").read_text(encoding="utf-8")
 
 
 # Budgets -----------------------------------------------------------------------------------

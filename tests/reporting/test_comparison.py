@@ -27,13 +27,13 @@ def test_runs_without_a_method_are_named_by_their_folder(tmp_path):
     run.save_client_metrics([{"partition": 0, "accuracy": 0.5}])
     run.finish("completed")
     write_comparison([run], tmp_path, title="One")
-    assert "| first | 1 | 0.500 |" in (tmp_path / "comparison.md").read_text()
+    assert "| first | 1 | 0.500 |" in (tmp_path / "comparison.md").read_text(encoding="utf-8")
 
 
 def test_a_method_without_privacy_claims_no_epsilon(tmp_path):
     runs = [finished(tmp_path / "a", method="plain", private=False), finished(tmp_path / "b")]
     write_comparison(runs, tmp_path, title="Both")
-    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     (plain,) = (line for line in lines if line.startswith("| plain "))
     (private,) = (line for line in lines if line.startswith("| dp2-fedsam "))
     assert plain.endswith("| none | none |")
@@ -44,14 +44,16 @@ def test_a_method_without_privacy_claims_no_epsilon(tmp_path):
 def test_methods_stand_in_the_order_given(tmp_path, order):
     runs = [finished(tmp_path / name, method=name) for name in ("a", "b", "c")][::order]
     write_comparison(runs, tmp_path, title="Ordered")
-    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     named = [line[2] for line in lines if line[:2] == "| " and line[2:4] in ("a ", "b ", "c ")]
     assert named == ["a", "b", "c"][::order]
 
 
 def test_markup_in_a_title_stays_text(tmp_path):
     run = finished(tmp_path / "run")
-    page = write_comparison([run], tmp_path, title="<script>alert(1)</script>").read_text()
+    page = write_comparison([run], tmp_path, title="<script>alert(1)</script>").read_text(
+        encoding="utf-8"
+    )
     assert "<script>" not in page
 
 
@@ -59,20 +61,20 @@ def test_runs_of_unequal_length_are_compared_where_all_measured(tmp_path):
     runs = [finished(tmp_path / name) for name in ("a", "b")]
     runs[1].log(5, accuracy_mean=0.9)
     write_comparison(runs, tmp_path, title="Unequal")
-    rounds = (tmp_path / "figures" / "accuracy.csv").read_text().splitlines()[1:]
+    rounds = (tmp_path / "figures" / "accuracy.csv").read_text(encoding="utf-8").splitlines()[1:]
     assert len(rounds) == 4
 
 
 def test_one_run_without_privacy_takes_the_epsilon_from_its_method(tmp_path):
     runs = [finished(tmp_path / "a"), finished(tmp_path / "b", private=False)]
     write_comparison(runs, tmp_path, title="Mixed")
-    assert "| none | none |" in (tmp_path / "comparison.md").read_text()
+    assert "| none | none |" in (tmp_path / "comparison.md").read_text(encoding="utf-8")
 
 
 def rows(runs, folder):
     """The first two cells of each line of the table: what is compared, and how many runs."""
     write_comparison(runs, folder, title="Table")
-    lines = (folder / "comparison.md").read_text().splitlines()
+    lines = (folder / "comparison.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line[:1] == "|"]
     return [(name, number) for name, number in cells[2:]]
 
@@ -140,7 +142,7 @@ def test_plain_and_upcycled_runs_of_a_method_are_two_lines_with_their_costs(tmp_
         record_level(tmp_path / "b", upcycled=True, epsilon=0.125, provable=4.5),
     ]
     write_comparison(runs, tmp_path, title="Both")
-    lines = (tmp_path / "comparison.md").read_text().splitlines()
+    lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     (plain,) = (line for line in lines if line.startswith("| fedprox |"))
     (upcycled,) = (line for line in lines if line.startswith("| fedprox, upcycled |"))
     assert "| 38 | 12.00 | 1.0 |" in plain  # messages, megabytes, seconds
@@ -161,7 +163,9 @@ def test_costs_are_drawn_against_rounds_and_accuracy_against_messages(tmp_path):
         "time",
         "upload",
     }
-    rows = (tmp_path / "figures" / "accuracy_by_messages.csv").read_text().splitlines()
+    rows = (
+        (tmp_path / "figures" / "accuracy_by_messages.csv").read_text(encoding="utf-8").splitlines()
+    )
     assert [row.split(",")[1] for row in rows[1:]] == ["19.0", "19.0", "38.0", "38.0"]
 
 
@@ -170,6 +174,6 @@ def test_a_run_that_went_on_is_no_repetition_of_one_that_did_not(tmp_path):
     last = max(row["round"] for row in runs[2].metrics())
     runs[2].log(last + 1, accuracy_mean=0.9)
     write_comparison(runs, tmp_path, title="Unequal")
-    text = (tmp_path / "comparison.md").read_text()
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
     assert f"rounds={last} | 2 |" in text
     assert f"rounds={last + 1} | 1 |" in text

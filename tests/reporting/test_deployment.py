@@ -67,7 +67,7 @@ def test_a_deployment_needs_a_node(tmp_path):
 
 
 def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
-    folder = tmp_path / 'σ "quoted" 📁'
+    folder = tmp_path / 'a "quoted" name'
     Deployment(folder, nodes=1).prepare()
     connection = tomllib.loads((folder / "flwr" / "config.toml").read_text(encoding="utf-8"))
     trusted = connection["superlink"]["loopback"]["root-certificates"]

@@ -10,7 +10,7 @@ from tests.reporting.test_report import finished
 
 
 def rows_of(path):
-    with path.open(newline="") as stream:
+    with path.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 
 
@@ -18,7 +18,7 @@ def test_every_drawing_has_its_numbers_beside_it(tmp_path):
     drawn = draw_figures(finished(tmp_path / "run"), tmp_path / "figures")
     for file in drawn:
         svg = tmp_path / "figures" / file
-        assert svg.read_text().rstrip().endswith("</svg>")
+        assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")
         assert rows_of(svg.with_suffix(".csv"))
 
 
@@ -43,7 +43,7 @@ def test_traffic_is_cumulative_and_in_megabytes(tmp_path):
 
 def test_axes_say_what_they_show_in_words_a_search_finds(tmp_path):
     draw_figures(finished(tmp_path / "run"), tmp_path)
-    svg = (tmp_path / "traffic.svg").read_text()
+    svg = (tmp_path / "traffic.svg").read_text(encoding="utf-8")
     for word in ("Model arrays sent for training", "round", "megabytes, cumulative", "to clients"):
         assert f">{word}</text>" in svg
 
@@ -71,7 +71,7 @@ def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
         run.log(number, epsilon_provable=0.1 * number, epsilon_published=published * number)
     draw_figures(run, tmp_path)
     # Only a logarithmic axis writes its ticks as powers: raised text, in a span of its own.
-    assert ("<tspan" in (tmp_path / "epsilon.svg").read_text()) == log
+    assert ("<tspan" in (tmp_path / "epsilon.svg").read_text(encoding="utf-8")) == log
 
 
 def test_a_comparison_draws_mean_and_deviation_of_each_group(tmp_path):

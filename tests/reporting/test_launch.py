@@ -1,6 +1,8 @@
 """Starting apps: what is asked of Flower's commands, which are played here."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -68,6 +70,14 @@ def test_a_refusal_below_a_path_with_spaces_says_that_flower_may_not_run_there(
     with pytest.raises(LaunchFailed, match="Internal server error") as failed:
         launch(DP2_FEDSAM.folder, runs=tmp_path, superlink=superlink)
     assert ("/home/a user/.venv" in str(failed.value)) == (superlink is None)
+
+
+def test_flower_s_commands_print_what_the_locale_lacks_as_a_question_mark(monkeypatch):
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    command = [sys.executable, "-c", "print(chr(949))"]
+    assert subprocess.check_output(command, env=module.environment()) == b"?\n"
 
 
 def overrides(monkeypatch, **options):

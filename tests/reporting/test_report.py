@@ -58,8 +58,8 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
     run = finished(tmp_path / "run")
-    page = write_report(run).read_text()
-    text = (run.path / "report.md").read_text()
+    page = write_report(run).read_text(encoding="utf-8")
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     for g in run.guarantees():
         line = next(
             row
@@ -78,7 +78,7 @@ def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
 def test_the_report_counts_releases_refusals_and_top_ups(tmp_path):
     run = finished(tmp_path / "run")
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "| 4 | 4 | 0 | 0 | 1 |" in text  # reserved, committed, discarded, open, topped up
     for fact, value in {
         "rounds": "4",
@@ -102,7 +102,7 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
     )
     run.finish("completed")
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     for line in ("| concordance of the clients' models | value |", "| clients | 1 |"):
         assert line in text
     assert "accuracy of" not in text
@@ -113,14 +113,14 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
 
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
-    page = write_report(run).read_text()
+    page = write_report(run).read_text(encoding="utf-8")
     svgs = sorted(p.stem for p in (run.path / "figures").glob("*.svg"))
     assert svgs == ["accuracy", "epsilon", "fairness", "messages", "time", "traffic"]
     assert page.count("<svg") == len(svgs)
     assert "http://" not in page.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")
-    with (run.path / "figures" / "epsilon.csv").open() as stream:
+    with (run.path / "figures" / "epsilon.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert {row["line"] for row in rows} == {"published", "provable, released models"}
     assert float(rows[-1]["ε"]) == pytest.approx(1.2)
@@ -134,7 +134,7 @@ def test_the_same_run_draws_the_same_bytes(tmp_path):
 
 def test_markup_in_a_configuration_stays_text(tmp_path):
     run = finished(tmp_path / "run", note="<script>alert(1)</script> | a")
-    page = write_report(run).read_text()
+    page = write_report(run).read_text(encoding="utf-8")
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
@@ -146,7 +146,7 @@ def test_the_name_of_a_metric_stays_text_in_tables_and_titles(tmp_path, name):
     run = RunDirectory.create(tmp_path / "run", {"method": "m", "dataset": "digits"})
     run.save_client_metrics([{"partition": 0, name: 0.5}])
     run.finish("completed")
-    page = write_report(run).read_text()
+    page = write_report(run).read_text(encoding="utf-8")
     assert f"<th>{html.escape(f'{name} of the clients')}" in page
     assert page.count("<svg") == 1
     for markup in ("<script", "<img", "<a ", "<em", "<code>a"):
@@ -158,7 +158,7 @@ def test_the_name_of_a_metric_stays_text_in_tables_and_titles(tmp_path, name):
 def test_what_a_client_wrote_cannot_break_the_table_of_missing_answers(tmp_path):
     run = finished(tmp_path / "run")
     run.log_missing(1, "evaluate", [3], ["node 3: a | b\r\nthen ![x](https://y/z.svg)"])
-    page = write_report(run).read_text()
+    page = write_report(run).read_text(encoding="utf-8")
     assert "<td>then ![x](https://y/z.svg)</td>" in page
 
 
@@ -169,21 +169,21 @@ def test_only_figures_of_the_run_are_put_inside_its_page(tmp_path):
 
 
 def test_a_run_without_privacy_says_so(tmp_path):
-    page = write_report(finished(tmp_path / "run", private=False)).read_text()
+    page = write_report(finished(tmp_path / "run", private=False)).read_text(encoding="utf-8")
     assert "No privacy is promised" in page
 
 
 def test_a_failed_run_says_so_first(tmp_path):
     run = finished(tmp_path / "run")
     run.finish("failed", "out of memory")
-    page = write_report(run).read_text()
+    page = write_report(run).read_text(encoding="utf-8")
     assert "This run is failed" in page
     assert "out of memory" in page
 
 
 def test_a_run_that_made_no_round_still_has_a_report(tmp_path):
     run = RunDirectory.create(tmp_path / "run", {"method": "m"})
-    assert "No round was completed" in write_report(run).read_text()
+    assert "No round was completed" in write_report(run).read_text(encoding="utf-8")
 
 
 def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
@@ -192,8 +192,8 @@ def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
         for method in ("dp2-fedsam", "centaur")
         for seed in range(3)
     ]
-    page = write_comparison(runs, tmp_path, title="Both").read_text()
-    text = (tmp_path / "comparison.md").read_text()
+    page = write_comparison(runs, tmp_path, title="Both").read_text(encoding="utf-8")
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
     # Means over ten clients 0.755, 0.775, 0.795: sample deviation 0.02.
     assert "| centaur | 3 | 0.775 ± 0.020 |" in text
     assert "| dp2-fedsam | 3 |" in text
@@ -211,12 +211,11 @@ def test_a_printed_epsilon_is_never_less_than_what_was_spent(tmp_path, spent, pr
     run = finished(tmp_path / "run")
     run.save_guarantees([replace(run.guarantees()[1], epsilon=spent)])
     write_report(run)
-    assert f"| **{printed}** | 0.01 |" in (run.path / "report.md").read_text()
+    assert f"| **{printed}** | 0.01 |" in (run.path / "report.md").read_text(encoding="utf-8")
     write_comparison([run], tmp_path, title="One")
-    assert (
-        f"| {printed} (client, released-models, δ = 0.01) |"
-        in (tmp_path / "comparison.md").read_text()
-    )
+    assert f"| {printed} (client, released-models, δ = 0.01) |" in (
+        tmp_path / "comparison.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
@@ -225,7 +224,7 @@ def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
     with (run.path / "metrics.jsonl").open("a") as stream:
         stream.write('{"round": 5, "acc')
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "| 4 | 4 | 0 | 0 | 1 |" in text
     assert "No privacy is promised" not in text
     assert len(run.metrics()) == 4
@@ -233,9 +232,9 @@ def test_a_run_that_crashed_shows_what_its_ledger_reserved(tmp_path):
 
 def test_guarantees_that_say_less_than_the_ledger_are_called_out(tmp_path):
     run = finished(tmp_path / "run")
-    assert "holds more than this table" not in write_report(run).read_text()
+    assert "holds more than this table" not in write_report(run).read_text(encoding="utf-8")
     run.save_guarantees(client_level_guarantees(PLAN, Participations.worst_case(2, 10)))
-    assert "holds more than this table" in write_report(run).read_text()
+    assert "holds more than this table" in write_report(run).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("status", ["running", "failed"])
@@ -245,7 +244,7 @@ def test_a_run_that_never_came_to_its_guarantee_is_not_called_one_without_privac
     if status == "failed":
         run.finish("failed", "disk full")
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "No guarantee was recorded" in text
     assert "neither clipped nor noised" not in text
     assert f"This run is {status}" in text
@@ -258,10 +257,12 @@ def test_only_a_run_that_accounted_for_all_says_so_where_it_failed(tmp_path):
     run.log(2)
     run.finish("failed", "disk full")
     write_report(run)
-    assert "covers what clients had been asked for" in (run.path / "report.md").read_text()
+    assert "covers what clients had been asked for" in (run.path / "report.md").read_text(
+        encoding="utf-8"
+    )
     RunDirectory.open(run.path).finish("failed", "its process is gone")
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "covers what clients had been asked for" not in text
     assert "written after round 1" in text
 
@@ -270,10 +271,10 @@ def test_scores_of_an_earlier_model_are_said_to_be(tmp_path):
     run = finished(tmp_path / "run")
     run.log(8, evaluation_messages=10)
     write_report(run)
-    assert "The scores below" not in (run.path / "report.md").read_text()
+    assert "The scores below" not in (run.path / "report.md").read_text(encoding="utf-8")
     run.log(9)
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "of the model after round 8; the run ended after round 9" in text
 
 
@@ -282,5 +283,5 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
     rows = [{"partition": i, "accuracy": 0.5, "eval_loss": 1.0 + i} for i in range(10)]
     run.save_client_metrics(rows)
     write_report(run)
-    text = (run.path / "report.md").read_text()
+    text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "| worst tenth of clients | 10.0000 |" in text
