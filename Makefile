@@ -1,6 +1,7 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
+# make test-all   and the audits with many trials
 # make test-slow  and those of whole deployments, minutes each
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
@@ -22,7 +23,7 @@ export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy test test-slow lint check format clean
+.PHONY: install demo deploy test test-all test-slow lint check format clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +41,9 @@ deploy: install
 
 test: install
 	$(BIN)/pytest
+
+test-all: install
+	$(BIN)/pytest -m "not slow"
 
 test-slow: install
 	$(BIN)/pytest -n 0 -m slow

@@ -1,7 +1,18 @@
-"""Metrics of models and over clients."""
+"""Metrics of models and over clients, and lower bounds on ε from samples."""
 
 from flower_ext.evaluation.concordance import concordance_index
 from flower_ext.evaluation.fairness import Distribution, summarize
+from flower_ext.evaluation.lower_bounds import LowerBound, by_rates, if_gaussian, in_one_run
 from flower_ext.evaluation.ranking import average_precision, roc_auc
 
-__all__ = ["Distribution", "average_precision", "concordance_index", "roc_auc", "summarize"]
+__all__ = [
+    "Distribution",
+    "LowerBound",
+    "average_precision",
+    "by_rates",
+    "concordance_index",
+    "if_gaussian",
+    "in_one_run",
+    "roc_auc",
+    "summarize",
+]

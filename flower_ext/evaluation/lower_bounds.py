@@ -1,0 +1,329 @@
+"""Lower bounds on ε from samples: what a test between two worlds, or one run, proves about it.
+
+=====================  =================================================  =======================
+method                 from                                               holds for
+=====================  =================================================  =======================
+`by_rates`             false and true positives of one threshold          every mechanism
+`if_gaussian`          the same, as a shift μ of a Gaussian               Gaussian mechanisms only
+`in_one_run`           guesses of which of m canaries took part           every mechanism
+=====================  =================================================  =======================
+
+Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
+Roth, Su (2022) and Nasr et al. (2023) for μ; Steinke, Nasr, Jagielski (2023), Theorem 5.2, for one
+run. Thresholds are chosen on trials that are then left out. Several bounds hold at once by
+Bonferroni's inequality: each takes its share of what may fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_ext.privacy import gaussian_loss
+
+HELD_OUT = 0.25
+"""Share of the trials on which the threshold is chosen."""
+
+RATES, GAUSSIAN, ONE_RUN = (
+    "rates (Clopper-Pearson)",
+    "Gaussian shift (valid for Gaussian mechanisms only)",
+    "one run (Steinke, Nasr, Jagielski 2023)",
+)
+
+_CANDIDATES = 500
+"""Thresholds that are looked at, at most."""
+
+_ROOT = 1e-8
+"""By how much a root finder may overshoot, relatively: taken off again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """An ε that the mechanism is shown to exceed at ``delta``, with a confidence.
+
+    Parameters
+    ----------
+    epsilon : float
+        The bound, at least 0.
+    delta : float
+    method : str
+    confidence : float
+        With which this bound and the others of its company all hold.
+    together : int
+        How many bounds share what may fail, 1 − ``confidence``.
+    trials : int
+        Samples of both worlds, with those on which a threshold was chosen; or canaries of one run.
+    printed : float
+        ε that the mechanism promises at ``delta``; infinite where it promises none.
+    """
+
+    epsilon: float
+    delta: float
+    method: str
+    confidence: float
+    together: int
+    trials: int
+    printed: float = math.inf
+
+    @property
+    def ratio(self) -> float:
+        """How much of the printed ε is shown to be spent; above 1 the promise is broken."""
+        if self.printed > 0:
+            return self.epsilon / self.printed
+        return math.inf if self.epsilon > 0 else 0.0
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the promise is shown to be broken."""
+        return self.epsilon > self.printed
+
+
+def by_rates(
+    without: Sequence[float] | np.ndarray,
+    present: Sequence[float] | np.ndarray,
+    *,
+    delta: float,
+    confidence: float,
+    together: int = 1,
+    printed: float = math.inf,
+) -> LowerBound:
+    """ε from the rates of the best test, "the score is above t" or "below t".
+
+    (ε, δ) allows TPR ≤ e^ε FPR + δ, and the same of the opposite test with the worlds exchanged.
+
+    Parameters
+    ----------
+    without, present : array_like
+        Scores of independent trials in the world without the canary, and with it.
+    delta : float
+        In [0, 1).
+    confidence, together, printed
+        See `LowerBound`.
+
+    Raises
+    ------
+    ValueError
+        Fewer than 8 trials of a world, a score that is not finite, or a parameter out of range.
+    """
+    chosen, tried = _parts(without, present, delta, confidence, together)
+    failure = (1 - confidence) / together / 2  # two rates
+    best, where = -math.inf, (0.0, 1)
+    for sign in (1, -1):  # the opposite test: worlds exchanged, scores turned around
+        threshold, value = _best_threshold(
+            *_turned(chosen, sign), tried, failure, lambda fp, tp: _epsilon(fp, tp, delta)
+        )
+        if value > best:
+            best, where = value, (threshold, sign)
+    threshold, sign = where
+    zero, one = _turned(tried, sign)
+    false, true = int((zero > threshold).sum()), int((one > threshold).sum())
+    fp = upper_rate(false, len(zero), failure)
+    tp = lower_rate(true, len(one), failure)
+    return LowerBound(
+        epsilon=max(0.0, float(_epsilon(fp, tp, delta))),
+        delta=delta,
+        method=RATES,
+        confidence=confidence,
+        together=together,
+        trials=len(without) + len(present),
+        printed=printed,
+    )
+
+
+def if_gaussian(
+    without: Sequence[float] | np.ndarray,
+    present: Sequence[float] | np.ndarray,
+    *,
+    delta: float,
+    confidence: float,
+    together: int = 1,
+    printed: float = math.inf,
+) -> LowerBound:
+    """ε of the Gaussian mechanism whose shift μ the rates of one threshold prove.
+
+    μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR) for whatever is μ-Gaussian DP. ε(δ) of that shift is then exact; of
+    another mechanism it may be too large, as of a sub-sampled one.
+
+    Parameters, errors
+        As of `by_rates`.
+    """
+    from scipy import special
+
+    def shift(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
+        return np.asarray(special.ndtri(tp) - special.ndtri(fp))
+
+    if not delta > 0:
+        raise ValueError(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
+    chosen, (zero, one) = _parts(without, present, delta, confidence, together)
+    failure = (1 - confidence) / together / 2
+    threshold, _ = _best_threshold(*chosen, (zero, one), failure, shift)
+    fp = upper_rate(int((zero > threshold).sum()), len(zero), failure)
+    tp = lower_rate(int((one > threshold).sum()), len(one), failure)
+    mu, epsilon = float(shift(fp, tp)), 0.0
+    if mu > 0:
+        epsilon = gaussian_loss(1 / mu, releases=1, delta=delta).epsilon * (1 - _ROOT)
+    return LowerBound(
+        epsilon=max(0.0, epsilon),
+        delta=delta,
+        method=GAUSSIAN,
+        confidence=confidence,
+        together=together,
+        trials=len(without) + len(present),
+        printed=printed,
+    )
+
+
+def in_one_run(
+    scores: Sequence[float] | np.ndarray,
+    included: Sequence[bool] | np.ndarray,
+    *,
+    guesses: int,
+    delta: float,
+    confidence: float,
+    together: int = 1,
+    printed: float = math.inf,
+) -> LowerBound:
+    """ε from one run with m canaries, each included by an independent fair coin.
+
+    The ``guesses`` / 2 highest scores are guessed to be included, as many of the lowest not to be;
+    of the others nothing is said.
+
+    Parameters
+    ----------
+    scores : array_like
+        One a canary (m,), higher where it seems to be included.
+    included : array_like of bool
+        How the coins fell (m,).
+    guesses : int
+        Even, from 2 to m, and chosen before the scores are seen.
+    delta, confidence, together, printed
+        As of `by_rates`.
+
+    Raises
+    ------
+    ValueError
+        Shapes differ, or a parameter is out of range.
+    """
+    found, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
+    if found.ndim != 1 or found.shape != coins.shape or not np.isfinite(found).all():
+        raise ValueError(
+            f"scores of shape {found.shape}, included of shape {coins.shape}: expected one finite "
+            "score and one coin a canary"
+        )
+    if not 2 <= guesses <= len(found) or guesses % 2:
+        raise ValueError(f"guesses={guesses!r}: expected an even number from 2 to {len(found)}")
+    _check(delta, confidence, together)
+    order, half = np.argsort(found, kind="stable"), guesses // 2
+    correct = int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
+    failure = (1 - confidence) / together
+    low, high = 0.0, 1.0
+    while _chance(correct, guesses, len(found), high, delta) < failure and high < 1e3:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _chance(correct, guesses, len(found), middle, delta) < failure:
+            low = middle
+        else:
+            high = middle
+    return LowerBound(
+        epsilon=low,
+        delta=delta,
+        method=ONE_RUN,
+        confidence=confidence,
+        together=together,
+        trials=len(found),
+        printed=printed,
+    )
+
+
+def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
+    """What a probability exceeds with probability ``failure`` at most (Clopper-Pearson)."""
+    from scipy import special
+
+    count = np.asarray(count)
+    found = special.betainccinv(count + 1, np.maximum(trials - count, 0.5), failure)
+    return np.where(count >= trials, 1.0, found)
+
+
+def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
+    """What a probability falls below with probability ``failure`` at most (Clopper-Pearson)."""
+    return 1.0 - upper_rate(trials - np.asarray(count), trials, failure)
+
+
+def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Greatest chance of as many correct guesses under (ε, δ) (Theorem 5.2)."""
+    from scipy import stats
+
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    at_least = float(stats.binom.sf(correct - 1, guesses, accuracy))
+    below = np.cumsum(stats.binom.pmf(np.arange(correct - 1, -1, -1), guesses, accuracy))
+    worst = float((below / np.arange(1, correct + 1)).max(initial=0.0))
+    return min(1.0, at_least + 2 * canaries * delta * worst)
+
+
+Pair = tuple[np.ndarray, np.ndarray]
+Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _check(delta: float, confidence: float, together: int) -> None:
+    if not 0 <= delta < 1:
+        raise ValueError(f"delta={delta!r}: expected a number in [0, 1)")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r}: expected a number in (0, 1)")
+    if together < 1:
+        raise ValueError(f"together={together!r}: expected an integer >= 1")
+
+
+def _parts(
+    without: Sequence[float] | np.ndarray,
+    present: Sequence[float] | np.ndarray,
+    delta: float,
+    confidence: float,
+    together: int,
+) -> tuple[Pair, Pair]:
+    """Trials on which a threshold is chosen, and the others."""
+    _check(delta, confidence, together)
+    chosen, tried = [], []
+    for name, scores in (("without", without), ("present", present)):
+        all_of_it = np.asarray(scores, dtype=np.float64)
+        if all_of_it.ndim != 1 or len(all_of_it) < 8:
+            raise ValueError(f"{name}: expected the scores of at least 8 trials, one number each")
+        if not np.isfinite(all_of_it).all():
+            raise ValueError(f"{name}: expected finite scores")
+        first = math.ceil(HELD_OUT * len(all_of_it))
+        chosen.append(all_of_it[:first])
+        tried.append(all_of_it[first:])
+    return (chosen[0], chosen[1]), (tried[0], tried[1])
+
+
+def _turned(worlds: Pair, sign: int) -> Pair:
+    return worlds if sign > 0 else (-worlds[1], -worlds[0])
+
+
+def _best_threshold(
+    zero: np.ndarray, one: np.ndarray, tried: Pair, failure: float, value: Value
+) -> tuple[float, float]:
+    """The threshold that promises most by held-out trials, and what it promises."""
+    points = np.unique(np.concatenate([zero, one]))
+    if len(points) == 1:
+        return float(points[0]), -math.inf
+    thresholds = (points[:-1] + points[1:]) / 2
+    if len(thresholds) > _CANDIDATES:
+        thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
+    rates = []
+    for scores, others in zip((zero, one), tried, strict=True):
+        above = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
+        rates.append((above + 0.5) / (len(scores) + 1) * len(others))
+    promised = value(
+        upper_rate(rates[0], len(tried[0]), failure), lower_rate(rates[1], len(tried[1]), failure)
+    )
+    best = int(np.nanargmax(np.where(np.isnan(promised), -math.inf, promised)))
+    return float(thresholds[best]), float(promised[best])
+
+
+def _epsilon(fp: np.ndarray, tp: np.ndarray, delta: float) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)

@@ -1,0 +1,150 @@
+"""Lower bounds stay below the true ε as often as they say, and come near it."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flower_ext.evaluation import by_rates, if_gaussian, in_one_run
+from flower_ext.privacy import gaussian_loss
+
+DELTA = 1e-5
+two_worlds = pytest.mark.parametrize("bound", [by_rates, if_gaussian])
+
+
+def epsilon(mu):
+    return gaussian_loss(1 / mu, releases=1, delta=DELTA).epsilon
+
+
+def sampled(rng, mu, trials):
+    return rng.normal(size=trials), rng.normal(mu, size=trials)
+
+
+def not_refuted(failures, repetitions, allowed):
+    """So many failures are not improbable (10⁻⁶) where each has probability ``allowed``."""
+    return stats.binom.sf(failures - 1, repetitions, allowed) > 1e-6
+
+
+@two_worlds
+@pytest.mark.parametrize("mu", [0.0, 0.5, 2.0])
+def test_a_bound_exceeds_the_true_epsilon_no_more_often_than_it_says(bound, mu):
+    rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
+    true = epsilon(mu) if mu else 0.0
+    above = sum(
+        bound(*sampled(rng, mu, 200), delta=DELTA, confidence=confidence).epsilon > true
+        for _ in range(repetitions)
+    )
+    assert not_refuted(above, repetitions, 1 - confidence)
+
+
+def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(monkeypatch):
+    """The check above can fail: without held-out trials the bound is no bound."""
+    rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
+
+    def same(without, present, *_):
+        return (without, present), (without, present)
+
+    monkeypatch.setattr("flower_ext.evaluation.lower_bounds._parts", same)
+    above = sum(
+        by_rates(*sampled(rng, 0.0, 200), delta=0.0, confidence=confidence).epsilon > 0
+        for _ in range(repetitions)
+    )
+    assert not not_refuted(above, repetitions, 1 - confidence)
+
+
+def test_a_gaussian_bound_reaches_most_of_the_true_epsilon():
+    rng = np.random.default_rng()
+    found = if_gaussian(*sampled(rng, 2.0, 20_000), delta=DELTA, confidence=0.999)
+    assert 0.9 * epsilon(2.0) < found.epsilon <= epsilon(2.0)
+
+
+def test_rates_reach_most_of_the_epsilon_of_randomised_response():
+    """Where one threshold is all there is: the worlds differ by a factor e^ε in one event."""
+    rng, true = np.random.default_rng(), 2.0
+    truth = 1 / (1 + math.exp(-true))
+    scores = [(rng.random(20_000) < p).astype(float) for p in (1 - truth, truth)]
+    found = by_rates(*scores, delta=0.0, confidence=0.999)
+    assert 0.9 * true < found.epsilon <= true
+
+
+def test_an_event_that_only_the_world_without_has_is_found_by_the_opposite_test():
+    """P0 has an event of probability 0.2 that P1 lacks; P1 has none that P0 lacks."""
+    rng = np.random.default_rng()
+    without = np.where(rng.random(4000) < 0.2, -1.0, 0.0)
+    found = by_rates(without, np.zeros(4000), delta=DELTA, confidence=0.999)
+    assert found.epsilon > 3
+
+
+def test_a_quarter_of_the_noise_is_found():
+    rng, printed = np.random.default_rng(), epsilon(0.5)
+    facts = {"delta": DELTA, "confidence": 0.999, "together": 10, "printed": printed}
+    found = [bound(*sampled(rng, 4 * 0.5, 2000), **facts) for bound in (by_rates, if_gaussian)]
+    assert any(each.exceeds for each in found)
+    assert [each.ratio for each in found] == [each.epsilon / printed for each in found]
+    assert not any(b(*sampled(rng, 0.5, 2000), **facts).exceeds for b in (by_rates, if_gaussian))
+
+
+@two_worlds
+def test_bounds_in_company_are_lower(bound):
+    worlds = sampled(np.random.default_rng(), 2.0, 1000)
+    alone = bound(*worlds, delta=DELTA, confidence=0.95)
+    together = bound(*worlds, delta=DELTA, confidence=0.95, together=100)
+    assert together.epsilon < alone.epsilon
+    assert together.together == 100
+
+
+def randomised_response(rng, canaries, epsilon):
+    included = rng.random(canaries) < 0.5
+    kept = rng.random(canaries) < 1 / (1 + math.exp(-epsilon))
+    return np.where(included == kept, 1.0, 0.0) + 1e-3 * rng.random(canaries), included
+
+
+@pytest.mark.parametrize("true", [0.0, 1.0])
+def test_one_run_exceeds_the_true_epsilon_no_more_often_than_it_says(true):
+    rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
+    above = 0
+    for _ in range(repetitions):
+        scores, included = randomised_response(rng, 200, true)
+        found = in_one_run(scores, included, guesses=100, delta=0.0, confidence=confidence)
+        above += found.epsilon > true
+    assert not_refuted(above, repetitions, 1 - confidence)
+
+
+def test_one_run_reaches_most_of_the_epsilon_of_randomised_response():
+    scores, included = randomised_response(np.random.default_rng(), 10_000, 2.0)
+    found = in_one_run(scores, included, guesses=9_000, delta=0.0, confidence=0.999)
+    assert 1.7 < found.epsilon <= 2.0
+
+
+def test_a_larger_delta_lowers_what_one_run_shows():
+    scores, included = randomised_response(np.random.default_rng(), 1000, 2.0)
+    small, large = (
+        in_one_run(scores, included, guesses=500, delta=delta, confidence=0.95).epsilon
+        for delta in (1e-9, 1e-3)
+    )
+    assert large < small
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"delta": 1.0}, "delta"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"together": 0}, "together"),
+        ({"without": [0.0] * 7}, "without"),
+        ({"present": [math.nan] * 8}, "present"),
+    ],
+)
+@two_worlds
+def test_unfit_arguments_are_named(bound, change, said):
+    facts = {"without": [0.0] * 8, "present": [1.0] * 8, "delta": DELTA, "confidence": 0.9}
+    facts |= change
+    with pytest.raises(ValueError, match=said):
+        bound(facts.pop("without"), facts.pop("present"), **facts)
+
+
+@pytest.mark.parametrize("guesses", [0, 3, 12])
+def test_unfit_numbers_of_guesses_are_named(guesses):
+    with pytest.raises(ValueError, match="guesses"):
+        in_one_run(np.arange(10), [True] * 10, guesses=guesses, delta=0.0, confidence=0.9)
