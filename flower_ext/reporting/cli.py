@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | report``."""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | report``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from flower_ext.privacy import LedgerCorrupt
+from flower_ext.reporting.commands.audit import audit
 from flower_ext.reporting.commands.calibrate import calibrate
 from flower_ext.reporting.commands.plan import plan, search
 from flower_ext.reporting.commands.screen import console, failed
@@ -161,7 +162,7 @@ def report(
     console.print(str(path.absolute()), soft_wrap=True)
 
 
-for command in (calibrate, plan, search):
+for command in (calibrate, plan, search, audit):
     app.command()(command)
 
 

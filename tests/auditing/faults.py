@@ -1,0 +1,107 @@
+"""Faults to plant in the real code, by the mechanisms that each applies to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flower_ext.algorithms.uldp import averaging
+from flower_ext.algorithms.uldp.weights import EqualWeights
+from flower_ext.auditing import Experiment
+from flower_ext.privacy import BoundedSum, SecureNoise, secure_generator, seeded_generator
+from flower_ext.privacy.bounds import BoundedUpdate, total
+from flower_ext.privacy.noise import _GeneratorNoise
+from flower_ext.training.dp_sgd import ClippedGradient
+
+ENORMOUS = 1e9
+
+
+def _not_clipped(update, clipping_norm):
+    return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=clipping_norm)
+
+
+def _sum_not_clipped(uploads, clipping_norm, *, like):
+    return BoundedSum(value=total(uploads, like=like), bound=clipping_norm, count=len(uploads))
+
+
+def _rows_not_clipped(rows, clipping_norm, weights=None):
+    summed = {
+        name: sum(w * row for w, row in zip(weights, array, strict=True)).double()
+        for name, array in rows.items()
+    }
+    return BoundedSum(value=summed, bound=clipping_norm, count=len(weights))
+
+
+def clipping_off(patch, experiment: Experiment) -> Experiment:
+    """Wherever something is clipped."""
+    patch.setattr("flower_ext.federation.protection.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.plan.sum_clipped", _sum_not_clipped)
+    patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
+    made = ClippedGradient.__init__
+    patch.setattr(
+        ClippedGradient,
+        "__init__",
+        lambda self, task, names, *, clipping_norm: made(self, task, names, clipping_norm=ENORMOUS),
+    )
+    return experiment
+
+
+def less_noise(factor):
+    """A standard deviation of σ over ``factor``."""
+
+    def plant(patch, experiment: Experiment) -> Experiment:
+        gaussian, gamma = _GeneratorNoise.add_gaussian, _GeneratorNoise.gamma_direction
+        patch.setattr(
+            _GeneratorNoise,
+            "add_gaussian",
+            lambda self, u, stddev: gaussian(self, u, stddev / factor),
+        )
+        patch.setattr(
+            _GeneratorNoise,
+            "gamma_direction",
+            lambda self, d, scale: gamma(self, d, scale / factor),
+        )
+        return experiment
+
+    return plant
+
+
+def noise_reused(patch, experiment: Experiment) -> Experiment:
+    """The generators of every round are those of the first."""
+    state = {"key": 0, "drawn": 0}
+
+    def begin(number):
+        if number == 1:
+            state["key"] = int(secure_generator().integers(2**62))
+        state["drawn"] = 0
+        experiment.on_round(number)
+
+    def generator(self):
+        state["drawn"] += 1
+        return seeded_generator(state["key"], state["drawn"])
+
+    patch.setattr(SecureNoise, "_generator", generator)
+    return replace(experiment, on_round=begin)
+
+
+def part_unnoised(patch, experiment: Experiment) -> Experiment:
+    """One number of a hundred goes without noise."""
+    real = _GeneratorNoise.add_gaussian
+
+    def noised(self, update, stddev):
+        found = real(self, update, stddev)
+        if stddev > 0:
+            for name, array in found.items():
+                array[..., :1] = update[name][..., :1]
+        return found
+
+    patch.setattr(_GeneratorNoise, "add_gaussian", noised)
+    return experiment
+
+
+def weights_of_two(patch, experiment: Experiment) -> Experiment:
+    """A user's weights add up to 2."""
+    real = EqualWeights.of_users
+    patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
+    patch.setattr(averaging, "check_weights", lambda *_: None)
+    return experiment
