@@ -22,7 +22,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.evaluation import LowerBound, by_rates, if_gaussian
-from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation import FederationNotReady, InProcessGrid, records, run_in_process
 from flower_ext.federation.cohort import partition_of
 from flower_ext.privacy import AdversaryView, Guarantee
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN
@@ -91,9 +91,7 @@ def projected(
     def score(seen: Observation, view: AdversaryView) -> float:
         rounds = range(len(seen.models) - 1)
         return sum(
-            signs[min(number, len(signs) - 1)] * step(seen, view, number)
-            for number in rounds
-            if view is AdversaryView.RELEASED_MODELS or number < len(seen.uploads)
+            signs[min(number, len(signs) - 1)] * step(seen, view, number) for number in rounds
         )
 
     return score
@@ -356,15 +354,22 @@ def _trial(
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         models[number] = _wide(records.to_arrays(arrays))
+        if number < experiment.rounds:
+            listener.begin(number + 1)
         return None
 
     strategy = world.strategy()
-    strategy.start(
-        listener,
-        records.to_record(initial),
-        num_rounds=experiment.rounds,
-        evaluate_fn=note,
-    )
+    listener.begin(1)
+    try:
+        strategy.start(
+            listener,
+            records.to_record(initial),
+            num_rounds=experiment.rounds,
+            evaluate_fn=note,
+        )
+    except FederationNotReady:
+        if not any(listener.uploads):
+            raise  # else all uploads were refused, which have been seen all the same
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # one that released nothing left the model
         released.append(models.get(number, released[-1]))
@@ -406,6 +411,14 @@ class _Listener(Grid):
         self.sent: list[dict[int, Arrays]] = []
         self.uploads: list[dict[int, Arrays]] = []
 
+    def begin(self, number: int) -> None:
+        """Begin a round, in which perhaps nobody is asked."""
+        if number > len(self.uploads):
+            self.sent.append({})
+            self.uploads.append({})
+            if self._on_round is not None:
+                self._on_round(number)
+
     def set_run(self, run: Any) -> None:
         self._grid.set_run(run)
 
@@ -432,17 +445,13 @@ class _Listener(Grid):
         trains = [m for m in asked if m.metadata.message_type.partition(".")[0] == "train"]
         if not trains:
             return self._grid.send_and_receive(asked, timeout=timeout)
-        if self._on_round is not None:
-            self._on_round(len(self.uploads) + 1)
         sent = {m.metadata.dst_node_id: _arrays(m.content.get(records.MODEL)) for m in trains}
         replies = list(self._grid.send_and_receive(asked, timeout=timeout))
-        self.sent.append({self._partition(node): base for node, base in sent.items()})
-        uploads = {}
+        self.sent[-1].update({self._partition(node): base for node, base in sent.items()})
         for reply in replies:
             node = reply.metadata.src_node_id
             if (own := _upload(reply, sent.get(node, {}))) is not None:
-                uploads[self._partition(node)] = own
-        self.uploads.append(uploads)
+                self.uploads[-1][self._partition(node)] = own
         return replies
 
     def _partition(self, node: int) -> int:

@@ -41,6 +41,8 @@ SIZE = 100
 """Numbers of the model."""
 HUGE = 1e3
 """Of a canary's features: far above every bound."""
+LARGE = 30.0
+"""The same, and below what a server refuses of clients that noise: so that it is released."""
 DELTA = 1e-5
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
@@ -131,14 +133,12 @@ def _silo(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     return SiloData(train=own, test=own, owners=torch.tensor(owners))
 
 
-def client_level(
-    placement: Any = "client", *, noise_multiplier: float = 0.5, rounds: int = 1
-) -> Experiment:
+def client_level(placement: Any = "client", *, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` over two clients, one of them the canary."""
     plan = ReleasePlan(
         sampling=FullParticipation(2),
         clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=0.5 * noise,
         rounds=rounds,
         delta=DELTA,
         noise_placement=placement,
@@ -154,13 +154,13 @@ def client_level(
 
 
 def client_level_sampled(
-    placement: Any = "client", *, noise_multiplier: float = 3.0, rounds: int = 1
+    placement: Any = "client", *, noise: float = 1.0, rounds: int = 1
 ) -> Experiment:
     """`DPFedAvg` with Poisson sampling: amplified, against who sees released models."""
     plan = ReleasePlan(
         sampling=PoissonSampling(2, 0.5),
         clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=3.0 * noise,
         rounds=rounds,
         delta=DELTA,
         noise_placement=placement,
@@ -169,18 +169,18 @@ def client_level_sampled(
         name=f"client level, Poisson sampling, noise by the {placement}",
         strategy=lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
         without=[_client(0.0), _client(0.0)],
-        present=[_client(HUGE), _client(0.0)],
+        present=[_client(LARGE), _client(0.0)],
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
     ).experiment()
 
 
-def uldp(method: Any = UldpAvg, *, noise_multiplier: float = 0.5, rounds: int = 1) -> Experiment:
+def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` or `UldpSgd`: a user with a record in each of two silos."""
     plan = ReleasePlan(
         sampling=FullParticipation(3),
         clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=0.5 * noise,
         rounds=rounds,
         delta=DELTA,
         unit=PrivacyUnit.USER,
@@ -195,12 +195,12 @@ def uldp(method: Any = UldpAvg, *, noise_multiplier: float = 0.5, rounds: int = 
     ).experiment()
 
 
-def uldp_naive(*, noise_multiplier: float = 1.0, rounds: int = 1) -> Experiment:
+def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpNaive`: with the canary user, both silos' updates point the other way."""
     plan = ReleasePlan(
         sampling=FullParticipation(2),
         clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=noise,
         rounds=rounds,
         delta=DELTA,
         unit=PrivacyUnit.USER,
@@ -214,7 +214,7 @@ def uldp_naive(*, noise_multiplier: float = 1.0, rounds: int = 1) -> Experiment:
     ).experiment()
 
 
-def uldp_group(*, noise_multiplier: float = 1.0, rounds: int = 1) -> Experiment:
+def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpGroup` of two records, both in one silo; every step takes all records."""
     local = DpSgdTraining(
         steps=1,
@@ -222,7 +222,7 @@ def uldp_group(*, noise_multiplier: float = 1.0, rounds: int = 1) -> Experiment:
         batch_size=1.0,
         learning_rate=1.0,
         clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=noise,
     )
     return Case(
         name="ULDP-GROUP-2",
@@ -237,12 +237,12 @@ def uldp_group(*, noise_multiplier: float = 1.0, rounds: int = 1) -> Experiment:
     ).experiment()
 
 
-def ditto_uploads(*, noise_stddev: float = 1.0, rounds: int = 1) -> Experiment:
+def ditto_uploads(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPDitto` with noise on clipped models: one record turns the model around."""
     plan = RecordLevelPlan(
         sampling=FullParticipation(1),
         clipping_norm=1.0,
-        noise_stddev=noise_stddev,
+        noise_stddev=noise,
         num_examples=2,
         rounds=rounds,
         delta=DELTA,
@@ -259,7 +259,7 @@ def ditto_uploads(*, noise_stddev: float = 1.0, rounds: int = 1) -> Experiment:
     ).experiment()
 
 
-def ditto_steps(*, noise_stddev: float = 0.7, rounds: int = 1) -> Experiment:
+def ditto_steps(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPDitto` with clipped and noised steps: one record's gradients turn around."""
     steps = ClippedSteps(
         learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=2, local_steps=2
@@ -267,7 +267,7 @@ def ditto_steps(*, noise_stddev: float = 0.7, rounds: int = 1) -> Experiment:
     plan = RecordLevelPlan(
         sampling=FullParticipation(1),
         clipping_norm=1e3,
-        noise_stddev=noise_stddev,
+        noise_stddev=0.7 * noise,
         num_examples=2,
         rounds=rounds,
         delta=DELTA,
@@ -285,11 +285,11 @@ def ditto_steps(*, noise_stddev: float = 0.7, rounds: int = 1) -> Experiment:
     ).experiment()
 
 
-def output_perturbation(*, noise_stddev: float = 1.0, rounds: int = 1) -> Experiment:
+def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """FedAvg with clipped and noised models: one record turns the model around."""
     plan = PerturbationPlan(
         sampling=FullParticipation(1),
-        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise_stddev),
+        perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
         delta=DELTA,
     )
     return Case(
@@ -307,11 +307,11 @@ def output_perturbation(*, noise_stddev: float = 1.0, rounds: int = 1) -> Experi
     ).experiment()
 
 
-def objective_perturbation(*, rate: float = 1.0, rounds: int = 1) -> Experiment:
+def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """FedProx whose exact minimisers are perturbed: one record turns around, in one dimension."""
     plan = PerturbationPlan(
         sampling=FullParticipation(1),
-        perturbation=ObjectivePerturbation(rate=rate),
+        perturbation=ObjectivePerturbation(rate=1 / noise),
         objective=LocalObjective(
             convex=True,
             generalised_linear=True,
@@ -352,4 +352,5 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "output-perturbation": output_perturbation,
     "objective-perturbation": objective_perturbation,
 }
-"""By the names that ``flower-ext audit`` knows them by; each may be given ``rounds``."""
+"""By the names that ``flower-ext audit`` knows them by; each may be given ``rounds``, and
+``noise``, in multiples of what it has by default."""

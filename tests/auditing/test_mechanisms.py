@@ -6,7 +6,7 @@ mechanism              clipping   σ/4    noise     a number   weights that
 =====================  =========  =====  ========  =========  =============
 client noise           ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
-both, Poisson 1/2      ✓          σ/16   ✓         ✓          –
+both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
 ULDP-GROUP-2           ✓          ✓      ✓         ✓          –
@@ -16,7 +16,8 @@ output perturbation    ✓          ✓      ✓         ✓          –
 objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
 
-Noise is reused in the second of two rounds. Of Poisson sampling the clean bound is loose, so that a
+Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
+cohorts have different shares of it. Of Poisson sampling the clean bound is loose, so that a
 quarter of the noise would not show in as few trials: it is σ/16 there. All bounds of this module
 hold at once with a confidence of 99.9 %, whatever the trials draw: noise is not seeded.
 """
@@ -31,22 +32,21 @@ CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
 GAUSSIAN = tuple(name for name in MECHANISMS if name not in (*POISSON, "objective-perturbation"))
 ULDP = ("uldp-avg", "uldp-sgd")
+MORE_NOISE = 2.0
+"""With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
 
 
 def planted():
     """(mechanism, fault, how to plant it, rounds, trials)."""
     for name in MECHANISMS:
-        trials = 200
-        if name in POISSON:
-            trials = 300
-        if name == "objective-perturbation":
-            trials = 600
-        else:
+        trials = 200 if name in (*POISSON, "objective-perturbation") else 100
+        if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
             yield name, "a number unnoised", faults.part_unnoised, 1, trials
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, trials
-        yield name, "noise reused", faults.noise_reused, 2, trials
+        if name != "client-noise-poisson":
+            yield name, "noise reused", faults.noise_reused, 2, trials
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 400
 
@@ -67,7 +67,7 @@ def test_no_bound_exceeds_what_is_printed(name):
     [pytest.param(n, *rest, id=f"{n}-{fault}") for n, fault, *rest in PLANTED],
 )
 def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
-    experiment = plant(monkeypatch, MECHANISMS[name](rounds=rounds))
+    experiment = plant(monkeypatch, MECHANISMS[name](rounds=rounds, noise=MORE_NOISE))
     found = audit(experiment, trials=trials, confidence=CONFIDENCE, together=BOUNDS)
     assert found.broken, found.to_dict()
 

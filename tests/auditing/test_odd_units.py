@@ -1,0 +1,192 @@
+"""One odd unit, a record that raises or a client that diverges, moves nothing but its own part."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torch.nn import functional
+
+from flower_ext.algorithms import DPDitto, DPFedAvg
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd
+from flower_ext.auditing import Experiment, World, audit, observe, projected
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.privacy import (
+    AdversaryView,
+    ClippedSteps,
+    FullParticipation,
+    PrivacyUnit,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from tests.worlds import CLASSES as CLASSES_OF_CLIENTS
+from tests.worlds import FEATURES, client_data
+
+SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
+OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5
+AUDITS = 5
+"""Of this module, which share what may fail."""
+
+LOCAL = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
+STEPS = ClippedSteps(learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=OTHERS + 1)
+
+
+def examples(targets):
+    """Records that all pull class 0 up, and class 1 down."""
+    features = torch.zeros(len(targets), SIZE)
+    features[:, 0] = HUGE
+    return Examples(features, torch.tensor(targets))
+
+
+def silo(canary):
+    """The others' records, one a user, and first that of user 0, which may raise."""
+    own = examples([*canary, *[0] * OTHERS])
+    owners = [*[0] * len(canary), *range(1, OTHERS + 1)]
+    return SiloData(train=own, test=own, owners=torch.tensor(owners))
+
+
+def of_users():
+    return ReleasePlan(
+        sampling=FullParticipation(OTHERS + 1),
+        clipping_norm=1.0,
+        noise_multiplier=1.0,
+        rounds=1,
+        delta=DELTA,
+        unit=PrivacyUnit.USER,
+    )
+
+
+def group():
+    local = DpSgdTraining(
+        steps=1,
+        sampling_rate=1.0,
+        batch_size=1.0,
+        learning_rate=1.0,
+        clipping_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    users = OTHERS + 1
+    return UldpGroup(
+        num_silos=2, num_users=users, group_size=1, local=local, delta=DELTA, evaluate_every=0
+    )
+
+
+def clipped_steps():
+    plan = RecordLevelPlan(
+        sampling=FullParticipation(2),
+        clipping_norm=1e3,
+        noise_stddev=2 / (OTHERS + 1),
+        num_examples=OTHERS + 1,
+        rounds=1,
+        delta=DELTA,
+        steps=STEPS,
+    )
+    return DPDitto(plan=plan, local=LOCAL, personal_training=LOCAL, evaluate_every=0)
+
+
+METHODS = {
+    "uldp-avg": lambda: UldpAvg(plan=of_users(), num_silos=2, local=LOCAL, evaluate_every=0),
+    "uldp-sgd": lambda: UldpSgd(plan=of_users(), num_silos=2, evaluate_every=0),
+    "uldp-group": group,
+    "ditto-steps": clipped_steps,
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
+    make = METHODS[method]
+    by_record = method == "ditto-steps"  # replaced by another record; a user is removed
+
+    def world(canary):
+        data = [silo(canary), silo([0] if by_record else [])]
+        task = Task(
+            model=lambda: nn.Linear(SIZE, CLASSES, bias=False),
+            data=data.__getitem__,
+            loss=functional.cross_entropy,
+            metrics={},
+            device="cpu",
+        )
+        return World(strategy=make, client_app=type(make()).client_app(task), num_clients=2)
+
+    way = np.zeros((CLASSES, SIZE))
+    way[0, 0], way[1, 0] = -1.0, 1.0  # a record that raises may take the others' away with it
+    experiment = Experiment(
+        name=method,
+        without=world([0] if by_record else []),
+        present=world([OUT_OF_RANGE]),
+        initial=ArrayRecord({"weight": torch.zeros(CLASSES, SIZE)}),
+        score=projected({"weight": way}, partitions=[0]),
+        gaussian=True,
+        views=[AdversaryView.EACH_UPLOAD],
+    )
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    assert not found.broken, found.to_dict()
+
+
+class Waves(nn.Module):
+    """A network that no compiled training fits: clients of one process train as one batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Linear(FEATURES, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, CLASSES_OF_CLIENTS)
+
+    def forward(self, x):
+        return self.head(torch.sin(3 * self.norm(self.extractor(x))))
+
+
+def test_a_client_that_diverges_does_not_change_how_others_train():
+    """Their training is unstable: arithmetic in another order leads somewhere else."""
+    clients = 7
+    local = LocalTraining(epochs=20, batch_size=8, learning_rate=3.0)
+
+    def strategy(noise_multiplier):
+        plan = ReleasePlan(
+            sampling=FullParticipation(clients),
+            clipping_norm=1.0,
+            noise_multiplier=noise_multiplier,
+            rounds=1,
+            delta=DELTA,
+        )
+        return DPFedAvg(plan=plan, local=local, evaluate_every=0, seed=1)
+
+    def world(scale, noise_multiplier):
+        def data(partition):
+            own = client_data(partition)
+            if partition:
+                return own
+            train = Examples(own.train.features * scale, own.train.targets)
+            return ClientData(train=train, test=own.test)
+
+        task = Task(model=Waves, data=data, metrics={}, device="cpu")
+        return World(
+            strategy=lambda: strategy(noise_multiplier),
+            client_app=DPFedAvg.client_app(task),
+            num_clients=clients,
+        )
+
+    def experiment(noise_multiplier, way):
+        return Experiment(
+            name="one diverged client",
+            without=world(1.0, noise_multiplier),
+            present=world(float("nan"), noise_multiplier),
+            initial=ArrayRecord(Task(model=Waves, data=client_data).initial_params(0)),
+            score=projected(way),
+            views=[AdversaryView.RELEASED_MODELS],
+        )
+
+    # The attacker knows the others' data: where do they go in either world?
+    sums = []
+    known = experiment(1e-5, {})
+
+    def note(seen, _):
+        others = [upload for partition, upload in seen.uploads[0].items() if partition]
+        sums.append({name: sum(upload[name] for upload in others) for name in others[0]})
+
+    for each in (known.without, known.present):
+        observe(known, each, note, trials=1)
+    way = {name: sums[1][name] - sums[0][name] for name in sums[0]}
+    found = audit(experiment(1.0, way), trials=60, confidence=CONFIDENCE, together=AUDITS)
+    assert not found.broken, found.to_dict()
