@@ -52,6 +52,7 @@ _OTHER_FACTS = frozenset(
         "report-size",
         "agreed-examples",
         "seeded-noise",
+        "noise-grid",
         "remembered",
     }
 )
@@ -66,7 +67,9 @@ class HiddenSum:
     bound : float
         How far one unit can move the sum, as in `BoundedSum`.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Takes this client's share of the noise, in float64, and returns what leaves.
+        Takes this client's share of the noise, in float64, and returns what leaves: values and
+        noise as whole numbers of public steps, to which the noise is rounded here and not before,
+        lest it leave the steps between its own multiples bare.
     """
 
     bound: float
@@ -80,6 +83,7 @@ def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> di
     return {
         "clipping-norm": plan.clipping_norm,
         "noise-stddev": plan.client_noise_stddev(cohort_size),
+        "noise-grid": plan.noise_grid,
         "seeded-noise": seeded_noise,
     }
 
@@ -246,7 +250,7 @@ def protected(
     if "clipping-norm" in facts:
         noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
         bounded = clip(update, _number(facts, "clipping-norm")).value
-        return noise.add_gaussian(bounded, _number(facts, "noise-stddev"))
+        return noise.add_gaussian(bounded, _number(facts, "noise-stddev"), grid=_grid(facts))
     if bounds_models(facts):
         clipping_norm = _number(facts, "model-clipping-norm")
         if "step-noise-stddev" in facts:  # every step that led here is noised already
@@ -279,8 +283,8 @@ def _noised_sum(
     stddev = _number(facts, "noise-stddev")
     if isinstance(update, HiddenSum):
         nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
-        return update.encrypt(noise.add_gaussian(nothing, stddev))
-    noised = noise.add_gaussian(update.value, stddev)
+        return update.encrypt(noise.gaussian(nothing, stddev))
+    noised = noise.add_gaussian(update.value, stddev, grid=_grid(facts))
     return {name: value.to(received[name].dtype) for name, value in noised.items()}
 
 
@@ -345,6 +349,11 @@ def noise_source(
 def may_simulate(context: Context, *, allow_seeded_noise: bool) -> bool:
     """Whether this client takes part in what protects nobody: seeded noise, small keys."""
     return allow_seeded_noise and not context.node_config.get("require-secure-noise")
+
+
+def _grid(facts: Mapping[str, Any]) -> float | None:
+    """What a noised upload is whole multiples of; by default the noise's own."""
+    return _number(facts, "noise-grid") if "noise-grid" in facts else None
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float:

@@ -52,7 +52,13 @@ from flower_ext.privacy.ledger import (
     LedgerLocked,
     Reservation,
 )
-from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise, largest_noised_norm
+from flower_ext.privacy.noise import (
+    NoiseSource,
+    SecureNoise,
+    SeededNoise,
+    largest_noised_norm,
+    noise_grid,
+)
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.perturbation import (
     LocalObjective,
@@ -175,6 +181,7 @@ __all__ = [
     "group_loss_by_renyi",
     "l2_norm",
     "largest_noised_norm",
+    "noise_grid",
     "participations_loss",
     "perturbation_guarantees",
     "privacy_curve",

@@ -28,6 +28,15 @@ def noise_assumption(secure: bool) -> str:
     return "SIMULATION: noise is reproducible from the seed, which clients are told"
 
 
+ON_A_GRID = (
+    "noise is rounded to a public grid with what it is added to, and the generator's Gaussian is "
+    "exact to the grid's resolution"
+)
+"""What is assumed of Gaussian noise in floating point (see `privacy.noise`)."""
+WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
+"""What is assumed where sums are protected by noise that their parts carry."""
+
+
 def epsilon_text(epsilon: float) -> str:
     """ε with three significant digits, rounded up: what is printed is never less than was spent."""
     if math.isinf(epsilon):
@@ -234,7 +243,7 @@ def _check_theorem2(sampling_rate: float, rounds: int, delta: float) -> None:
 _ALWAYS = (
     "the population and the planned rounds are public",
     "clients' answers, and their absence, depend on no other client's data",
-    "Gaussian noise in floating point (not proof against attacks on low-order bits)",
+    ON_A_GRID,
 )
 _HIDDEN_PLACES = "who was drawn is not known to the adversary"
 HIDDEN_DRAW = (
@@ -242,6 +251,7 @@ HIDDEN_DRAW = (
     "and metrics.jsonl tells it)"
 )
 NOISE_OF_OTHERS = (
+    WHOLE_UPLOADS,
     "the adversary is none of those who add noise: each could take its own share off",
     f"no honest upload is refused for its norm: each is with probability {IMPROBABLE:g} at most, "
     "which δ does not count",
@@ -345,6 +355,7 @@ def client_level_guarantees(
             assumptions=(
                 *common,
                 *honest_clients,
+                WHOLE_UPLOADS,
                 "secure aggregation, which this run does not provide: the server sees no upload",
             ),
             not_covered=tuple(not_covered),

@@ -31,7 +31,7 @@ import numpy as np
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.bounds import Update, check_arrays, clip
-from flower_ext.privacy.claims import Basis, Condition, Guarantee, noise_assumption
+from flower_ext.privacy.claims import ON_A_GRID, Basis, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -46,6 +46,7 @@ class PreconditionFailed(ValueError):
 # Mechanisms -------------------------------------------------------------------------------------
 
 
+_IN_FLOATS = "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
 _ROUNDING = 4 * 2.0**-24
 """How far rounding moves a model on its way to the noise, in clipping norms: to single precision
 once before it is clipped, with its norm, and once afterwards."""
@@ -396,7 +397,7 @@ def perturbation_guarantees(
         "clients train, clip and add noise as told",
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every record that could be there",
-        "arithmetic and noise in floating point (not proof against attacks on low-order bits)",
+        ON_A_GRID if output else _IN_FLOATS,
         noise_assumption(secure_noise),
     )
     return [

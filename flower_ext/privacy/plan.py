@@ -12,7 +12,7 @@ import array_api_compat as api
 from flower_ext.privacy.accounting import Accountant, Release
 from flower_ext.privacy.bounds import Update, sum_clipped, total
 from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
-from flower_ext.privacy.noise import NoiseSource, largest_noised_norm
+from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.sampling import Sampling
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -149,6 +149,15 @@ class ReleasePlan:
         """Standard deviation σC of the noise on a complete sum."""
         return self.noise_multiplier * self.clipping_norm
 
+    @property
+    def noise_grid(self) -> float:
+        """What all noised uploads and sums are whole multiples of, in every round alike.
+
+        A share of the noise follows from the size of its cohort, which may be secret; this does
+        not, and what is on one grid adds up on it.
+        """
+        return noise_grid(self.noise_stddev)
+
     def client_noise_stddev(self, cohort_size: int) -> float:
         """Standard deviation of one client's share: σC/√cohort, so that all shares make σC.
 
@@ -225,7 +234,7 @@ class ReleasePlan:
             summed = total(uploads, like=like)
             missing = 1 - answered / cohort_size if cohort_size else 1.0
         stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed, stddev)
+        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
         size = self.sampling.expected_cohort_size
         value = {
             name: api.array_namespace(array).astype(array / size, like[name].dtype)

@@ -29,7 +29,7 @@ from functools import lru_cache
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.claims import Condition, Guarantee, noise_assumption
+from flower_ext.privacy.claims import ON_A_GRID, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.perturbation import OutputPerturbation
 from flower_ext.privacy.sampling import FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -360,7 +360,8 @@ def _provable_guarantee(
             "clients train, clip and add noise as told",
             "personal models, and whatever else depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
-            "arithmetic and noise in floating point (not proof against attacks on low-order bits)",
+            "arithmetic in floating point stays within the margins of clipping",
+            ON_A_GRID,
             noise_assumption(secure_noise),
         ),
         not_covered=tuple(not_covered),

@@ -34,6 +34,8 @@ from flower_ext.privacy.accounting import (
 from flower_ext.privacy.claims import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
+    ON_A_GRID,
+    WHOLE_UPLOADS,
     Condition,
     Guarantee,
     noise_assumption,
@@ -50,7 +52,7 @@ _ALWAYS = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "silos train, clip and add noise as told, and do not collude",
-    "noise in floating point (not proof against attacks on low-order bits)",
+    ON_A_GRID,
 )
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
@@ -393,6 +395,7 @@ def uldp_avg_guarantees(
             sums.epsilon,
             sums.accountant,
             exposed,
+            WHOLE_UPLOADS,
             secure_sum,
             *from_server,
         ),
