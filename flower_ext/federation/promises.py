@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+
 from flower_ext.federation.protection import (
     perturbation_facts,
     plan_facts,
@@ -181,9 +183,24 @@ class PerturbationPromise(Promise[PerturbationPlan]):
             self.plan.objective,
             proximal_weight=weight,
             distance_to_minimiser=max(tolerances) / weight if exact else math.inf,
+            rounding=self._rounding(),
             memoryless=self.strategy.client.memoryless,
         )
         return replace(self.plan, objective=objective)
+
+    def _rounding(self) -> float:
+        """What a trained model loses in the precision of the one that was sent, in clipping norms.
+
+        Half of eps of each number; half of the smallest one above zero, where numbers are below
+        what is normal.
+        """
+        own, sent = self.plan.perturbation, self.strategy.sent
+        norm = own.clipping_norm if isinstance(own, OutputPerturbation) else math.inf
+        kinds = {np.finfo(array.dtype) for array in sent.values()} or {np.finfo(np.float32)}
+        numbers = sum(array.size for array in sent.values())
+        relative = max(float(kind.eps) / 2 for kind in kinds)
+        least = max(float(kind.smallest_subnormal) / 2 for kind in kinds)
+        return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
 
     def facts(self) -> dict[str, float]:
         """How a client perturbs."""

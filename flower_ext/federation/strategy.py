@@ -651,6 +651,11 @@ class FederatedStrategy(Strategy):
         return self.participations.rounds + 1
 
     @property
+    def sent(self) -> records.Arrays:
+        """The shared part of the model that clients were sent last; nothing before that."""
+        return self._base
+
+    @property
     def num_asked(self) -> int:
         """How many clients are asked in this training round."""
         return len(self._cohort)

@@ -147,6 +147,29 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
+def in_float64(update: Update) -> dict[str, Any]:
+    """Copies of all arrays in float64."""
+    return {name: _as_float64(array) for name, array in update.items()}
+
+
+def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
+    """Arrays of ``update`` in the precision of those of the same name in ``like``.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        A number is too large for it.
+    """
+    rounded = {}
+    with np.errstate(over="ignore"):
+        for name, array in update.items():
+            namespace = api.array_namespace(array)
+            rounded[name] = namespace.astype(array, like[name].dtype)
+            if not bool(namespace.all(namespace.isfinite(rounded[name]))):
+                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
+    return rounded
+
+
 def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
     """Sum in float64; zeros like ``like`` when there are no updates.
 

@@ -10,19 +10,20 @@ of a public grid g, a power of two. The argument:
 4. v/g is split into a whole number and a rest of at most one half, both without error, as g is a
    power of two; only the rest meets the noise before that is rounded.
 5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
-6. g is 2⁻¹⁷ to 2⁻¹⁶ of the run's σ, which is public; where shares of σ differ from round to round
+6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public; where shares of σ differ from round to round
    with the cohort, whose size may be secret, g stays that of the whole σ.
-7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³³ of a layer in each cell of the
-   grid, so every cell has its Gaussian probability to a relative 2⁻³¹ (in the tails less, but these
-   hold too little to matter), and d numbers are within 2⁻³¹ √(d/2) of ideal ones in total variation
-   (Pinsker; 10⁻⁶ at d = 10⁷, at the very worst); this is assumed, not counted.
-8. A sum of m noised values on one grid is, up to exp(−2π²σ²/g²) (Poisson's summation formula), the
-   rounded sum of v's, a Gaussian of the shares' whole variance, and m − 1 independent uniforms of
-   width g: the same post-processing, so what sees sums only is protected by the whole noise.
-9. That somebody was drawn or not shows in these uniforms by 2⁻³²/12 of the variance at most, which
+7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³¹ of a layer in each cell of the
+   grid, so every cell has its Gaussian probability to a relative 2⁻²⁹ (in the tails less, but these
+   hold too little to matter), and d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total variation
+   (Pinsker; 4·10⁻⁶ at d = 10⁷, at the very worst); this is assumed, not counted.
+8. A sum of m noised values on one grid is, up to exp(−2π²s²/g²) for shares s of at least 16 g
+   (Poisson's summation formula), the rounded sum of the v's, a Gaussian of the shares' variances
+   together, and m − 1 independent uniforms of width g: post-processing again, so that who sees sums
+   only faces the whole noise.
+9. That somebody was drawn or not shows in these uniforms by 2⁻³⁶/12 of the variance at most, which
    is less than statement 7 leaves.
 10. Rounding to an array's own precision comes last, and is post-processing; float32 has all
-    multiples of g up to 2²⁴ g, above 128 σ, so that sums of uploads stay sums on the grid.
+    multiples of g up to 2²⁴ g, above 32 σ, so that sums of uploads stay sums on the grid.
 
 Nothing here hides how long a draw takes.
 """
@@ -41,7 +42,7 @@ from flower_ext.privacy.randomness import secure_generator, seeded_generator
 
 IMPROBABLE = 1e-12
 """Probability with which noise may exceed what it is expected to stay within."""
-_CELLS_PER_STDDEV = 16
+_CELLS_PER_STDDEV = 18
 """Binary logarithm of how fine a grid is: fine enough that rounding adds nothing to the noise, and
 coarse enough that the generator's own points are far closer together."""
 _FINEST, _COARSEST = 2.0**-32, 2.0**-4
@@ -53,7 +54,7 @@ _TOGETHER = 2**15
 
 
 def noise_grid(stddev: float) -> float:
-    """The grid on which values with noise of ``stddev`` are released: 2⁻¹⁷ to 2⁻¹⁶ of it.
+    """The grid on which values with noise of ``stddev`` are released: 2⁻¹⁹ to 2⁻¹⁸ of it.
 
     A power of two that depends on ``stddev`` alone, so that it tells nothing of a value.
     """

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.bounds import Update, check_arrays, clip
+from flower_ext.privacy.bounds import Update, check_arrays, clip, in_float64, in_precision_of
 from flower_ext.privacy.claims import ON_A_GRID, Basis, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -47,9 +47,9 @@ class PreconditionFailed(ValueError):
 
 
 _IN_FLOATS = "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
-_ROUNDING = 4 * 2.0**-24
-"""How far rounding moves a model on its way to the noise, in clipping norms: to single precision
-once before it is clipped, with its norm, and once afterwards."""
+_ROUNDINGS = 4
+"""How many times what rounding to a model's precision does to it, in clipping norms, is counted. It
+happens once, before the model is clipped in float64, which takes what it did no further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,17 @@ class OutputPerturbation:
     def apply(self, model: Update, noise: NoiseSource) -> dict[str, Any]:
         """The model as it may leave the client.
 
+        It is clipped and noised in float64, whatever its precision, and rounded to that afterwards.
+
         Raises
         ------
         NonFiniteUpdate, TypeError, ValueError
-            As `clip`.
+            As `clip`; or what is released is too large for the model's precision.
         """
-        return noise.add_gaussian(clip(model, self.clipping_norm).value, self.noise_stddev)
+        check_arrays(model)
+        bounded = clip(in_float64(model), self.clipping_norm).value
+        noised = noise.add_gaussian(bounded, self.noise_stddev)
+        return in_precision_of(model, noised)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +134,7 @@ class LocalObjective:
     """What is known of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
     F_i is the mean over records of a loss F̂(w; d). The defaults say that nothing is known.
-    Bounds hold for every record that could be there, and for every w. The last three are facts of
+    Bounds hold for every record that could be there, and for every w. The last four are facts of
     the training, which a strategy fills in itself.
 
     Parameters
@@ -149,6 +154,10 @@ class LocalObjective:
         μ.
     distance_to_minimiser : float
         How far the trained model can be from the exact minimiser (L2); 0 for an exact one.
+    rounding : float
+        How far rounding to its own precision moves a trained model (L2), over its norm or the
+        clipping norm, whichever is less: 2⁻²⁴ in single precision, 2⁻¹¹ in half precision and 2⁻⁸
+        in bfloat16 (and what numbers below the smallest normal one lose, where that matters).
     memoryless : bool
         Beyond the records, the problem depends on what was sent to and from the client alone;
         control variates and personal models that a client keeps break this.
@@ -161,6 +170,7 @@ class LocalObjective:
     feature_norm_bound: float = math.inf
     proximal_weight: float = 0.0
     distance_to_minimiser: float = math.inf
+    rounding: float = 2.0**-24
     memoryless: bool = False
 
     def __post_init__(self) -> None:
@@ -170,6 +180,7 @@ class LocalObjective:
             "feature_norm_bound",
             "proximal_weight",
             "distance_to_minimiser",
+            "rounding",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
@@ -292,11 +303,11 @@ def sensitivity(
     """How far one record can move what is noised (L2): min(2τ, what stability gives).
 
     Clipping is a projection onto a ball, so it moves no two models apart; rounding may, each of
-    them by `_ROUNDING` τ.
+    them by its ``rounding``, counted `_ROUNDINGS` times.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
-    return min(2 * norm, stable + 2 * _ROUNDING * norm)
+    return min(2 * norm, stable + 2 * _ROUNDINGS * objective.rounding * norm)
 
 
 def epsilons(

@@ -294,9 +294,10 @@ def test_guarantees_and_releases_survive_json_text():
 
 PROTOCOL, OTHERS, CLIENTS = "follows the protocol", "none of those who add noise", "clients clip"
 AGGREGATION, REFUSED = "secure aggregation", "no honest upload is refused"
+WHOLE = "single precision or wider"
 HIDDEN, PLACES = "neither who was drawn nor how many", "who was drawn is not known"
 DRAWN = "cohorts are drawn by a cryptographic generator"
-EVERY = {PROTOCOL, OTHERS, CLIENTS, AGGREGATION, REFUSED, HIDDEN, PLACES, DRAWN}
+EVERY = {PROTOCOL, OTHERS, CLIENTS, AGGREGATION, REFUSED, WHOLE, HIDDEN, PLACES, DRAWN}
 MODELS, SUMS, UPLOADS = (
     AdversaryView.RELEASED_MODELS,
     AdversaryView.SUM_ONLY,
@@ -310,8 +311,8 @@ MODELS, SUMS, UPLOADS = (
         (
             "client",
             {
-                MODELS: {PROTOCOL, OTHERS, REFUSED, CLIENTS},
-                SUMS: {AGGREGATION, CLIENTS},
+                MODELS: {PROTOCOL, OTHERS, REFUSED, WHOLE, CLIENTS},
+                SUMS: {AGGREGATION, WHOLE, CLIENTS},
                 UPLOADS: {CLIENTS},
             },
         ),
@@ -338,5 +339,6 @@ def test_each_promise_names_what_it_rests_on_and_nothing_else_and_what_it_leaves
         expected = rests_on[view] | (secret if view is MODELS else set())
         text = " ".join(guarantee.assumptions)
         assert {words for words in EVERY if words in text} == expected
-        assert "Gaussian noise in floating point" in text
+        assert "rounded to a public grid" in text
+        assert "low-order bits" not in text
         assert guarantee.not_covered == ("scores",)
