@@ -45,6 +45,7 @@ from flower_ext.privacy import (
     perturbation_guarantees,
     upcycled_theorem_6_3,
 )
+from flower_ext.privacy.accounting import gaussian_loss
 from flower_ext.training import LocalTraining, Task, train
 from tests import worlds
 from tests.federation.test_strategy import Recorder, Tampering
@@ -401,6 +402,44 @@ def test_the_facts_of_a_plan_are_its_own_numbers():
     assert facts["clipping-norm"] == 0.5
     assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
     assert plan_facts(release_plan(), 0, seeded_noise=False) == {}
+
+
+@pytest.mark.parametrize("kind", ["an update", "units of a sum"])
+def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
+    """Single precision keeps them there, so that they add up as whole numbers."""
+    received = {"weight": torch.zeros(5_000)}
+    value = {"weight": torch.linspace(-1, 1, 5_000, dtype=torch.float64) / 100}
+    for cohort_size in (1, 3, 100):
+        facts = plan_facts(release_plan(), cohort_size, seeded_noise=False)
+        update = {"weight": value["weight"].float()}
+        if kind == "units of a sum":
+            facts, update = per_unit(facts), BoundedSum(value=value, bound=0.5, count=9)
+        sent = protected(update, received, facts, None, allow_seeded_noise=False)["weight"]
+        assert sent.dtype == torch.float32
+        cells = sent.double() / release_plan().noise_grid
+        assert bool((cells == cells.round()).all())
+        assert 0.45 < float((cells % 2).mean()) < 0.55
+
+
+@pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
+def test_a_grid_that_would_leave_low_order_bits_bare_is_refused_by_the_client(grid):
+    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "noise-grid": grid}
+    with pytest.raises((TypeError, ValueError), match="grid"):
+        protected({"weight": torch.zeros(3)}, {}, facts, None, allow_seeded_noise=False)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(np.float16, 2.0**-10), (np.float32, 2.0**-23)])
+def test_what_rounding_to_the_models_own_precision_moves_is_in_the_provable_epsilon(dtype, eps):
+    """Two minimisers as near as one of very many records leaves them, each rounded once."""
+    sure = replace(KNOWN, gradient_bound=1e-6)
+    moved = 2 * sure.gradient_bound / (12 * MU) + 2 * EXACT.tolerance / MU
+    quiet = OutputPerturbation(clipping_norm=0.8, noise_stddev=1e-3)
+    start = ArrayRecord({"weight": torch.from_numpy(np.full((1, DIMENSION), 0.5, dtype))})
+    strategy, _ = run(plan(quiet, objective=sure), start=start)
+    assert strategy.refusals == []
+    provable = strategy.guarantees()[1].epsilon
+    rounded = gaussian_loss(1e-3 / (moved + eps * 0.8), releases=1, delta=1e-3).epsilon
+    assert provable >= rounded
 
 
 def record_level_plan(**changes) -> RecordLevelPlan:

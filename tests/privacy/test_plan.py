@@ -221,3 +221,26 @@ def test_a_plan_for_a_target_meets_it_under_the_relation_and_the_accountant_aske
 
 def test_a_plan_for_one_round_is_a_plan():
     assert plan(rounds=1).rounds == 1
+
+
+@pytest.mark.parametrize("placement", ["client", "server"])
+def test_every_sum_lies_on_a_grid_that_tells_nothing_of_its_cohort(placement):
+    """A share of the noise follows from the cohort's size: a grid made of it would tell that."""
+    like = {"a": np.zeros(3_000)}
+    the_plan = plan(noise_placement=placement)
+    rng, finest = np.random.default_rng(0), set()
+    for cohort_size in (1, 2, 5, 16, 64, 300):
+        for answered in {cohort_size, cohort_size // 2}:
+            value = {"a": rng.normal(size=3_000) / 200}
+            stddev = the_plan.client_noise_stddev(cohort_size)
+            uploads = [
+                SecureNoise().add_gaussian(value, stddev, grid=the_plan.noise_grid)
+                for _ in range(answered)
+            ]
+            made = the_plan.aggregate(
+                uploads, cohort_size=cohort_size, noise=SecureNoise(), like=like
+            )
+            whole = np.rint(made.value["a"] * 10 / the_plan.noise_grid)  # the mean is over 10
+            np.testing.assert_array_equal(made.value["a"], whole * the_plan.noise_grid / 10)
+            finest.add(int((whole % 2 == 1).mean() * 4))  # odd multiples: half of them
+    assert finest <= {1, 2}
