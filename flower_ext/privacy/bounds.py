@@ -34,8 +34,10 @@ Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
-_MARGIN = 1.0 - 1e-12
-"""Room for the rounding of the norm itself, whatever the order of its summation."""
+_MARGIN = 1.0 - 1e-9
+"""Room for rounding in float64, whatever the order of summation: of the norm of up to 10⁷ numbers
+(2⁻⁵⁴ each), and of a sum in which one unit changes how all others are rounded, of up to a thousand
+units of one length (2⁻⁵² n² in all)."""
 
 
 class NonFiniteUpdate(ValueError):

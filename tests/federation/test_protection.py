@@ -525,6 +525,8 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
 
     def encrypt(noise):
         assert noise["weight"].dtype == torch.float64
+        cells = noise["weight"] / facts["noise-grid"]  # finer than the steps of an encoding
+        assert not bool((cells == cells.round()).any())
         return {"sum": (value["weight"] + noise["weight"]).numpy()}
 
     context = Context(
