@@ -25,9 +25,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -46,8 +49,13 @@ EXACT_GAUSSIAN = "exact Gaussian composition"
 """Balle and Wang (2018), Theorem 8: no accountant's slack where every release is a Gaussian."""
 
 
-RDP_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
-"""Integer orders: dp-accounting's fractional ones do not always converge when sub-sampled."""
+RDP_ORDERS = (
+    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *map(float, range(11, 64)),
+    *(80.0, 96.0, 128.0, 192.0, 256.0, 512.0, 1024.0),
+)
+"""Of Gaussians, sub-sampled by Poisson's draws or not at all."""
+_WITHOUT_REPLACEMENT_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 
 _MOST_NOISE, _LARGEST_GRID_EPSILON = 1e7, 1e6
 """Noise beyond is accounted as this much, where RDP is still a number; an ε beyond is for no grid
@@ -259,14 +267,13 @@ def _loss(
         return _without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
         amplified = PrivacyLoss(
-            epsilon=_rdp_epsilon(events, delta, dp_accounting.NeighboringRelation.REPLACE_ONE),
+            epsilon=_epsilon_without_replacement(events, delta),
             delta=delta,
             accountant="RDP (sampling without replacement)",
         )
         plain = _without_amplification(counts, delta)
         return min(amplified, plain, key=lambda loss: loss.epsilon)
-    relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-    epsilon = _rdp_epsilon_by_search(events, delta, relation)
+    epsilon = _renyi_epsilon(counts, delta)
     renyi = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
     if accountant == "rdp":
         return renyi
@@ -299,40 +306,33 @@ def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     return epsilon * (1 + 1e-9)  # the root finder stops on either side of the root
 
 
-def _rdp_epsilon(
-    events: Sequence[tuple[dp_accounting.DpEvent, int]],
-    delta: float,
-    relation: dp_accounting.NeighboringRelation,
-    orders: Sequence[int] = RDP_ORDERS,
-) -> float:
+def _renyi_epsilon(counts: Iterable[tuple[Release, int]], delta: float) -> float:
+    """At the best order; a divergence is above 0 at each, so that none is mistaken for no loss."""
     from dp_accounting import rdp
 
-    accountant = rdp.RdpAccountant(orders, relation)
+    curve = np.zeros(len(RDP_ORDERS))
+    for release, count in counts:
+        noise_multiplier = release.noise_multiplier / release.relation.sensitivity_factor
+        sampling = release.sampling
+        curve += count * sampled_gaussian_renyi(
+            min(noise_multiplier, _MOST_NOISE),
+            sampling.rate if isinstance(sampling, PoissonSampling) else 1.0,
+            RDP_ORDERS,
+        )
+    return float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
+
+
+def _epsilon_without_replacement(
+    events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float
+) -> float:
+    import dp_accounting
+    from dp_accounting import rdp
+
+    relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = rdp.RdpAccountant(_WITHOUT_REPLACEMENT_ORDERS, relation)
     for event, count in events:
         accountant.compose(event, count)
     return float(accountant.get_epsilon(delta))
-
-
-def _rdp_epsilon_by_search(
-    events: Sequence[tuple[dp_accounting.DpEvent, int]],
-    delta: float,
-    relation: dp_accounting.NeighboringRelation,
-) -> float:
-    """At the best of few orders, ten times as fast: ε falls up to one order and rises after it.
-
-    Holds for divergences, where (α - 1) times the divergence is convex, and not for bounds on them.
-    The smallest order is asked too: at a large δ it alone may say 0.
-    """
-
-    @cache
-    def at(index: int) -> float:
-        return _rdp_epsilon(events, delta, relation, [RDP_ORDERS[index]])
-
-    low, high = 0, len(RDP_ORDERS) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle) <= at(middle + 1) else (middle + 1, high)
-    return min(at(0), at(low))
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:

@@ -17,7 +17,7 @@ several times smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,7 @@ from flower_ext.privacy.accounting import (
     gaussian_loss,
     pld_epsilon,
 )
+from flower_ext.privacy.renyi import sampled_gaussian_renyi
 
 _NEGLIGIBLE = 1e-30
 """Probability below which a step's outcome is counted as the largest one instead."""
@@ -195,54 +196,29 @@ def group_orders(group: int) -> list[int]:
 
 
 def lemma_9(
-    silos: Sequence[DpSgd], doublings: int, delta: float, *, orders: Sequence[int]
-) -> tuple[float, int]:
+    silos: Sequence[DpSgd], doublings: int, delta: float, *, orders: Iterable[float]
+) -> tuple[float, float]:
     """ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
 
     The lemma holds for orders α ≥ 2^(doublings + 1); this function does not check.
     """
-    alphas = np.array([order for order in orders if order > 2**doublings])
+    alphas = np.array([order for order in orders if order > 2**doublings], dtype=np.float64)
     losses = 3.0**doublings * _renyi(silos, alphas)
     group = alphas / 2**doublings
     epsilons = losses + np.log1p(-1 / group) - (math.log(delta) + np.log(group)) / (group - 1)
     best = int(np.argmin(epsilons))
-    return max(0.0, float(epsilons[best])), int(alphas[best])
+    return max(0.0, float(epsilons[best])), float(alphas[best])
 
 
-def _renyi(silos: Sequence[DpSgd], orders: Sequence[int] | np.ndarray) -> np.ndarray:
+def _renyi(silos: Sequence[DpSgd], orders: Iterable[float]) -> np.ndarray:
     """The largest ρ of any silo at each order α, for one record: it lies in one silo only."""
-    alphas = tuple(int(order) for order in orders)
+    alphas = tuple(float(order) for order in orders)
     curves = [
-        silo.steps * _renyi_of_step(silo.noise_multiplier, silo.sampling_rate, alphas)
+        silo.steps * sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, alphas)
         for silo in set(silos)
     ]
     largest: np.ndarray = np.max(curves, axis=0)
     return largest
-
-
-@lru_cache(maxsize=256)
-def _renyi_of_step(
-    noise_multiplier: float, sampling_rate: float, orders: tuple[int, ...]
-) -> np.ndarray:
-    """ρ of one step at integer orders α: the α-th moment of 1 - γ + γ exp((2x - 1)/2σ²), exactly.
-
-    Mironov, Talwar and Zhang (2019), Equation 9: Σ_i C(α, i) (1-γ)^(α-i) γ^i exp((i² - i)/2σ²), a
-    row of NumPy for each order; dp-accounting adds the terms one by one.
-    """
-    from scipy import special
-
-    alphas = np.asarray(orders, dtype=np.float64)
-    if sampling_rate == 1:
-        return alphas / (2 * noise_multiplier**2)
-    i = np.arange(alphas.max() + 1)
-    factorial = special.gammaln(i + 1)
-    each = i * math.log(sampling_rate) + (i * i - i) / (2 * noise_multiplier**2) - factorial
-    rest = i * math.log1p(-sampling_rate) - factorial
-    moments = [
-        special.logsumexp(each[: order + 1] + rest[order::-1]) + factorial[order]
-        for order in orders
-    ]
-    return np.asarray(moments) / (alphas - 1)
 
 
 def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:

@@ -178,9 +178,7 @@ def uldp_group_guarantees(
     check_group(silos, group_size, delta)
     doublings = group_size.bit_length() - 1
     group = 2**doublings
-    # The authors' search begins at the smaller of 2k and k + 10.
-    orders = range(min(2 * group, group + 10), 2 * group + 64)
-    epsilon, order = lemma_9(silos, doublings, delta, orders=orders)
+    epsilon, order = lemma_9(silos, doublings, delta, orders=_orders_of_the_figures(group))
     loss = group_loss(silos, group_size=group_size, delta=delta)
     return [
         _of_one_user(
@@ -196,7 +194,7 @@ def uldp_group_guarantees(
                     group == group_size,
                 ),
                 Condition(
-                    f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order})",
+                    f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order:g})",
                     order >= 2 * group,
                 ),
                 Condition(
@@ -228,6 +226,12 @@ def uldp_group_guarantees(
             ),
         ),
     ]
+
+
+def _orders_of_the_figures(group: int) -> list[float]:
+    """Orders that the authors search: tenths from 2k on, and 20 points from k + 10 to 64k."""
+    tenths = (2 * group + tenth / 10 for tenth in range(100))
+    return [*tenths, *np.linspace(group + 10, 64 * group, 20).tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)
