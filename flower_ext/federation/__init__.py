@@ -21,6 +21,7 @@ from flower_ext.federation.recording import (
     recorded_run,
     save_outcome,
     settings_of,
+    shared_budget,
 )
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.strategy import FederatedStrategy
@@ -52,4 +53,5 @@ __all__ = [
     "run_in_process",
     "save_outcome",
     "settings_of",
+    "shared_budget",
 ]

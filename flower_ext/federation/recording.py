@@ -13,9 +13,10 @@ from flwr.app import Context, UserConfig
 from flwr.serverapp.strategy import Result
 
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.privacy import Budget
 from flower_ext.reporting import RunDirectory, new_run_path, write_report
 from flower_ext.reporting.run import Status
-from flower_ext.reporting.settings import INCIDENTAL, UnfitSetting, flag
+from flower_ext.reporting.settings import INCIDENTAL, UnfitSetting, flag, number, text
 
 log = getLogger("flwr")
 
@@ -72,6 +73,26 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
     finally:
         run.close()
     print(f"Report: {write_report(run)}", flush=True)
+
+
+def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
+    """``own``, or the budget of all runs on the population whose account is ``budget-ledger``.
+
+    Raises
+    ------
+    UnfitSetting
+        A path that another folder would make another one, or no budget.
+    """
+    if not (named := text(config, "budget-ledger")):
+        return own
+    path = Path(named).expanduser()
+    if not path.is_absolute():
+        raise UnfitSetting(f"run-config budget-ledger={named!r}: expected an absolute path")
+    return Budget(
+        epsilon=number(config, "population-epsilon", above=0),
+        delta=number(config, "population-delta", above=0),
+        ledger=path,
+    )
 
 
 def _named(config: UserConfig) -> Path:

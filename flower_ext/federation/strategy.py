@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
 from logging import getLogger
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from flower_ext.privacy import (
     Aggregate,
     Budget,
     BudgetExhausted,
+    Charge,
     Guarantee,
     Ledger,
     NoiseSource,
@@ -43,8 +45,10 @@ from flower_ext.privacy import (
     RoundDiscarded,
     SecureNoise,
     SeededNoise,
+    charge,
     client_level_guarantees,
     derived_seed,
+    note_uncovered,
     secure_generator,
     seeded_generator,
 )
@@ -89,7 +93,9 @@ class FederatedStrategy(Strategy):
     ledger : Ledger, optional
         Durable record of every release of a `ReleasePlan`; stops the run at its budget.
     budget : Budget, optional
-        Stops the run before a round with which its provable ε would exceed it, whatever the plan.
+        Stops the run before a round with which its provable ε would exceed it, whatever the plan;
+        with ``Budget(ledger=...)`` that of all runs on the same population. Under a
+        `NonPrivatePlan` such an account says that no ε covers the run.
     run : RunDirectory, optional
         Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
     exposed : Sequence[str]
@@ -129,11 +135,8 @@ class FederatedStrategy(Strategy):
             raise ValueError(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
         if seeded_noise and seed is None:
             raise ValueError("seeded_noise=True needs a seed")
-        if budget is not None and getattr(plan, "delta", None) != budget.delta:
-            raise ValueError(
-                f"budget.delta={budget.delta!r}: expected that of the plan, "
-                f"{getattr(plan, 'delta', 'which promises no privacy')!r}"
-            )
+        if budget is not None:
+            _check_budget_fits(budget, plan)
         if ledger is not None and not isinstance(plan, ReleasePlan):
             raise ValueError(
                 f"ledger with a {type(plan).__name__}: it records the releases of a ReleasePlan "
@@ -620,11 +623,46 @@ class FederatedStrategy(Strategy):
         ahead.participations = deepcopy(self.participations)
         ahead.count_participations(self.num_asked)
         epsilon = ahead._spent().get("epsilon_provable", float("inf"))
-        if epsilon > self.budget.epsilon:
+        if self.budget.ledger is not None:
+            self._charge(ahead, epsilon, self.budget, self.budget.ledger)
+        elif epsilon > self.budget.epsilon:
             raise BudgetExhausted(
                 f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, above "
                 f"the budget of {self.budget.epsilon:g}"
             )
+
+    def _charge(
+        self, ahead: FederatedStrategy, epsilon: float, budget: Budget, ledger: Path
+    ) -> None:
+        """Charge the round to the population's account, or say there that no ε covers it."""
+        checkpoints = self._checkpoints
+        who = {
+            "run": checkpoints.run_id,
+            "method": type(self).__name__,
+            "name": "" if checkpoints.run is None else checkpoints.run.path.name,
+        }
+        for shown in self.exposed:
+            note_uncovered(ledger, **who, what=shown)
+        plan = self.plan
+        if isinstance(plan, NonPrivatePlan):
+            note_uncovered(ledger, **who, what="training without noise")
+            return
+        if isinstance(plan, ReleasePlan):
+            unit, relation, delta = plan.unit, plan.release.relation, plan.delta
+        else:
+            claim = next(each for each in ahead.guarantees() if each.basis == "provable")
+            unit, relation, delta = claim.unit, claim.relation, claim.delta
+        new = Charge(
+            **who,
+            training=self.next_training,
+            repeatable=self.repeats,
+            unit=unit,
+            relation=relation,
+            epsilon=epsilon,
+            delta=delta,
+            release=plan.release if isinstance(plan, ReleasePlan) else None,
+        )
+        charge(ledger, new, budget)
 
     def _protection(self) -> dict[str, float]:
         return self._promise.facts()
@@ -775,6 +813,20 @@ class FederatedStrategy(Strategy):
             "diagnostics": self.diagnostics,
         }
         return ConfigRecord({**own, **more})
+
+
+def _check_budget_fits(budget: Budget, plan: Plan) -> None:
+    """Refuse a δ that the plan does not promise, and a budget that nothing can be held to."""
+    delta = getattr(plan, "delta", None)
+    if budget.ledger is None and delta != budget.delta:
+        raise ValueError(
+            f"budget.delta={budget.delta!r}: expected that of the plan, "
+            f"{'which promises no privacy' if delta is None else delta!r}"
+        )
+    if delta is not None and delta > budget.delta:
+        raise ValueError(
+            f"budget.delta={budget.delta!r}: expected at least that of the plan, {delta!r}"
+        )
 
 
 def _in_round(

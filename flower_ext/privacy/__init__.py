@@ -73,6 +73,15 @@ from flower_ext.privacy.perturbation import (
 )
 from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
 from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
+from flower_ext.privacy.population import (
+    Charge,
+    DoesNotCompose,
+    RunSpend,
+    charge,
+    note_uncovered,
+    spent_by_run,
+    total_spent,
+)
 from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
 from flower_ext.privacy.record_level import (
     ClippedSteps,
@@ -117,8 +126,10 @@ __all__ = [
     "BoundedUpdate",
     "Budget",
     "BudgetExhausted",
+    "Charge",
     "ClippedSteps",
     "Condition",
+    "DoesNotCompose",
     "DpSgd",
     "FixedSizeSampling",
     "FullParticipation",
@@ -147,6 +158,7 @@ __all__ = [
     "ReleasePlan",
     "Reservation",
     "RoundDiscarded",
+    "RunSpend",
     "Sampling",
     "SecureNoise",
     "SeededNoise",
@@ -156,6 +168,7 @@ __all__ = [
     "calibrate_noise_multiplier",
     "calibrate_rounds",
     "calibrate_sampling_rate",
+    "charge",
     "check_client_plan",
     "check_user_plan",
     "client_level_guarantees",
@@ -182,6 +195,7 @@ __all__ = [
     "l2_norm",
     "largest_noised_norm",
     "noise_grid",
+    "note_uncovered",
     "participations_loss",
     "perturbation_guarantees",
     "privacy_curve",
@@ -192,9 +206,11 @@ __all__ = [
     "secure_generator",
     "seeded_generator",
     "size_for_rate",
+    "spent_by_run",
     "sum_clipped",
     "sum_clipped_rows",
     "theorem2_of_plan",
+    "total_spent",
     "uldp_avg_guarantees",
     "uldp_closed_form",
     "uldp_group_guarantees",

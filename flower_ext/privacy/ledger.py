@@ -42,10 +42,19 @@ class LedgerLocked(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Spend at most ``epsilon`` at ``delta``."""
+    """Spend at most ``epsilon`` at ``delta``.
+
+    Parameters
+    ----------
+    epsilon, delta : float
+    ledger : Path, optional
+        Account that all runs on one population share: the budget is then that of all of them
+        together (see `privacy.population`).
+    """
 
     epsilon: float
     delta: float
+    ledger: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.epsilon > 0:
@@ -100,6 +109,11 @@ class Ledger:
     def __init__(
         self, path: Path, *, budget: Budget | None = None, accountant: Accountant = "pld"
     ) -> None:
+        if budget is not None and budget.ledger is not None:
+            raise ValueError(
+                f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
+                "one run; give the strategy budget=Budget(ledger=...)"
+            )
         self.path = Path(path)
         self.budget = budget
         self.accountant: Accountant = accountant
@@ -120,7 +134,7 @@ class Ledger:
         ]
         self._reserved = [release for *_, release in earlier]
         self._repeatable = {one for one in earlier if one[1] is not None}
-        _sync_directory(self.path.parent)
+        sync_directory(self.path.parent)
 
     @contextmanager
     def reserve(
@@ -199,7 +213,7 @@ class Ledger:
         LedgerCorrupt
             The hash chain is broken; the message names the line.
         """
-        return _parse(Path(path).read_bytes())[0]
+        return parse_chain(Path(path).read_bytes())[0]
 
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
@@ -216,9 +230,7 @@ class Ledger:
             )
 
     def _append(self, kind: str, facts: dict[str, Any]) -> None:
-        entry = {"seq": self._next, "kind": kind, **facts, "prev": self._last_hash}
-        entry["hash"] = _digest(entry)
-        line = (json.dumps(entry, sort_keys=True) + "\n").encode()
+        entry, line = chained(self._next, kind, facts, self._last_hash)
         self._check_usable()
         try:
             while line:
@@ -245,11 +257,20 @@ class Ledger:
 
     def _recover(self) -> list[dict[str, Any]]:
         """Verified entries. A torn last line never became durable, so its release never began."""
-        entries, whole = _parse(self.path.read_bytes())
+        entries, whole = parse_chain(self.path.read_bytes())
         if os.fstat(self._file).st_size > whole:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
         return entries
+
+
+def chained(
+    number: int, kind: str, facts: dict[str, Any], previous: str
+) -> tuple[dict[str, Any], bytes]:
+    """Return the entry that follows the one of hash ``previous``, and its line."""
+    entry = {"seq": number, "kind": kind, **facts, "prev": previous}
+    entry["hash"] = _digest(entry)
+    return entry, (json.dumps(entry, sort_keys=True) + "\n").encode()
 
 
 def _digest(entry: dict[str, Any]) -> str:
@@ -257,8 +278,14 @@ def _digest(entry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Entries of all whole lines, and how many bytes those take."""
+def parse_chain(content: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Entries of all whole lines, and how many bytes those take.
+
+    Raises
+    ------
+    LedgerCorrupt
+        The hash chain is broken; the message names the line.
+    """
     whole = content.rfind(b"\n") + 1
     entries: list[dict[str, Any]] = []
     previous = GENESIS
@@ -282,7 +309,8 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
     return entries, whole
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: Path) -> None:
+    """Make a new file's name durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | report``."""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | ledger | report``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.reporting.commands.audit import audit
 from flower_ext.reporting.commands.calibrate import calibrate
+from flower_ext.reporting.commands.ledger import ledger
 from flower_ext.reporting.commands.plan import plan, search
 from flower_ext.reporting.commands.screen import console, failed
 from flower_ext.reporting.comparison import write_comparison
@@ -162,7 +163,7 @@ def report(
     console.print(str(path.absolute()), soft_wrap=True)
 
 
-for command in (calibrate, plan, search, audit):
+for command in (calibrate, plan, search, audit, ledger):
     app.command()(command)
 
 

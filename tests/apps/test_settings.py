@@ -27,6 +27,7 @@ from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
         ("dataset", 5, "a text"),
         ("round-timeout", -1, "a number > 0"),
         ("connect-timeout", 0, "a number > 0"),
+        ("budget-ledger", "people.jsonl", "an absolute path"),
     ],
 )
 def test_a_setting_of_another_type_ends_the_run_with_its_name(app, name, value, expected, tmp_path):

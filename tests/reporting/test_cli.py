@@ -11,9 +11,15 @@ from typer.testing import CliRunner
 
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import (
+    Budget,
+    Charge,
+    NeighboringRelation,
+    PrivacyUnit,
+    charge,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
     epsilon_text,
+    note_uncovered,
 )
 from flower_ext.reporting import RunDirectory, cli
 from flower_ext.reporting.cli import app
@@ -505,3 +511,42 @@ def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):
     done = call("run", str(tmp_path))
     assert done.exit_code == 1
     assert "pyproject.toml is no TOML" in done.output
+
+
+def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_covers(tmp_path):
+    path = tmp_path / "people.jsonl"
+    for name, epsilon in (("first", 0.5), ("second", 0.75)):
+        new = Charge(
+            run=name * 5,
+            name=name,
+            method="DPDitto",
+            training=1,
+            unit=PrivacyUnit.RECORD,
+            relation=NeighboringRelation.REPLACE_ONE,
+            epsilon=epsilon,
+            delta=1e-5,
+        )
+        charge(path, new, Budget(epsilon=2.0, delta=1e-4))
+    note_uncovered(path, run="p" * 20, method="DPDitto", what="a pilot without noise")
+    done = call("ledger", str(path))
+    assert done.exit_code == 0
+    for said in ("first", "second", "0.5", "0.75", "1.25", "left 0.75", "one record"):
+        assert said in done.output
+    assert "Not covered by any ε: a pilot without noise" in done.output
+    assert "left 0 " in call("ledger", str(path), "--epsilon", "1").output.replace("\n", " ")
+    assert "inf" in call("ledger", str(path), "--delta", "1e-5").output
+
+
+def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_path):
+    own = tmp_path / "own.jsonl"
+    run = finished(tmp_path / "run")
+    own.write_bytes(run.ledger_path.read_bytes())
+    (broken := tmp_path / "broken.jsonl").write_text("{}\n")
+    for path, said in (
+        (own, "of one run"),
+        (broken, "line 1"),
+        (tmp_path / "none.jsonl", "No such file"),
+    ):
+        done = call("ledger", str(path))
+        assert done.exit_code == 1
+        assert said in done.stderr

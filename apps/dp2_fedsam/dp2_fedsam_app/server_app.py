@@ -20,6 +20,7 @@ from flower_ext.federation import (
     first_config,
     recorded_run,
     save_outcome,
+    shared_budget,
 )
 from flower_ext.privacy import (
     Budget,
@@ -159,6 +160,7 @@ def strategy_of(
         "timeout": number(config, "connect-timeout", above=0),
         "run": run,
         "ledger": ledger_of(config, plan, run),
+        "budget": shared_budget(config, None),
     }
     if method in PERSONAL_HEAD:
         return PERSONAL_HEAD[method](

@@ -15,6 +15,7 @@ from flower_ext.federation import (
     first_config,
     recorded_run,
     save_outcome,
+    shared_budget,
 )
 from flower_ext.planning import DittoProblem, PilotEstimates, best_rounds
 from flower_ext.privacy import (
@@ -213,7 +214,7 @@ def strategy_of(
         "evaluate_every": integer(config, "evaluate-every"),
         "training_loss": flag(config, "training-loss"),
         "timeout": number(config, "connect-timeout", above=0),
-        "budget": budget_of(config),
+        "budget": shared_budget(config, budget_of(config)),
         "run": run,
         "exposed": [PILOT] if config["planner"] == "pilot" else [],
     }

@@ -21,6 +21,7 @@ from flower_ext.federation import (
     first_config,
     recorded_run,
     save_outcome,
+    shared_budget,
 )
 from flower_ext.privacy import (
     Budget,
@@ -173,7 +174,7 @@ def strategy_of(
         "seeded_noise": flag(config, "seeded-noise"),
         "evaluate_every": integer(config, "evaluate-every"),
         "timeout": number(config, "connect-timeout", above=0),
-        "budget": budget_of(config),
+        "budget": shared_budget(config, budget_of(config)),
         "run": run,
     }
     size = round(plan.sampling.expected_cohort_size)
