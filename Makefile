@@ -3,6 +3,7 @@
 # make test    install and run the tests
 # make test-all   and the audits with many trials
 # make test-slow  and those of whole deployments, minutes each
+# make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy test test-all test-slow lint check format clean
+.PHONY: install demo deploy test test-all test-slow mutants lint check format clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +48,12 @@ test-all: install
 
 test-slow: install
 	$(BIN)/pytest -n 0 -m slow
+
+SEED ?= 0
+NUMBER ?= 300
+
+mutants: install
+	$(BIN)/python -m benchmarks.mutants --seed $(SEED) --number $(NUMBER)
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | ledger | report``."""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | ledger`` …"""
 
 from __future__ import annotations
 

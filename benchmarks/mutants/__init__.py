@@ -1,0 +1,1 @@
+"""Small faults planted one at a time, and the share of them that the tests find."""

@@ -1,0 +1,169 @@
+"""``python -m benchmarks.mutants --seed 0 --number 300``: which planted faults the tests miss.
+
+Each fault is planted in a copy of the project, apart from the others, and the tests of its module
+are run there until the first fails. A fault that makes them run several times as long counts as
+found. ``equivalent.toml`` says of faults which no test can find, and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from scipy import stats
+
+from benchmarks.mutants.faults import Fault, faults_of
+
+ROOT = Path(__file__).parents[2]
+TESTS = {
+    "privacy/accounting.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
+    "privacy/renyi.py": ("privacy/test_renyi.py",),
+    "privacy/bounds.py": ("privacy/test_bounds.py",),
+    "privacy/noise.py": ("privacy/test_noise.py", "privacy/test_randomness.py"),
+    "privacy/sampling.py": ("privacy/test_sampling.py",),
+    "federation/protection.py": (
+        "federation/test_protection.py",
+        "federation/test_record_level_plan.py",
+        "federation/test_mods.py",
+    ),
+}
+_COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
+_LEFT_OUT = "not independent_accountant"
+"""Tests that take most of a minute each: without them, the share found is a little low."""
+_PATIENCE = 4.0
+"""Times as long as the tests take without a fault."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault in a module."""
+
+    module: str
+    fault: Fault
+
+    @property
+    def line(self) -> int:
+        """Where it is, from 1."""
+        return _source(self.module)[: self.fault.start].count(b"\n") + 1
+
+    @property
+    def change(self) -> tuple[str, str]:
+        """The lines that differ, without and with the fault."""
+        before = _source(self.module)
+        texts = [text.decode().splitlines() for text in (before, self.fault.planted(before))]
+        changed = [line for line in difflib.ndiff(*texts) if line[0] in "+-"]
+        old = "\n".join(line[2:].strip() for line in changed if line[0] == "-")
+        return old, "\n".join(line[2:].strip() for line in changed if line[0] == "+")
+
+
+def main() -> None:
+    """Plant, test, and print the share that was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--number", type=int, default=300, help="of faults, over all modules")
+    asked = parser.parse_args()
+    everything = [Mutant(module, fault) for module in TESTS for fault in faults_of(_source(module))]
+    number = min(asked.number, len(everything))
+    sample = random.Random(asked.seed).sample(everything, number)
+    sample.sort(key=lambda mutant: (mutant.module, mutant.fault.start))
+    print(f"{number} of {len(everything)} faults, seed {asked.seed}", flush=True)
+    with TemporaryDirectory() as temporary:
+        folder = _copy(Path(temporary))
+        missed = _missed(folder, sample)
+    known = _known()
+    equivalent = [mutant for mutant in missed if (mutant.module, *mutant.change) in known]
+    for mutant in missed:
+        old, new = mutant.change
+        reason = known.get((mutant.module, old, new), "NOT FOUND")
+        print(f"\nflower_ext/{mutant.module}:{mutant.line}: {reason}\n- {old}\n+ {new}")
+    found = number - len(missed)
+    print(f"\nfound: {_share(found, number)}")
+    if equivalent:
+        print(f"of those that can be found: {_share(found, number - len(equivalent))}")
+
+
+def _missed(folder: Path, sample: Iterable[Mutant]) -> list[Mutant]:
+    """Those with which the tests pass."""
+    missed, patience = [], {}
+    for count, mutant in enumerate(sample, 1):
+        module = mutant.module
+        if module not in patience:
+            started = time.monotonic()
+            if not _passes(folder, module, timeout=None):
+                raise SystemExit(f"the tests of {module} fail without any fault: mend them first")
+            patience[module] = 20 + _PATIENCE * (time.monotonic() - started)
+        target = folder / "flower_ext" / module
+        target.write_bytes(mutant.fault.planted(_source(module)))
+        try:
+            passed = _passes(folder, module, timeout=patience[module])
+        finally:
+            target.write_bytes(_source(module))
+        if passed:
+            missed.append(mutant)
+        said = "MISSED" if passed else "found"
+        print(f"{count}: {said} {module}:{mutant.line}", flush=True)
+    return missed
+
+
+def _passes(folder: Path, module: str, *, timeout: float | None) -> bool:
+    tests = [f"tests/{name}" for name in TESTS[module]]
+    arguments = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    arguments += ["-k", _LEFT_OUT]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*arguments, *tests],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _copy(folder: Path) -> Path:
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def _source(module: str) -> bytes:
+    return (ROOT / "flower_ext" / module).read_bytes()
+
+
+def _known() -> dict[tuple[str, str, str], str]:
+    """Reasons by module and changed lines."""
+    listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text(encoding="utf-8"))
+    return {
+        (one["module"], one["line"], one["instead"]): one["reason"] for one in listed["equivalent"]
+    }
+
+
+def _share(found: int, number: int) -> str:
+    """With its Clopper–Pearson interval at 95 %."""
+    interval = stats.binomtest(found, number).proportion_ci(method="exact")
+    share = found / number
+    return f"{found} of {number}, {share:.0%} (95 %: {interval.low:.0%} to {interval.high:.0%})"
+
+
+if __name__ == "__main__":
+    main()

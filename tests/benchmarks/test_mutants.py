@@ -1,0 +1,58 @@
+"""The faults that are planted: each is one, none touches what a test should not pin."""
+
+import ast
+
+from benchmarks.mutants.__main__ import TESTS, _source
+from benchmarks.mutants.faults import faults_of
+
+SOURCE = b'''"""Text with 1 < 2."""
+LIMIT: Literal[3] = 4  # \xc3\xa9 before the next
+def f(a, b=True):
+    if a < 1 and not b:
+        raise ValueError(f"a={a!r}: {1 + 1}")
+    total = "\xc3\xa9" in a or min(a, -2.5) * b ** 2
+    total += 1
+    return total
+'''
+
+
+def test_faults_are_planted_where_they_belong_and_nowhere_in_texts_or_annotations():
+    planted = {fault.planted(SOURCE).decode() for fault in faults_of(SOURCE)}
+    lines = SOURCE.decode().splitlines()
+    changed = {
+        (old.strip(), new.strip())
+        for text in planted
+        for old, new in zip(lines, text.splitlines(), strict=True)
+        if old != new
+    }
+    condition = "if a < 1 and not b:"
+    total = 'total = "é" in a or min(a, -2.5) * b ** 2'
+    expected = {
+        (lines[1], lines[1].replace("4", "5")),
+        (lines[2], lines[2].replace("True", "False")),
+        (condition, "if a <= 1 and not b:"),
+        (condition, "if a < 2 and not b:"),
+        (condition, "if a < 1 or not b:"),
+        (condition, "if a < 1 and b:"),
+        (condition, "if not (a < 1 and not b):"),
+        ('raise ValueError(f"a={a!r}: {1 + 1}")', "pass"),
+        (total, total.replace("in a", "not in a")),
+        (total, total.replace("or", "and")),
+        (total, total.replace("min", "max")),
+        (total, total.replace("-2.5", "2.5")),
+        (total, total.replace("2.5", "5.0")),
+        (total, total.replace(" * ", " / ")),
+        (total, total.replace("**", "*")),
+        (total, total.replace("** 2", "** 3")),
+        ("total += 1", "pass"),
+        ("total += 1", "total += 2"),
+    }
+    assert changed == expected
+
+
+def test_every_fault_in_the_modules_is_another_program_that_can_be_read():
+    for module in TESTS:
+        source = _source(module)
+        whole = ast.dump(ast.parse(source))
+        for fault in faults_of(source):
+            assert ast.dump(ast.parse(fault.planted(source))) != whole
