@@ -61,7 +61,8 @@ class Mutant:
     def change(self) -> tuple[str, str]:
         """The lines that differ, without and with the fault."""
         before = _source(self.module)
-        texts = [text.decode().splitlines() for text in (before, self.fault.planted(before))]
+        after = self.fault.planted(before)
+        texts = before.decode().splitlines(), after.decode().splitlines()
         changed = [line for line in difflib.ndiff(*texts) if line[0] in "+-"]
         old = "\n".join(line[2:].strip() for line in changed if line[0] == "-")
         return old, "\n".join(line[2:].strip() for line in changed if line[0] == "+")
