@@ -8,6 +8,7 @@ from flower_ext.federation.client import (
     Steps,
     Training,
     client_app,
+    unmoved_by_errors,
 )
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.devices import Stragglers
@@ -54,4 +55,5 @@ __all__ = [
     "save_outcome",
     "settings_of",
     "shared_budget",
+    "unmoved_by_errors",
 ]

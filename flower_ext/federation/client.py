@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from logging import getLogger
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,8 @@ from flower_ext.training import (
     train_each,
     trains_apart,
 )
+
+log = getLogger("flwr")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -346,7 +349,12 @@ class _ClientSide:
             own = result.bounded(works[index].received, whole=whole)
             return own, result.memory, result.metrics
 
-        runs = map(self.method.local_update, works)
+        runs = [
+            unmoved_by_errors(self.method.local_update, work, one.facts)
+            if bounds_models(one.facts)
+            else self.method.local_update(work)
+            for one, work in zip(asked, works, strict=True)
+        ]
         made = side_by_side(runs, finish, memory_limit=memory_limit)
         done = [self._reply(*each) for each in zip(contexts, asked, works, made, strict=True)]
         for _, memory in done:
@@ -567,6 +575,74 @@ def _check_memory(params: Params | None) -> None:
             raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
 
 
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterable[Any]:
+    """Yield what each training makes; of one alone its error too, which its method may expect."""
+    first = trainings[0]
+    try:
+        yield from first.solve(
+            first.task,
+            [training.job for training in trainings],
+            trained=first.trained,
+            memory_limit=memory_limit,
+        )
+    except Exception as error:
+        if len(trainings) > 1:  # nobody knows here whose error it is
+            raise
+        yield error
+
+
+def unmoved_by_errors(
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]],
+    work: ClientWork,
+    facts: Mapping[str, Any] | None = None,
+) -> Steps[LocalResult]:
+    """Let a training that raises or diverges leave its model as it was; all else too, if need be.
+
+    For models that leave the client under noise: an error in place of one would tell of a record.
+    Where each step is noised instead (by ``facts``), no record makes these steps fail; what else
+    does is an error.
+    """
+    steps_noised = "step-noise-stddev" in (facts or {})
+    trained: Any = None
+    try:
+        run = local_update(work)
+        while isinstance(run, Generator):
+            try:
+                wanted = run.send(trained)
+            except StopIteration as end:
+                run = end.value
+                break
+            try:
+                trained = yield wanted
+                if wanted.solve is train_each:
+                    _check_memory(trained)
+            except Exception as error:  # whatever a model or a loss makes of a record
+                if wanted.solve is not train_each:
+                    raise
+                _log_unmoved(error)
+                trained = dict(wanted.job.params)
+        result: LocalResult = run
+        for part in (result.model, result.update, result.memory):
+            if isinstance(part, Mapping):
+                _check_memory(part)
+    except Exception as error:
+        if steps_noised:
+            raise
+        _log_unmoved(error)
+        return LocalResult(model=work.received)
+    return result
+
+
+def _log_unmoved(error: Exception) -> None:
+    """Tell who runs the client; the server gets a model as usual."""
+    log.warning(
+        "a local training fails (%s), and its model stays as it was: look into this client's data, "
+        "or into the task if no client trains",
+        type(error).__name__,
+    )
+    log.debug("a local training fails", exc_info=error)
+
+
 def side_by_side(
     runs: Iterable[T | Steps[T]],
     finish: Callable[[int, T], R],
@@ -583,7 +659,8 @@ def side_by_side(
 
     def go_on(index: int, steps: Steps[T], trained: Any) -> None:
         try:
-            wanted = steps.send(trained)
+            failed = isinstance(trained, Exception)
+            wanted = steps.throw(trained) if failed else steps.send(trained)
         except StopIteration as end:
             results[index] = finish(index, end.value)
         else:
@@ -598,14 +675,9 @@ def side_by_side(
         alike = defaultdict(list)
         for index, (_, training) in waiting.items():
             alike[training.solve, training.names].append(index)
-        for (solve, _), members in alike.items():
+        for members in alike.values():
             asked = [waiting.pop(index) for index in members]
-            solved = solve(
-                asked[0][1].task,
-                [training.job for _, training in asked],
-                trained=asked[0][1].trained,
-                memory_limit=memory_limit,
-            )
+            solved = _solved([training for _, training in asked], memory_limit)
             for index, (steps, _), trained in zip(members, asked, solved, strict=True):
                 go_on(index, steps, trained)
     return [results[index] for index in sorted(results)]

@@ -23,6 +23,7 @@ from flower_ext.training.many import (
     train_each,
     train_groups,
     train_many,
+    train_surely,
     trains_apart,
 )
 from flower_ext.training.newton import NotConverged, newton
@@ -75,6 +76,7 @@ __all__ = [
     "train_each",
     "train_groups",
     "train_many",
+    "train_surely",
     "trains_apart",
 ]
 

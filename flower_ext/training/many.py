@@ -108,6 +108,43 @@ def train_groups(
             yield [members[index] for index in group], rows
 
 
+def train_surely(
+    task: Task,
+    jobs: Sequence[Callable[[], Job]],
+    *,
+    trained: Callable[[str], bool] = lambda name: True,
+    memory_limit: int = MEMORY_LIMIT,
+) -> Iterator[tuple[list[int], Params | Exception]]:
+    """Train steadily (see `train_groups`), and yield its error for each job that raises.
+
+    One record can make a training raise: a label out of range is enough. No other model changes by
+    that in any bit: those that an error leaves untrained begin anew, half of them at a time, and a
+    steady training does not depend on its company.
+
+    Parameters
+    ----------
+    jobs : sequence of Callable[[], Job]
+        Each makes its job, with the same generator every time.
+    """
+    parts = [[*range(len(jobs))]]
+    while parts:
+        left = parts.pop()
+        own = [jobs[index]() for index in left]
+        numbers = [*left]
+        try:
+            for group, rows in train_groups(
+                task, own, trained=trained, memory_limit=memory_limit, steady=True
+            ):
+                done = [numbers[index] for index in group]
+                left = [index for index in left if index not in set(done)]
+                yield done, rows
+        except Exception as error:  # whatever a model or a loss makes of a record
+            if len(left) == 1:
+                yield left, error
+            else:
+                parts += [left[len(left) // 2 :], left[: len(left) // 2]]
+
+
 def _train_alike(
     task: Task,
     jobs: Sequence[Job],

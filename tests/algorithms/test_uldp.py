@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import (
@@ -19,6 +20,7 @@ from flower_ext.algorithms.uldp import (
     UldpSgd,
     WeightsByRecords,
     averaging,
+    private_silo,
     theory_learning_rate,
 )
 from flower_ext.algorithms.uldp.weights import check_weights
@@ -38,7 +40,7 @@ from flower_ext.privacy import (
     uldp_avg_guarantees,
     uldp_closed_form,
 )
-from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training import DpSgdTraining, LocalTraining, Task, many
 from tests.algorithms import uldp_reference as reference
 from tests.worlds import CLASSES, FEATURES, Net
 
@@ -696,6 +698,109 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
             assert all(torch.equal(part, everyone[user][name]) for name, part in update.items())
 
 
+def updates_of(task, job):
+    """Each user's update before clipping."""
+    found = averaging.users_updates(task, [job], trained=lambda name: True, memory_limit=2**30)
+    return {
+        user: {name: part[row].clone() for name, part in rows.items()}
+        for _, members, rows in found
+        for row, user in enumerate(members)
+    }
+
+
+def picky(outputs, targets):
+    """A loss that refuses a label."""
+    if bool((targets == 7).any()):
+        raise RuntimeError("no such label")
+    return cross_entropy(outputs, targets)
+
+
+def far(outputs, targets):
+    """A loss that is infinite for a label."""
+    scale = torch.where(targets == 7, math.inf, 1.0)
+    return (cross_entropy(outputs, targets % 3, reduction="none") * scale).mean()
+
+
+UNSTABLE = LocalTraining(epochs=8, batch_size=4, learning_rate=1.0, momentum=0.9)
+RAISING = {
+    "dense, a label out of range": (Scaled, cross_entropy, UNSTABLE, 7),
+    "convolutional, a label out of range": (Convolutional, cross_entropy, UNSTABLE, 7),
+    "a loss that refuses": (Scaled, picky, UNSTABLE, 7),
+    "no minimiser": (Scaled, far, LocalTraining(tolerance=1e-6, proximal_weight=1.0), 7),
+}
+
+
+@pytest.mark.parametrize("raising", [(2,), (0, 2, 6), tuple(range(7))], ids=["one", "some", "all"])
+@pytest.mark.parametrize("kind", RAISING)
+def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raising, caplog):
+    model, loss, training, label = RAISING[kind]
+    task = Task(model=model, data=lambda silo: silo, loss=loss, device="cpu")
+    job = silo_job(task, sizes=[20, 20, 9, 9, 9, 12, 1], training=training)
+    others = {user: own for user, own in job.users.items() if user not in raising}
+    spoiled = {
+        user: Examples(own.features, torch.full_like(own.targets, label))
+        for user, own in job.users.items()
+        if user in raising
+    }
+    theirs = updates_of(task, replace(job, users=others))
+    ours = updates_of(task, replace(job, users={u: (others | spoiled)[u] for u in job.users}))
+    assert sorted(ours) == list(job.users)
+    for user, update in ours.items():
+        for name, part in update.items():
+            assert torch.equal(part, theirs[user][name]) if user in theirs else not part.any()
+    (said,) = [r for r in caplog.records if "count as zero" in r.message]
+    assert said.levelname == ("ERROR" if len(raising) == 7 else "WARNING")
+    assert f"of {len(raising)} of 7 users" in said.message
+
+
+def test_a_user_whose_training_raises_is_encrypted_as_zero():
+    task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
+    job = silo_job(task)
+    job.users[1].targets[0] = 7
+    (clipped,) = private_silo.clipped_updates(
+        task, [job], trained=lambda name: True, memory_limit=2**30
+    )
+    assert sorted(clipped) == list(job.users)
+    assert [user for user, update in clipped.items() if not update.any()] == [1]
+
+
+def with_a_wrong_label(data, user=3):
+    """One record of ``user`` in each silo that has some."""
+    found = []
+    for own in data:
+        targets = own.train.targets.clone()
+        targets[np.flatnonzero(own.owners == user)[:1]] = CLASSES + 5
+        train = Examples(own.train.features, targets)
+        found.append(SiloData(train=train, test=own.test, owners=own.owners))
+    return found
+
+
+@pytest.mark.parametrize("method", [UldpAvg, UldpSgd])
+def test_one_wrong_label_moves_the_sum_by_at_most_the_clipping_norm(method):
+    sampling, bound = FullParticipation(USERS), 0.01
+    ours = sum_of(method, with_a_wrong_label(silos()), sampling, "equal", bound)
+    theirs = sum_of(method, without(3, silos()), sampling, "equal", bound)
+    assert np.linalg.norm(ours - theirs) <= 1e-6 * bound
+    assert np.linalg.norm(ours - sum_of(method, silos(), sampling, "equal", bound)) <= bound * 1.001
+
+
+@pytest.mark.parametrize("wrong", ["label", "diverging"])
+def test_a_silo_of_naive_that_fails_moves_nothing_and_adds_its_noise(wrong):
+    data = silos()
+    if wrong == "label":
+        data[1] = with_a_wrong_label(data)[1]
+    else:
+        data[1] = replace(
+            data[1], train=Examples(data[1].train.features * 1e38, data[1].train.targets)
+        )
+    nothing = torch.zeros(0, dtype=torch.long)
+    empty = Examples(torch.zeros(0, FEATURES), nothing)
+    without_it = [data[0], replace(data[1], train=empty, owners=nothing), data[2]]
+    strategies = [UldpNaive(plan=plan(), local=LOCAL, **COMMON) for _ in range(2)]
+    close(run(strategies[0], data), run(strategies[1], without_it))
+    assert strategies[0].refusals == []
+
+
 def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
     sizes = []
 
@@ -704,8 +809,8 @@ def test_no_more_models_exist_at_a_time_than_one_batch_has(monkeypatch):
             sizes.append(len(group))
             yield group, rows
 
-    averaging_groups = averaging.train_groups
-    monkeypatch.setattr(averaging, "train_groups", watched)
+    averaging_groups = many.train_groups
+    monkeypatch.setattr(many, "train_groups", watched)
     run(UldpAvg(plan=plan(), local=LOCAL, **COMMON), rounds=1, memory_limit=2**14)
     users = sum(len(torch.unique(one.owners)) for one in silos())
     assert sum(sizes) == users

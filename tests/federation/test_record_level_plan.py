@@ -131,6 +131,38 @@ def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
     assert stats.kstest(values / 3.0, "norm").pvalue > 1e-4
 
 
+def spoiled(how):
+    """The tests' data, but client 1 has a record by which training raises, or diverges."""
+
+    def data(client):
+        own = client_data(client)
+        if client == 1 and how == "raises":
+            own.train.targets[3] = 99
+        elif client == 1:
+            own.train.features[3] = math.inf
+        return own
+
+    return Task(model=Net, data=data, device="cpu")
+
+
+@pytest.mark.parametrize("steps", [None, STEPS], ids=["output", "steps"])
+@pytest.mark.parametrize("how", ["raises", "diverges"])
+@every
+def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how, steps):
+    if steps is not None and method is not DPDitto:
+        pytest.skip("no phase of training is all of its update")
+    options = {"evaluate_every": 0, "seed": 1}
+    the_plan = plan(noise_stddev=1e-7, clipping_norm=100.0, steps=steps)
+    strategy = method(plan=the_plan, local=FAST, **options)
+    grid = run(strategy, rounds=2, the_task=spoiled(how))
+    assert strategy.refusals == []
+    replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
+    assert len(replies) == 2 * CLIENTS
+    # In round 1 all begin with the received model, where noised steps move it all the same.
+    still = [max(abs(u).max() for u in numbers(m).values()) < 1e-5 for m in replies[:CLIENTS]]
+    assert sum(still) == (1 if steps is None else 0)
+
+
 def test_without_noise_to_speak_of_the_upload_lies_in_the_ball():
     grid = run(DPDitto(plan=plan(noise_stddev=1e-7), local=FAST), rounds=2)
     norms = []

@@ -25,6 +25,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from logging import ERROR, WARNING, getLogger
 from typing import Any
 
 import torch
@@ -66,8 +68,10 @@ from flower_ext.privacy import (
     sum_clipped_rows,
     uldp_avg_guarantees,
 )
-from flower_ext.training import Job, LocalTraining, Params, Task, train_groups
+from flower_ext.training import Job, LocalTraining, Params, Task, train_surely
 from flower_ext.training.descent import along
+
+log = getLogger("flwr")
 
 CLIPPING_NORM = "clipping-norm"
 _PREPARED = 2048
@@ -149,15 +153,26 @@ def users_updates(
 ) -> Iterator[tuple[int, list[int], Params]]:
     """Train all users; silo, some of its users, and their updates before clipping, in rows.
 
-    No user's update depends on the others (``steady``): else one could move theirs as well.
+    No user's update depends on the others (see `train_surely`): else one could move theirs as
+    well. That of a user whose training raises or diverges is zero: an error in place of the silo's
+    sum would take out all others.
     """
+    raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
     everyone.sort(key=lambda who: (-len(jobs[who[0]].users[who[1]]), who[0]))
     for start in range(0, len(everyone), _PREPARED):
         chosen = everyone[start : start + _PREPARED]
-        own = [jobs[silo].of(user) for silo, user in chosen]
-        batches = train_groups(task, own, trained=trained, memory_limit=memory_limit, steady=True)
-        for group, rows in batches:
+        own = [partial(jobs[silo].of, user) for silo, user in chosen]
+        for group, rows in train_surely(task, own, trained=trained, memory_limit=memory_limit):
+            if isinstance(rows, Exception):
+                raised.append(rows)
+                silo, user = chosen[group[0]]
+                yield (
+                    silo,
+                    [user],
+                    {n: p.new_zeros((1, *p.shape)) for n, p in jobs[silo].params.items()},
+                )
+                continue
             by_silo: defaultdict[int, list[int]] = defaultdict(list)
             for row, index in enumerate(group):
                 by_silo[chosen[index][0]].append(row)
@@ -170,6 +185,15 @@ def users_updates(
                     for name, received in jobs[silo].params.items()
                 }
                 yield silo, [chosen[group[row]][1] for row in members], _finite(updates)
+    if raised:  # for who runs the silo; the server gets to see a sum as usual
+        log.log(
+            ERROR if len(raised) == len(everyone) else WARNING,
+            "the training of %d of %d users here raises (%s): their updates count as zero",
+            len(raised),
+            len(everyone),
+            ", ".join(sorted({type(error).__name__ for error in raised})),
+        )
+        log.debug("the training of a user raises", exc_info=raised[0])
 
 
 def _finite(rows: Params) -> Params:

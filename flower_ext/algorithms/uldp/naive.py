@@ -26,6 +26,7 @@ from flower_ext.federation import (
     FederatedStrategy,
     LocalResult,
     Steps,
+    unmoved_by_errors,
 )
 from flower_ext.privacy import (
     FullParticipation,
@@ -38,7 +39,11 @@ from flower_ext.training import LocalTraining, Params
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 9–13: train on all records of the silo."""
+    """Lines 9–13: train on all records of the silo; where that fails, nothing moves."""
+    return unmoved_by_errors(_trained, work)
+
+
+def _trained(work: ClientWork) -> Steps[LocalResult]:
     trained = yield work.train("local", work.received)
     return LocalResult(model=trained)
 
