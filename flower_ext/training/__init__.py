@@ -1,7 +1,7 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
+from flower_ext.training.clipped_gradient import ClippedGradient
 from flower_ext.training.dp_sgd import (
-    ClippedGradient,
     ClippedJob,
     DpSgdTraining,
     StepNoise,

@@ -784,6 +784,12 @@ def test_one_wrong_label_moves_the_sum_by_at_most_the_clipping_norm(method):
     assert np.linalg.norm(ours - sum_of(method, silos(), sampling, "equal", bound)) <= bound * 1.001
 
 
+def test_one_wrong_label_does_not_keep_a_silo_of_group_from_answering():
+    strategy = grouped(2)
+    run(strategy, with_a_wrong_label(silos()), rounds=1)
+    assert strategy.refusals == []
+
+
 @pytest.mark.parametrize("wrong", ["label", "diverging"])
 def test_a_silo_of_naive_that_fails_moves_nothing_and_adds_its_noise(wrong):
     data = silos()

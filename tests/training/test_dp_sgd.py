@@ -113,7 +113,7 @@ def records(shape, count, scale=1.0):
 
 def by_loop(task, params, data, clipping_norm, names):
     """One backward pass a record."""
-    summed = {name: torch.zeros_like(params[name]) for name in names}
+    summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in names}
     for x, y in zip(data.features, data.targets, strict=True):
         leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}
         out = torch.func.functional_call(task.model(), leaves, (x.unsqueeze(0),))
@@ -426,6 +426,138 @@ def test_a_layer_without_a_slope_at_first_is_seen_for_what_it_is(body, shape, in
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
 
+class Rescaled(nn.Module):
+    """A model that takes large values for bytes: one record decides for all of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x / 255 if x.max() > 10 else x)
+
+
+class TwiceForSome(Twice):
+    """A layer that is used twice if a value asks for it."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        return self.layer(torch.tanh(y)) if x.max() > 10 else y
+
+
+class Crowded(nn.Module):
+    """Examples that mix where there are many."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.layer = most, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(dim=0) if len(x) > self.most else x)
+
+
+def impatient(outputs, targets):
+    """A loss that weighs examples otherwise where one has a large output."""
+    scale = 100.0 if outputs.abs().max() > 10 else 1.0
+    return scale * cross_entropy(outputs, targets)
+
+
+class Running(nn.Module):
+    """A buffer that remembers what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen.copy_(0.5 * self.seen + x.detach().mean(dim=0))
+        return self.layer(x - self.seen)
+
+
+ODD = {
+    "a branch on values": (Rescaled, cross_entropy),
+    "a second use under a condition": (TwiceForSome, cross_entropy),
+    "mixing above 3": (partial(Crowded, 3), cross_entropy),
+    "mixing above 17": (partial(Crowded, 17), cross_entropy),
+    "mixing above 64": (partial(Crowded, 64), cross_entropy),
+    "mixing above 75": (partial(Crowded, 75), cross_entropy),
+    "a loss that branches": (dense, impatient),
+    "a buffer that remembers": (Running, cross_entropy),
+}
+
+
+@pytest.mark.parametrize("which", ODD)
+def test_no_model_lets_one_record_move_the_sum_by_more_than_the_clipping_norm(which):
+    build, loss = ODD[which]
+    task, data = problem(build, loss), records((4,), 79)
+    data.features[0] = torch.tensor([300.0, -200.0, 100.0, 400.0])
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.05)
+    gradient.names = [name for name, _ in task.model().named_parameters()]
+    every = gradient(params, data.features, data.targets)
+    assert not gradient.in_one_pass
+    less = gradient(params, data.features[1:], data.targets[1:])
+    moved = sum(float((every[n] - less[n]).square().sum()) for n in gradient.names)
+    assert math.sqrt(moved) <= 0.05 * (1 + 1e-5)
+    theirs = by_loop(task, params, data, 0.05, gradient.names)
+    for name in gradient.names:
+        torch.testing.assert_close(every[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_no_number_of_records_makes_one_count_for_more_than_the_clipping_norm():
+    """A long sum in single precision loses or doubles its last terms."""
+    task, count = problem(lambda: nn.Linear(1, 3)), 1_000_000
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=1.0)
+    features, targets = torch.full((count, 1), 30.0), torch.full((count,), 2)
+    every = gradient(params, features, targets)
+    for less in (count - 1, count // 2):
+        rest = gradient(params, features[:less], targets[:less])
+        moved = sum(float((every[n] - rest[n]).square().sum()) for n in params)
+        assert math.sqrt(moved) == pytest.approx(count - less, rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_models_of_half_precision_are_refused_with_what_to_change(kind):
+    """Gradients of others would be rounded by far more than a margin covers."""
+    task = problem(lambda: dense().to(kind))
+    with pytest.raises(ValueError, match=r"0.weight.*expected float32.*model.float\(\)"):
+        ClippedGradient(task, list(task.initial_params(0)), clipping_norm=1.0)
+    frozen = problem(lambda: nn.Sequential(dense().to(kind), nn.Identity(), nn.Linear(3, 3)))
+    ClippedGradient(frozen, ["2.weight", "2.bias"], clipping_norm=1.0)
+
+
+@pytest.mark.parametrize("which", [*MODELS, "in a loop"])
+def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other_by_a_bit(which, caplog):
+    """Held against a record without a finite gradient, which leaves shapes as they are."""
+    model, shape = (Rescaled, (4,)) if which == "in a loop" else MODELS[which]
+    task, data = problem(model), records(shape, 70)
+    params = task.initial_params(0)
+
+    def found(label, value):
+        gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
+        targets, features = data.targets.clone(), data.features.clone()
+        targets[3], features[3] = label, value
+        return gradient(params, features, targets)
+
+    ours, theirs = found(7, data.features[3]), found(0, math.nan)
+    for name in params:
+        assert ours[name].any()
+        assert torch.equal(ours[name], theirs[name])
+    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert said.levelname == "WARNING"
+
+
+def test_where_every_record_raises_the_sum_is_zero_and_the_owner_is_told(caplog):
+    task, data = problem(dense), records((4,), 9)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.5)
+    summed = gradient(params, data.features, data.targets + 10)
+    assert not any(part.any() for part in summed.values())
+    assert [r.levelname for r in caplog.records if "every example" in r.message] == ["ERROR"]
+
+
 class PerStep(nn.Module):
     """An output for every step of a sequence, whose loss is a mean over the steps."""
 
@@ -547,6 +679,19 @@ def test_a_record_without_a_finite_gradient_is_left_out_in_silence(which, value)
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}="):
         settings(**{name: value})
+
+
+def test_dp_sgd_ends_whatever_a_record_does_to_its_loss():
+    task, data = problem(dense), records((4,), 12)
+    data.targets[5] = -7
+    train_dp_sgd(
+        task,
+        task.initial_params(0),
+        data,
+        settings(sampling_rate=1.0),
+        sampling=np.random.default_rng(0),
+        noise=SeededNoise(1, "n"),
+    )
 
 
 # Clipped steps in passes ------------------------------------------------------------------------

@@ -25,3 +25,16 @@ def test_what_cancels_does_not_pass_unclipped(left, scale):
     assert (norms >= exact * (1 - 1e-6)).all()
     if left == 1.0:
         torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["rows", "products"])
+def test_no_number_of_weights_makes_a_norm_too_small(kind):
+    """A long sum of squares in single precision loses the last ones."""
+    long = torch.full((1, 20_000_003), 0.7)
+    exact = 0.7**2 * long.shape[1]
+    if kind == "rows":
+        part = per_example.Rows(long)
+    else:
+        part = per_example.Products(torch.full((1, 1, 1), 2.0), long.unsqueeze(1))
+        exact *= 4
+    assert float(part.squares()) == pytest.approx(exact, rel=1e-5)

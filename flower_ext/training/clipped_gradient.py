@@ -1,0 +1,375 @@
+"""The sum of clipped gradients of single examples, however a model may be taken apart.
+
+What goes in and out of every layer gives the norm of each example's gradient and the sum of the
+clipped ones in one pass (`per_example`); examples pass in small groups that stay in the caches.
+Where a model might mix them, each example's gradient is found by vmap, or in a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial, reduce
+from logging import ERROR, WARNING, getLogger
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+
+from flower_ext.training.local import spared
+from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.per_example import LAYERS, Parts, Rows, is_known
+from flower_ext.training.task import Task
+from flower_ext.training.unfused import unfuse
+
+log = getLogger("flwr")
+
+_TOGETHER = 64
+"""Examples that pass together where gradients of single examples are written down."""
+_MARGIN = 1.0 - 1e-5
+"""Room for the rounding of norms, whose shortest sums are in single precision."""
+_TRIED, _PIECE, _ALIKE = 3, 16, 1e-3
+"""Random examples on which one pass is tried out, first few and then more; and how far off rounding
+may be."""
+_HALF = (torch.float16, torch.bfloat16)
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+"""Modules that do something else each time."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class ClippedGradient:
+    """Sum over examples of their gradients, each clipped to ``clipping_norm``, in float64.
+
+    An example's gradient is that of its own loss, as if there were no others. One that is not
+    finite, or whose loss raises, counts as zero: were it an error, that alone would tell of a
+    record.
+
+    Parameters
+    ----------
+    names : list of str
+        The parameters that are trained: the norm is taken over all of these together.
+    clipping_norm : float
+
+    Raises
+    ------
+    ValueError
+        The loss compares examples, the model has batch normalisation, or trained parameters are of
+        half precision.
+    """
+
+    def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
+        if task.compares_examples:
+            raise ValueError(
+                "the loss compares examples, so that none has a gradient of its own to clip: "
+                "DP-SGD needs a loss that is a mean over examples"
+            )
+        self.task, self.names, self.clipping_norm = task, names, clipping_norm
+        self.model, self.followed = _built(task), _built(task)
+        with suppress(ValueError):  # an unusual layer, which vmap may know or say that it does not
+            unfuse(self.followed)
+        self.params = self.model.state_dict()
+        for name in names:
+            if self.params[name].dtype in _HALF:
+                raise ValueError(
+                    f"{name!r} is of type {self.params[name].dtype}: expected float32 or float64, "
+                    "as one record's rounding might move the gradients of others: train the "
+                    "model in float32 (model.float())"
+                )
+        layers = {name.rpartition(".")[0] for name in names}
+        self.layers = {name: self.model.get_submodule(name) for name in layers}
+        self.by_vmap: bool | None = None
+        """Whether vmap follows model and loss; None until there are examples."""
+        self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
+        """Whether layers tell examples apart; None until there are some (see `_choose`)."""
+        self._tried: set[int] = set()
+        self._told: set[int] = set()
+        written = any(type(layer) is not nn.Linear for layer in self.layers.values())
+        self.together = _TOGETHER if written else 16 * _TOGETHER
+
+    def __call__(self, params: Mapping[str, Tensor], features: Tensor, targets: Tensor) -> Params:
+        """At ``params`` (the whole model), on (examples, …); zero for no examples."""
+        summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
+        if len(features) == 0:
+            return summed
+        for name, own in self.params.items():
+            own.copy_(params[name])
+        self._choose(features, targets)
+        size, some = self.together if self.in_one_pass else _TOGETHER, False
+        for x, y in zip(torch.split(features, size), torch.split(targets, size), strict=True):
+            for parts, there in self._gradients(x, y):
+                self._add(summed, parts, there)
+                some = some or bool(there.any())
+        if not some:
+            self._tell(ERROR, "the loss of every example raises: look into the task or the data")
+        return summed
+
+    def _add(self, summed: Params, parts: Parts, there: Tensor) -> None:
+        """Add the clipped gradients of the examples that are ``there`` and finite."""
+        norms = reduce(torch.add, [part.squares() for part in parts.values()]).sqrt()
+        factors = (self.clipping_norm * _MARGIN / norms.clamp_min(1e-30)).clamp_max(1.0)
+        factors = factors.where(there, 0.0)
+        if not bool((sound := norms.isfinite()).all()):
+            parts = {name: part.only(sound) for name, part in parts.items()}
+            factors = factors.where(sound, 0.0)
+        for name, part in parts.items():
+            summed[name] += part.total(factors).view_as(summed[name])
+
+    def _gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[Parts, Tensor]]:
+        """Yield examples' gradients, and which of them are there."""
+        if self.in_one_pass or self.by_vmap:
+            there = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            with suppress(Exception):  # whatever a model or a loss makes of a record
+                yield self._together(x, y, there)
+                return
+            own = [self._own(self.task.loss, *pair) is not None for pair in zip(x, y, strict=True)]
+            there = torch.tensor(own, device=x.device)
+            # Another in its place keeps the shapes, and with them how all others are rounded.
+            rows = torch.arange(len(x), device=x.device)
+            rows = rows.where(there, there.int().argmax())
+            with suppress(Exception):
+                yield self._together(x[rows], y[rows], there)
+                return
+        for pair in zip(torch.split(x, _TOGETHER), torch.split(y, _TOGETHER), strict=True):
+            yield self._in_a_loop(*pair)
+
+    def _together(self, x: Tensor, y: Tensor, there: Tensor) -> tuple[Parts, Tensor]:
+        """Return gradients of examples that pass together, in a number that was tried out."""
+        if not self.in_one_pass:
+            return self._by_vmap(spared(self.task, x), y, self.task.loss), there
+        more = _room(len(x)) - len(x)
+        x, y = (torch.cat([part, part[:1].expand(more, *part.shape[1:])]) for part in (x, y))
+        there = functional.pad(there, (0, more))
+        return self._in_one_pass(spared(self.task, x), y, self.task.loss), there
+
+    def _choose(self, features: Tensor, targets: Tensor) -> None:
+        """Find out how to get at the gradients of as many examples.
+
+        One pass finds every example's own gradient, unless a layer sees patches or times as rows,
+        is used twice, or examples mix: it is tried out with each number of examples that it is
+        given. What a model does may depend on values, too: vmap refuses such a model. Tried out on
+        random examples, so that it depends on nobody's data.
+        """
+        if self.by_vmap is None:
+            self.by_vmap = self._vmap_follows(features, targets)
+            if self.in_one_pass is None:
+                self.in_one_pass = self.by_vmap and self._tells_apart(features)
+                self.in_one_pass = self.in_one_pass and self._is_like(features, _PIECE, _TRIED)
+            if not self.in_one_pass:
+                how = "by vmap" if self.by_vmap else "one by one"
+                log.info("gradients of single examples are found %s", how)
+        most = min(len(features), self.together)
+        for room in {_room(most), _room(len(features) % most or most)} - self._tried:
+            self._tried.add(room)
+            self.in_one_pass = self.in_one_pass and self._is_like(features, room, _PIECE)
+
+    def _vmap_follows(self, features: Tensor, targets: Tensor) -> bool:
+        x = _random(features, _TRIED, torch.Generator().manual_seed(0))
+        try:
+            self._by_vmap(x, targets.new_zeros((_TRIED, *targets.shape[1:])), self.task.loss)
+        except Exception:  # a branch on values, or an operation that vmap does not know
+            log.debug("vmap does not follow the model", exc_info=True)
+            return False
+        return True
+
+    def _tells_apart(self, features: Tensor) -> bool:
+        """Tell whether one pass over a few random examples finds every one's own gradient."""
+        with self._shaken() as generator:
+            try:
+                x, directions = self._tried_on(features, _TRIED, generator)
+                together = self._in_one_pass(x, directions, _along)
+                for row in range(_TRIED):
+                    only = torch.eye(_TRIED).to(x.device)[row]
+                    own = self._own(_along, x[row], directions[row])
+                    if own is None or not all(
+                        _alike(part.total(only), own[name]) for name, part in together.items()
+                    ):
+                        return False
+            except Exception:  # whatever a model makes of being taken apart
+                log.debug("examples do not pass together", exc_info=True)
+                return False
+        return True
+
+    def _is_like(self, features: Tensor, count: int, piece: int) -> bool:
+        """Tell whether one pass over ``count`` random examples is like passes over pieces."""
+        with self._shaken() as generator:
+            try:
+                x, directions = self._tried_on(features, -(-count // piece) * piece, generator)
+                factors = torch.randn(len(x), generator=generator).to(x.device)
+                factors[count:] = 0.0
+                parts = self._in_one_pass(x[:count], directions[:count], _along)
+                pieces = [
+                    self._in_one_pass(*pair, _along)
+                    for pair in zip(
+                        torch.split(x, piece), torch.split(directions, piece), strict=True
+                    )
+                ]
+                for name, part in parts.items():
+                    own = [one[name] for one in pieces]
+                    squares = torch.cat([one.squares() for one in own])[:count]
+                    totals = [
+                        one.total(f)
+                        for one, f in zip(own, torch.split(factors, piece), strict=True)
+                    ]
+                    if not _alike(part.squares(), squares) or not _alike(
+                        part.total(factors[:count]), torch.stack(totals).sum(dim=0)
+                    ):
+                        return False
+            except Exception:
+                log.debug("%d examples do not pass together", count, exc_info=True)
+                return False
+        return True
+
+    @contextmanager
+    def _shaken(self) -> Iterator[torch.Generator]:
+        """Weights are random: below a head that begins at zero all slopes are zero, and tell
+        nothing.
+        """
+        generator = torch.Generator().manual_seed(0)
+        random = [m for m in self.model.modules() if isinstance(m, _RANDOM)]
+        for module in random:
+            module.eval()
+        weights = dict(self.model.named_parameters())
+        kept = clone(weights)
+        for name, weight in shaken(weights, generator).items():
+            weights[name].copy_(weight)
+        try:
+            yield generator
+        finally:
+            for module in random:
+                module.train()
+            for name, weight in kept.items():
+                weights[name].copy_(weight)
+
+    def _tried_on(
+        self, features: Tensor, count: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Random examples, and directions in which to add up their outputs."""
+        x = _random(features, count, generator)
+        with torch.no_grad():
+            shape = self.model(x[:1].clone()).shape[1:]
+        return x, torch.randn(count, *shape, generator=generator).to(x.device)
+
+    def _in_one_pass(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
+        came_in: dict[str, Tensor] = {}
+        went_out: dict[str, Tensor] = {}
+
+        def keep(name: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+            if name in came_in:
+                raise RuntimeError(f"{name!r} is used twice")
+            came_in[name] = inputs[0].detach()
+            went_out[name] = output if output.requires_grad else output.requires_grad_()
+            return output
+
+        hooks = [m.register_forward_hook(partial(keep, name)) for name, m in self.layers.items()]
+        try:
+            outputs = self.model(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        slopes = torch.autograd.grad(_summed(loss, outputs, y), list(went_out.values()))
+        parts = {}
+        for layer, slope in zip(went_out, slopes, strict=True):
+            module = self.layers[layer]
+            for leaf, part in LAYERS[type(module)](module, came_in[layer], slope).items():
+                parts[f"{layer}.{leaf}"] = part
+        return {name: parts[name] for name in self.names}
+
+    def _by_vmap(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
+        """Every example's own gradient, for any model that vmap follows."""
+        chosen = {name: self.params[name] for name in self.names}
+
+        def alone(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
+            return _alone(self.followed, {**self.params, **chosen}, loss, x, y)
+
+        each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
+        return {name: Rows(gradient) for name, gradient in each.items()}
+
+    def _in_a_loop(self, x: Tensor, y: Tensor) -> tuple[Parts, Tensor]:
+        """Every example's own gradient, for any model at all; and for which there is one."""
+        every = [self._own(self.task.loss, *pair) for pair in zip(x, y, strict=True)]
+        nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
+        found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
+        there = torch.tensor([own is not None for own in every], device=x.device)
+        return {name: Rows(gradient) for name, gradient in found.items()}, there
+
+    def _own(self, loss: Loss, x: Tensor, y: Tensor) -> Params | None:
+        """The gradient of one example; None if it raises."""
+        # A model may write into its inputs and buffers, which the next example is not to see.
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        leaves = {name: self.params[name].detach().requires_grad_() for name in self.names}
+        try:
+            value = _alone(self.model, {**self.params, **buffers, **leaves}, loss, x.clone(), y)
+            slopes = torch.autograd.grad(
+                value, list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
+        except Exception as error:  # whatever a model or a loss makes of a record
+            self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
+            log.debug("an example's loss raises", exc_info=True)
+            return None
+        return dict(zip(leaves, slopes, strict=True))
+
+    def _tell(self, level: int, what: str) -> None:
+        """Say it once, to who has the data: who gets the sum learns nothing of it."""
+        if level not in self._told:
+            self._told.add(level)
+            log.log(level, what)
+
+
+def _built(task: Task) -> nn.Module:
+    model = task.model().to(task.torch_device()).train().requires_grad_(False)
+    # Faster for convolutions on a CPU, and for pooling above all.
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                f"{name!r} is batch normalisation, by which every example moves every "
+                "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
+            )
+        if getattr(module, "inplace", False):  # it would overwrite what a layer put out
+            module.inplace = False
+    return model
+
+
+def _alone(
+    model: nn.Module, params: Mapping[str, Tensor], loss: Loss, x: Tensor, y: Tensor
+) -> Tensor:
+    """The loss of one example, without the dimension of examples."""
+    return loss(functional_call(model, dict(params), (x.unsqueeze(0),)), y.unsqueeze(0))
+
+
+def _room(count: int) -> int:
+    """As many examples or up to an eighth more: few numbers of examples need to be tried out."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _random(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random examples like these."""
+    x = torch.randn(count, *features.shape[1:], generator=generator)
+    if not features.is_floating_point():
+        x = x > 0
+    return x.to(features.device, features.dtype)
+
+
+def _alike(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers agree, and are there to be compared."""
+    difference = (found.flatten() - expected.flatten()).double().abs().max()
+    largest = float(expected.abs().max())
+    return largest > 0 and float(difference) <= _ALIKE * largest
+
+
+def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
+    """Σ loss of one example alone: a mean may weigh examples by what the others are."""
+    if loss is functional.cross_entropy and outputs.dim() == 2:
+        return functional.cross_entropy(outputs, y, reduction="sum")
+
+    def alone(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0))
+
+    return vmap(alone)(outputs, y).sum()
+
+
+def _along(outputs: Tensor, directions: Tensor) -> Tensor:
+    return (outputs * directions).sum()
