@@ -273,7 +273,7 @@ class ClippedGradient:
         for layer, slope in zip(went_out, slopes, strict=True):
             module = self.layers[layer]
             for leaf, part in LAYERS[type(module)](module, came_in[layer], slope).items():
-                parts[f"{layer}.{leaf}"] = part
+                parts[f"{layer}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names}
 
     def _by_vmap(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
