@@ -142,11 +142,11 @@ def play(trial: Trial) -> None:
 
 
 def _witnessed(
-    answer: Callable[..., list[RecordDict]], witness: int
-) -> Callable[..., list[RecordDict]]:
+    answer: Callable[..., list[RecordDict | Exception]], witness: int
+) -> Callable[..., list[RecordDict | Exception]]:
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
-    ) -> list[RecordDict]:
+    ) -> list[RecordDict | Exception]:
         replies = answer(messages, contexts, **options)
         number = messages[0].content.config_records[records.ROUND]["number"]
         clients = [context.node_config["partition-id"] for context in contexts]

@@ -30,6 +30,7 @@ from flower_ext.federation import (
     LocalResult,
     Steps,
 )
+from flower_ext.federation.failures import tellable
 from flower_ext.privacy import Guarantee, Plan, ReleasePlan, theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
@@ -46,13 +47,18 @@ def own_head(work: ClientWork) -> Params:
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
         if not names:
-            raise ValueError(
-                f"the server shares all of {sorted(work.received)}: personal= names none of them"
+            raise tellable(
+                ValueError(
+                    f"the server shares all of {sorted(work.received)}: personal= names none of "
+                    "them"
+                )
             )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
-        raise ValueError(
-            f"the server shares all but {sorted(names)}; personal so far: {sorted(work.memory)}"
+        raise tellable(
+            ValueError(
+                f"the server shares all but {sorted(names)}; personal so far: {sorted(work.memory)}"
+            )
         )
     return work.memory
 

@@ -62,10 +62,16 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         personal=work.training["personal"],
         attraction=work.settings[ATTRACTION],
     )
-    moved, own = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=minimise_envelopes
-    )
+    solve = minimise_apart if work.steady else minimise_envelopes
+    moved, own = yield Training(task=work.task, job=job, trained=lambda name: True, solve=solve)
     return LocalResult(model=moved, memory=own)
+
+
+def minimise_apart(
+    task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], **settings: Any
+) -> list[tuple[Params, Params]]:
+    """As `minimise_envelopes`, one by one: no bit of one depends on the others."""
+    return [minimise_envelope(task, job, trained) for job in jobs]
 
 
 def minimise_envelopes(

@@ -5,8 +5,6 @@ from flower_ext.federation.client import (
     ClientWork,
     LocalResult,
     Question,
-    Steps,
-    Training,
     client_app,
     unmoved_by_errors,
 )
@@ -25,6 +23,7 @@ from flower_ext.federation.recording import (
     shared_budget,
 )
 from flower_ext.federation.records import RefusedReply
+from flower_ext.federation.side_by_side import Steps, Training
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.federation.virtual import VirtualGrid, clients_of
 

@@ -12,6 +12,7 @@ from time import time
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -24,6 +25,12 @@ _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecor
 def empty_run(run_id: int) -> Run:
     """A Run with nothing but its id."""
     return Run.create_empty(run_id)
+
+
+def answers(app: ClientApp, message_type: str) -> bool:
+    """Whether a ClientApp has a function for messages of this type."""
+    category, _, action = message_type.partition(".")
+    return app._call is not None or f"{category}.{action or 'default'}" in app._registered_funcs
 
 
 _simulated_here = False

@@ -4,18 +4,20 @@ A method supplies two functions (`ClientMethod`), written for one client. Boundi
 happen here, after them and before anything is sent, so no method can forget either, and what a
 method returns as memory cannot reach a reply.
 
-Where many clients live in one process, the same functions run side by side: whenever all of them
-wait for a local training, these trainings are one batch (`training.train_each`).
+Where many clients live in one process, the same functions run `side_by_side`: whenever all of them
+wait for a local training, these trainings are one batch (`training.train_each`). Where the plan
+protects, no bit of what one of them sends depends on the others: not on their data, not on their
+errors, and not on whether they are there.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from logging import getLogger
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of, tell_partition
+from flower_ext.federation.failures import each, knowing_no_data, tellable
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
@@ -35,9 +38,11 @@ from flower_ext.federation.protection import (
     noise_source,
     objective_terms,
     protected,
+    protects,
     step_noise,
 )
-from flower_ext.federation.requests import Asked, unpacked
+from flower_ext.federation.requests import Asked, reader
+from flower_ext.federation.side_by_side import Steps, Training, side_by_side
 from flower_ext.federation.virtual import CohortApp
 from flower_ext.privacy import (
     BoundedSum,
@@ -57,7 +62,7 @@ from flower_ext.training import (
     Task,
     Term,
     difference,
-    evaluate_many,
+    evaluate_each,
     train_clipped_steps,
     train_each,
     trains_apart,
@@ -65,31 +70,7 @@ from flower_ext.training import (
 
 log = getLogger("flwr")
 
-T = TypeVar("T")
-R = TypeVar("R")
 _LOSSES = ("loss", "training_loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A local training that a method waits for: ``model = yield work.train(...)``.
-
-    ``solve`` does many of them at once: what each is sent back, in their order.
-    """
-
-    task: Task
-    job: Job
-    trained: Callable[[str], bool]
-    solve: Callable[..., Iterable[Any]] = train_each
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Parameters that are trained."""
-        return frozenset(filter(self.trained, self.job.params))
-
-
-Steps = Generator[Training, Any, T]
-"""A function that yields trainings, is sent the trained models, and returns a ``T``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +81,8 @@ class ClientWork:
     server's other array records by name, ``terms`` what the plan adds to every local objective
     (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
     for methods that noise while they train, ``vault`` for those that have secret keys, ``config``
-    what the user passed to ``start``.
+    what the user passed to ``start``. ``steady`` asks that no bit of what the client trains depends
+    on the trainings beside it (see `train_groups`).
     """
 
     task: Task
@@ -118,6 +100,7 @@ class ClientWork:
     noise: NoiseSource = field(default_factory=SecureNoise)
     step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    steady: bool = False
 
     def initial_params(self) -> Params:
         """The whole model before training; the same on every client."""
@@ -148,9 +131,18 @@ class ClientWork:
         if len(self.data.train) == 0:
             return Training(task=self.task, job=Job(**asked), trained=trained, solve=_untrained)
         if noise is None:
-            return Training(task=self.task, job=Job(**asked), trained=trained)
+            solve = _train_steadily if self.steady else train_each
+            return Training(task=self.task, job=Job(**asked), trained=trained, solve=solve)
         job = ClippedJob(noise=noise, **asked)
         return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
+
+
+def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    return train_each(task, jobs, steady=True, **settings)
+
+
+_UPDATES = (train_each, _train_steadily)
+"""Trainings without noise of their own."""
 
 
 def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
@@ -287,11 +279,11 @@ def client_app(
 
         @app.train(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return Message(side.train([message], [context])[0], reply_to=message)
+            return _own_reply(message, side.train([message], [context], alone=True))
 
         @app.evaluate(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return Message(side.score([message], [context])[0], reply_to=message)
+            return _own_reply(message, side.score([message], [context]))
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
@@ -304,6 +296,13 @@ def client_app(
     return app
 
 
+def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:
+    (own,) = made
+    if isinstance(own, Exception):
+        raise own
+    return Message(own, reply_to=message)
+
+
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
     """The task of all clients: those of one process share it, so it must know none of them."""
     rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
@@ -312,9 +311,11 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
     except KeyError as error:
         if error.args != (PARTITION,):
             raise
-        raise ValueError(
-            f"the task is built from the node's {PARTITION!r}, but is one for all clients: what is "
-            "a client's own belongs to its data (Task.data is given the partition)"
+        raise tellable(
+            ValueError(
+                f"the task is built from the node's {PARTITION!r}, but is one for all clients: "
+                "what is a client's own belongs to its data (Task.data is given the partition)"
+            )
         ) from None
 
 
@@ -322,7 +323,8 @@ def _named_device(name: str) -> str:
     try:
         torch.device(name)
     except RuntimeError:
-        raise ValueError(f"node config device={name!r}: expected cpu, cuda or cuda:N") from None
+        error = ValueError(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+        raise tellable(error) from None
     return name
 
 
@@ -340,33 +342,31 @@ class _ClientSide:
         contexts: Sequence[Context],
         *,
         memory_limit: int = MEMORY_LIMIT,
-    ) -> list[RecordDict]:
-        """Train, protect, remember, reply: in this order, so an error leaves memory as it was."""
-        asked, works = self._unpack(messages, contexts)
+        alone: bool = False,
+    ) -> list[RecordDict | Exception]:
+        """Train, protect, remember, reply: in this order, so an error leaves memory as it was.
+
+        An error takes the place of its client's reply alone. A client that is ``alone`` on its node
+        has no company that its model could depend on.
+        """
+        asked, works = self._unpack(messages, contexts, alone=alone)
 
         def finish(index: int, result: LocalResult) -> _Made:
-            whole = bounds_models(asked[index].facts)
-            own = result.bounded(works[index].received, whole=whole)
+            one, work = asked[index], works[index]
+            assert isinstance(one, Asked)
+            assert isinstance(work, ClientWork)
+            own = result.bounded(work.received, whole=bounds_models(one.facts))
             return own, result.memory, result.metrics
 
-        runs = [
-            unmoved_by_errors(self.method.local_update, work, one.facts)
-            if bounds_models(one.facts)
-            else self.method.local_update(work)
-            for one, work in zip(asked, works, strict=True)
-        ]
+        def begin(one: Asked, work: ClientWork) -> LocalResult | Steps[LocalResult]:
+            if bounds_models(one.facts):
+                return unmoved_by_errors(self.method.local_update, work, one.facts)
+            return self.method.local_update(work)
+
+        runs = each(begin, asked, works)
         made = side_by_side(runs, finish, memory_limit=memory_limit)
-        done = [self._reply(*each) for each in zip(contexts, asked, works, made, strict=True)]
-        for _, memory in done:
-            _check_memory(memory)
         # Stored before any reply is out of this function: what was released is remembered.
-        for context, one, (_, memory) in zip(contexts, asked, done, strict=True):
-            if memory is not None:
-                if not self.method.keeps_memory:
-                    raise ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
-                kept = ClientMemory(context, self.method.name, one.run)
-                kept.store(memory, one.round, and_before=self.method.mirrored)
-        return [reply for reply, _ in done]
+        return each(self._remembering, contexts, asked, works, made)
 
     def score(
         self,
@@ -374,32 +374,25 @@ class _ClientSide:
         contexts: Sequence[Context],
         *,
         memory_limit: int = MEMORY_LIMIT,
-    ) -> list[RecordDict]:
-        """Evaluate the model that each client would use."""
-        asked, works = self._unpack(messages, contexts)
-        runs = map(self.method.local_model, works)
+    ) -> list[RecordDict | Exception]:
+        """Evaluate the model that each client would use; or its error."""
+        asked, works = self._unpack(messages, contexts, alone=True)
+        runs = each(self.method.local_model, works)
         models = side_by_side(runs, lambda _, model: model, memory_limit=memory_limit)
-        tests = [work.data.test for work in works]
-        every = _scores(works[0].task, models, tests, memory_limit=memory_limit)
-        if asked[0].facts.get("training-loss"):
-            own = [work.data.train for work in works]
-            trained = _scores(works[0].task, models, own, memory_limit=memory_limit)
-            for scores, on_training in zip(every, trained, strict=True):
-                if on_training:
-                    scores["training_loss"] = on_training["loss"]
-        replies = []
-        for work, scores in zip(works, every, strict=True):
-            # A metric may be undefined for these examples; a loss that is no number has diverged.
-            scores = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
-            scores["num-examples"] = float(len(work.data.test))
-            replies.append(RecordDict({records.METRICS: records.metrics_record(scores)}))
-        return replies
+        tests = each(lambda work: work.data.test, works)
+        every = _scores(works, models, tests, memory_limit=memory_limit)
+        wanted = each(lambda one: bool(one.facts.get("training-loss")), asked)
+        if True in wanted:
+            own = each(lambda work: work.data.train, works)
+            trained = _scores(works, models, own, memory_limit=memory_limit)
+            every = each(_with_training_loss, every, trained)
+        return each(_scores_record, works, every)
 
     def tell(self, message: Message, context: Context) -> Message:
         """Answer a question of the method."""
         check_addressee(message, context)
         if self.method.answer is None:
-            raise ValueError(f"{self.method.name} answers no questions")
+            raise tellable(ValueError(f"{self.method.name} answers no questions"))
         partition, content = partition_of(context.node_config), message.content
         question = Question(
             data=self._task(context).data(partition),
@@ -447,14 +440,34 @@ class _ClientSide:
         return task if device is None else replace(task, device=_named_device(str(device)))
 
     def _unpack(
-        self, messages: Sequence[Message], contexts: Sequence[Context]
-    ) -> tuple[list[Asked], list[ClientWork]]:
-        for each in zip(messages, contexts, strict=True):
-            check_addressee(*each)
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
+    ) -> tuple[list[Asked | Exception], list[ClientWork | Exception]]:
         # All in one process have one task: that of the first is good for all.
         task = self._task(contexts[0])
-        asked = unpacked(messages, task)
-        return asked, [self._work(*each, task) for each in zip(asked, contexts, strict=True)]
+        read = reader(task)
+
+        def own(message: Message, context: Context) -> Asked:
+            check_addressee(message, context)
+            return read(message)
+
+        asked = each(own, messages, contexts)
+        # What is protected of one client is so of all: they are asked by one server.
+        steady = not alone and any(protects(a.facts) for a in asked if isinstance(a, Asked))
+        return asked, each(partial(self._work, task=task, steady=steady), asked, contexts)
+
+    def _remembering(
+        self, context: Context, asked: Asked, work: ClientWork, made: _Made
+    ) -> RecordDict:
+        """What leaves the client, once what it is to remember of it is stored."""
+        reply, memory = self._reply(context, asked, work, made)
+        _check_memory(memory)
+        if memory is not None:
+            if not self.method.keeps_memory:
+                error = ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
+                raise tellable(error)
+            kept = ClientMemory(context, self.method.name, asked.run)
+            kept.store(memory, asked.round, and_before=self.method.mirrored)
+        return reply
 
     def _reply(
         self, context: Context, asked: Asked, work: ClientWork, made: _Made
@@ -474,7 +487,7 @@ class _ClientSide:
             metrics |= {"num-examples": len(work.data.train), **told}
         if asked.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
-                raise ValueError("diagnostics: the norm of a hidden sum stays hidden")
+                raise tellable(ValueError("diagnostics: the norm of a hidden sum stays hidden"))
             moved = own.value if isinstance(own, BoundedSum) else own
             if bounds_models(asked.facts):
                 moved = difference(moved, work.received)
@@ -485,28 +498,27 @@ class _ClientSide:
             memory = memory(_as_params(update, work.received))
         return record_of(RecordDict, content), memory
 
-    def _work(self, asked: Asked, context: Context, task: Task) -> ClientWork:
-        check_noise(asked.facts, context, kind=asked.kind)
-        partition = partition_of(context.node_config)
+    def _work(self, asked: Asked, context: Context, task: Task, *, steady: bool) -> ClientWork:
+        noise: NoiseSource = SecureNoise()
+        phase = self.method.upload_phase
+        with knowing_no_data():
+            check_noise(asked.facts, context, kind=asked.kind)
+            partition = partition_of(context.node_config)
+            if "seeded-noise" in asked.facts:
+                noise = noise_source(
+                    asked.facts,
+                    context,
+                    allow_seeded_noise=self.allow_seeded_noise,
+                    purpose="training-noise",
+                )
+            in_steps = step_noise(asked.facts, context, allow_seeded_noise=self.allow_seeded_noise)
+            if in_steps is not None and phase is None:
+                raise ValueError(f"{self.method.name}: no phase of training is all of its update")
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
         if not isinstance(data, ClientData):
-            raise TypeError(
-                f"data({partition}) of the Task is a {type(data).__name__}: expected ClientData"
-            )
-        noise: NoiseSource = SecureNoise()
-        if "seeded-noise" in asked.facts:
-            noise = noise_source(
-                asked.facts,
-                context,
-                allow_seeded_noise=self.allow_seeded_noise,
-                purpose="training-noise",
-            )
+            raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
         check_size(len(data.train), asked.facts)
-        in_steps = step_noise(asked.facts, context, allow_seeded_noise=self.allow_seeded_noise)
-        phase = self.method.upload_phase
-        if in_steps is not None and phase is None:
-            raise ValueError(f"{self.method.name}: no phase of training is all of its update")
         return ClientWork(
             task=task,
             data=data,
@@ -529,6 +541,7 @@ class _ClientSide:
             noise=noise,
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
+            steady=steady,
         )
 
     def _remembered(self, asked: Asked, context: Context) -> Params | None:
@@ -540,15 +553,39 @@ class _ClientSide:
 
 
 def _scores(
-    task: Task, models: Sequence[Params], examples: Sequence[Examples], *, memory_limit: int
-) -> list[dict[str, float]]:
-    """What `evaluate_many` returns; nothing for a model without examples."""
-    some = [index for index, one in enumerate(examples) if len(one)]
-    found = evaluate_many(
-        task, [models[i] for i in some], [examples[i] for i in some], memory_limit=memory_limit
-    )
-    scores = dict(zip(some, found, strict=True))
-    return [scores.get(index, {}) for index in range(len(models))]
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    examples: Sequence[Examples | Exception],
+    *,
+    memory_limit: int,
+) -> list[dict[str, float] | Exception]:
+    """What `evaluate_each` returns; nothing for a model without examples."""
+    scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
+    some: list[tuple[int, Params, Examples]] = []
+    task: Task | None = None
+    for index, (work, model, own) in enumerate(zip(works, models, examples, strict=True)):
+        if isinstance(work, Exception) or isinstance(model, Exception):
+            continue
+        if not isinstance(own, Exception) and len(own):
+            task = work.task
+            some.append((index, model, own))
+    if task is not None:
+        places, chosen, tests = zip(*some, strict=True)
+        found = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
+        for index, one in zip(places, found, strict=True):
+            scores[index] = one
+    return scores
+
+
+def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> dict[str, float]:
+    return {**scores, "training_loss": trained["loss"]} if trained else scores
+
+
+def _scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+    # A metric may be undefined for these examples; a loss that is no number has diverged.
+    told = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
+    told["num-examples"] = float(len(work.data.test))
+    return RecordDict({records.METRICS: records.metrics_record(told)})
 
 
 def _as_params(
@@ -562,10 +599,13 @@ def _go_back(memory: ClientMemory, used: int) -> None:
     """Forget what training rounds after ``used`` left, whose replies the server did not use."""
     memory.forget(after=used)
     if (newest := memory.newest()) < used:
-        raise ValueError(
-            f"what training round {used} left is not remembered any more (newest: "
-            f"{newest or 'none'}), but still counts on the server: without it this client cannot "
-            "take part. Memory outlives a SuperNode whose node config names a state-folder"
+        raise tellable(
+            ValueError(
+                f"what training round {used} left is not remembered any more (newest: "
+                f"{newest or 'none'}), but still counts on the server: without it this client "
+                "cannot take part. Memory outlives a SuperNode whose node config names a "
+                "state-folder"
+            )
         )
 
 
@@ -573,22 +613,6 @@ def _check_memory(params: Params | None) -> None:
     for name, value in (params or {}).items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
-
-
-def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterable[Any]:
-    """Yield what each training makes; of one alone its error too, which its method may expect."""
-    first = trainings[0]
-    try:
-        yield from first.solve(
-            first.task,
-            [training.job for training in trainings],
-            trained=first.trained,
-            memory_limit=memory_limit,
-        )
-    except Exception as error:
-        if len(trainings) > 1:  # nobody knows here whose error it is
-            raise
-        yield error
 
 
 def unmoved_by_errors(
@@ -614,10 +638,10 @@ def unmoved_by_errors(
                 break
             try:
                 trained = yield wanted
-                if wanted.solve is train_each:
+                if wanted.solve in _UPDATES:
                     _check_memory(trained)
             except Exception as error:  # whatever a model or a loss makes of a record
-                if wanted.solve is not train_each:
+                if wanted.solve not in _UPDATES:
                     raise
                 _log_unmoved(error)
                 trained = dict(wanted.job.params)
@@ -641,43 +665,3 @@ def _log_unmoved(error: Exception) -> None:
         type(error).__name__,
     )
     log.debug("a local training fails", exc_info=error)
-
-
-def side_by_side(
-    runs: Iterable[T | Steps[T]],
-    finish: Callable[[int, T], R],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[R]:
-    """What ``finish`` makes of each run: of its number, and of what it returns.
-
-    The trainings that runs wait for are batched. Each run is finished as soon as it has ended,
-    while its numbers are in the processor's caches and before the next models are there.
-    """
-    results: dict[int, R] = {}
-    waiting: dict[int, tuple[Steps[T], Training]] = {}
-
-    def go_on(index: int, steps: Steps[T], trained: Any) -> None:
-        try:
-            failed = isinstance(trained, Exception)
-            wanted = steps.throw(trained) if failed else steps.send(trained)
-        except StopIteration as end:
-            results[index] = finish(index, end.value)
-        else:
-            waiting[index] = steps, wanted
-
-    for index, run in enumerate(runs):
-        if isinstance(run, Generator):
-            go_on(index, run, None)
-        else:
-            results[index] = finish(index, run)
-    while waiting:
-        alike = defaultdict(list)
-        for index, (_, training) in waiting.items():
-            alike[training.solve, training.names].append(index)
-        for members in alike.values():
-            asked = [waiting.pop(index) for index in members]
-            solved = _solved([training for _, training in asked], memory_limit)
-            for index, (steps, _), trained in zip(members, asked, solved, strict=True):
-                go_on(index, steps, trained)
-    return [results[index] for index in sorted(results)]

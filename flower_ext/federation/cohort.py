@@ -16,6 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.federation._flower_private import record_of
+from flower_ext.federation.failures import said, tellable
 
 log = getLogger("flwr")
 
@@ -91,11 +92,11 @@ class Roster:
             "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
         )
         answers: dict[int, int] = {}
-        waiting, said = set(nodes), ""
+        waiting, first_said = set(nodes), ""
         for reply in grid.send_and_receive(asked, timeout=timeout):
             node = reply.metadata.src_node_id
-            if reply.has_error() and not said:
-                said = (reply.error.reason or str(reply.error.code)).strip().splitlines()[-1]
+            if reply.has_error() and not first_said:
+                first_said = said(reply.error)
             if reply.has_error() or not reply.has_content() or node not in waiting:
                 continue
             waiting.remove(node)
@@ -113,11 +114,12 @@ class Roster:
                 )
             answers[partition] = node
         if not answers:
-            return cls(dict(enumerate(nodes)), known=False, said=said)
+            return cls(dict(enumerate(nodes)), known=False, said=first_said)
         if len(answers) < population:
             missing = sorted(set(range(population)) - set(answers))
             raise FederationNotReady(
-                f"no node answered for partitions {missing[:10]}" + (f": {said}" if said else "")
+                f"no node answered for partitions {missing[:10]}"
+                + (f": {first_said}" if first_said else "")
             )
         return cls(answers, known=True)
 
@@ -148,9 +150,12 @@ def check_addressee(message: Message, context: Context) -> None:
     """
     address, own = message.content.get(_ADDRESS), partition_of(context.node_config)
     if isinstance(address, ConfigRecord) and address["partition"] != own:
-        raise ValueError(
-            f"node config partition-id={own}: this node held partition {address['partition']!r} "
-            "when the run asked; start it again with that one, or stop the run"
+        raise tellable(
+            ValueError(
+                f"node config partition-id={own}: this node held partition "
+                f"{address['partition']!r} when the run asked; start it again with that one, or "
+                "stop the run"
+            )
         )
 
 
@@ -164,8 +169,10 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     """
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
-        raise ValueError(
-            f"node config partition-id={partition!r}: start the SuperNode with "
-            '--node-config "partition-id=0 num-partitions=N"'
+        raise tellable(
+            ValueError(
+                f"node config partition-id={partition!r}: start the SuperNode with "
+                '--node-config "partition-id=0 num-partitions=N"'
+            )
         )
     return partition

@@ -13,14 +13,17 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """A fixed share of every cohort completes only some of its E local epochs.
+    """Devices that complete only some of their E local epochs: a share of all, in expectation.
 
-    Each straggler runs a number of epochs drawn uniformly from 1 … E−1.
+    In every round each device straggles with probability ``ratio``, whatever the others do, and
+    runs a number of epochs drawn uniformly from 1 … E−1. The papers make an exact share of each
+    cohort straggle. Then one client in the cohort changes who else does, and so what others send:
+    of that no bound on one client's upload speaks.
 
     Parameters
     ----------
     ratio : float
-        Share of the cohort, in [0, 1]; rounded to whole clients.
+        Probability in [0, 1].
     """
 
     ratio: float
@@ -29,11 +32,20 @@ class Stragglers:
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r}: expected a number in [0, 1]")
 
-    def draw(self, cohort: Sequence[int], rng: np.random.Generator) -> dict[int, float]:
-        """For each straggler a number in [0, 1) that says how far it gets."""
-        number = math.floor(self.ratio * len(cohort) + 0.5)
-        chosen = rng.permutation(np.asarray(cohort, dtype=np.int64))[:number]
-        return dict(zip(chosen.tolist(), rng.random(number).tolist(), strict=True))
+    def draw(
+        self, cohort: Sequence[int], population: int, rng: np.random.Generator
+    ) -> dict[int, float]:
+        """For each straggler of a cohort a number in [0, 1) that says how far it gets.
+
+        Parameters
+        ----------
+        cohort : Sequence[int]
+            Numbers of clients, below ``population``.
+        rng : numpy.random.Generator
+            Of this round. Two of its numbers belong to each client, in their order, in any cohort.
+        """
+        drawn = rng.random((population, 2))
+        return {i: float(drawn[i, 1]) for i in cohort if drawn[i, 0] < self.ratio}
 
     @staticmethod
     def check(trainings: Iterable[LocalTraining]) -> None:

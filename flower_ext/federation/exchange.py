@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from logging import getLogger
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -14,9 +13,7 @@ from flower_ext.federation._flower_private import in_simulation, message_like
 from flower_ext.federation.cohort import Roster, addressed
 from flower_ext.federation.progress import Progress
 
-log = getLogger("flwr")
 T = TypeVar("T")
-_MOST_TRACEBACKS = 10
 Content = Mapping[str, ArrayRecord | ConfigRecord]
 
 
@@ -40,7 +37,6 @@ class Exchange:
         """Node ids by partition, sorted; none before `connect`."""
         self._questions: dict[str, dict[int, Message]] = {}
         self._partitions: dict[int, int] = {}
-        self._tracebacks: set[str] = set()
 
     def connect(self, grid: Grid, population: int, *, timeout: float) -> Roster:
         """Wait for all nodes the first time.
@@ -106,18 +102,8 @@ class Exchange:
             read=read,
             questions=self._questions.get(kind),
         )
-        self._show_tracebacks(replies)
         self.refusals += accepted.refusals
         self.progress.answered(kind, replies, accepted.refusals)
         if missing := sorted(set(partitions) - set(accepted.values)):
             self.progress.missing(kind, server_round, missing, accepted.refusals)
         return accepted.values
-
-    def _show_tracebacks(self, replies: Iterable[Message]) -> None:
-        """Where in their code clients failed: a place once, as refusals say only what it was."""
-        for reply in replies:
-            reason = (reply.error.reason or "").strip() if reply.has_error() else ""
-            place = reason.rpartition("\n")[0]
-            if place and place not in self._tracebacks and len(self._tracebacks) < _MOST_TRACEBACKS:
-                self._tracebacks.add(place)
-                log.warning("a client failed:\n%s", reason[-records.LONGEST_REASON :])

@@ -18,6 +18,7 @@ from flwr.app import Context, Message
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flower_ext.federation import records
+from flower_ext.federation.failures import hidden_errors
 from flower_ext.privacy import NoiseSource, ObjectivePerturbation, OutputPerturbation, SecureNoise
 from flower_ext.training import Linear
 
@@ -31,11 +32,17 @@ def output_perturbation_mod(
 
     Raises
     ------
-    TypeError, NonFiniteUpdate
-        When a reply holds an array that is not floating-point, or not finite.
+    ClientFailed
+        In place of whatever the app raises, and where a reply holds an array that is not
+        floating-point, or not finite: Flower sends what an error says, and its type. The node's
+        own log has it.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        with hidden_errors(context):
+            return perturbed(message, context, call_next)
+
+    def perturbed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         reply = call_next(message, context)
         if message.metadata.message_type.partition(".")[0] != "train" or not reply.has_content():
             return reply

@@ -17,6 +17,7 @@ import torch
 from flwr.app import Context
 
 from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.failures import tellable
 from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.privacy import (
     BoundedSum,
@@ -54,6 +55,7 @@ _OTHER_FACTS = frozenset(
         "seeded-noise",
         "noise-grid",
         "remembered",
+        "server-protects",
     }
 )
 
@@ -77,9 +79,11 @@ class HiddenSum:
 
 
 def plan_facts(plan: ReleasePlan, cohort_size: int, *, seeded_noise: bool) -> dict[str, float]:
-    """What a client needs to bound and noise its update; nothing where the server does both."""
-    if cohort_size == 0 or plan.noise_placement == "server":
+    """What a client needs to bound and noise its update; that the server does, where it does."""
+    if cohort_size == 0:
         return {}
+    if plan.noise_placement == "server":
+        return {"server-protects": True}
     return {
         "clipping-norm": plan.clipping_norm,
         "noise-stddev": plan.client_noise_stddev(cohort_size),
@@ -124,6 +128,14 @@ def record_level_facts(plan: RecordLevelPlan, *, seeded_noise: bool) -> dict[str
         "gradient-clipping-norm": plan.steps.gradient_clipping_norm,
         "step-noise-stddev": plan.noise_stddev,
     }
+
+
+def protects(facts: Mapping[str, Any]) -> bool:
+    """Whether what a client sends is protected, by itself or by the server.
+
+    Its bound then speaks of this client alone: nothing that another client does may move it.
+    """
+    return bool(facts.get("server-protects")) or not frozenset(facts) <= _OTHER_FACTS
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
@@ -202,9 +214,11 @@ def check_size(num_examples: int, facts: Mapping[str, Any]) -> None:
     """
     agreed = facts.get("agreed-examples", num_examples)
     if num_examples != agreed:
-        raise PreconditionFailed(
-            f"this client trains on {num_examples} examples; the plan's num_examples is {agreed}, "
-            "the same for all clients: give every client as many, or change the plan"
+        raise tellable(
+            PreconditionFailed(
+                f"this client trains on another number of examples than the plan's num_examples="
+                f"{agreed}, the same for all clients: give every client as many, or change the plan"
+            )
         )
 
 
@@ -278,7 +292,8 @@ def _noised_sum(
     if not isinstance(update, BoundedSum | HiddenSum) or not update.bound <= norm:
         own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
         bound = "none" if own is None else f"a bound of {own:g}"
-        raise ValueError(f"each unit's part of the update has {bound}; the plan asks for {norm:g}")
+        error = f"each unit's part of the update has {bound}; the plan asks for {norm:g}"
+        raise tellable(ValueError(error))
     noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
     stddev = _number(facts, "noise-stddev")
     if isinstance(update, HiddenSum):
@@ -307,9 +322,11 @@ def objective_terms(
         return ()
     least = _number(facts, "least-examples")
     if num_examples < least:
-        raise PreconditionFailed(
-            f"this client trains on {num_examples} examples; objective perturbation protects none "
-            f"of fewer than {least:.0f} = 2u₂/μ (Theorem 6.3): take a larger proximal_weight"
+        raise tellable(
+            PreconditionFailed(
+                "this client trains on too few examples: objective perturbation protects none of "
+                f"fewer than {least:.0f} = 2u₂/μ (Theorem 6.3): take a larger proximal_weight"
+            )
         )
     noise = noise_source(facts, context, allow_seeded_noise=allow_seeded_noise)
     perturbation = ObjectivePerturbation(rate=_number(facts, "objective-rate"))
@@ -335,10 +352,12 @@ def noise_source(
     if not facts["seeded-noise"]:
         return SecureNoise()
     if not may_simulate(context, allow_seeded_noise=allow_seeded_noise):
-        raise PermissionError(
-            "the server asks for seeded noise, which this client does not allow: in "
-            "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
-            "set seeded_noise=False"
+        raise tellable(
+            PermissionError(
+                "the server asks for seeded noise, which this client does not allow: in "
+                "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
+                "set seeded_noise=False"
+            )
         )
     partition = partition_of(context.node_config)
     return SeededNoise(

@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from flower_ext.federation._flower_private import record_of
+from flower_ext.federation.failures import said
 from flower_ext.training import LocalTraining, Params, UnshareableModel
 
 Arrays = dict[str, np.ndarray]
@@ -273,7 +274,7 @@ def accept(
         node = own.src_node_id
         try:
             if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
-                raise RefusedReply(f"in place of a reply: {reply.error.reason}")
+                raise RefusedReply(f"in place of a reply: {said(reply.error)}")
             if node not in waiting:
                 raise RefusedReply("not asked in this round, or answered already")
             if own.group_id != number:
@@ -405,8 +406,7 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
-        *_, last = (reply.error.reason or "").strip().splitlines() or [str(reply.error.code)]
-        raise RefusedReply(f"the client failed: {last}")
+        raise RefusedReply(said(reply.error))
     if not reply.has_content():
         raise RefusedReply("the reply is empty")
     return reply.content

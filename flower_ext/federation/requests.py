@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.federation import records
+from flower_ext.federation.failures import knowing_no_data
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.training import LocalTraining, Params, Task
@@ -43,8 +44,8 @@ class Asked:
         return int(self.facts["seed"])
 
 
-def unpacked(messages: Iterable[Message], task: Task) -> list[Asked]:
-    """What each message asks for; what several of them share is read, and checked, once.
+def reader(task: Task) -> Callable[[Message], Asked]:
+    """Reads what a message asks for; what several of them share is read, and checked, once.
 
     Raises
     ------
@@ -62,28 +63,34 @@ def unpacked(messages: Iterable[Message], task: Task) -> list[Asked]:
             _check_received(arrays[id(record)], task)
         return arrays[id(record)]
 
-    def read(message: Message) -> Asked:
+    def asked(message: Message) -> Asked:
         content = message.content
-        if id(content) not in contents:
-            received = {name: params(record) for name, record in content.array_records.items()}
-            configs = content.config_records
-            if not set(received[records.MODEL]) <= set(task.shapes):
-                extra = sorted(set(received[records.MODEL]) - set(task.shapes))
-                raise ValueError(f"the server's model has {extra}, which this task's has not")
-            facts = dict(configs[records.ROUND])
-            check_facts(facts)
-            contents[id(content)] = Asked(
-                kind=message.metadata.message_type.partition(".")[0],
-                facts=facts,
-                model=received.pop(records.MODEL),
-                state=received,
-                training=records.read_trainings(content),
-                settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
-                config=dict(configs.get(records.CONFIG, {})),
-            )
-        return contents[id(content)]
+        received = {name: params(record) for name, record in content.array_records.items()}
+        configs = content.config_records
+        if not set(received[records.MODEL]) <= set(task.shapes):
+            extra = sorted(set(received[records.MODEL]) - set(task.shapes))
+            raise ValueError(f"the server's model has {extra}, which this task's has not")
+        facts = dict(configs[records.ROUND])
+        check_facts(facts)
+        return Asked(
+            kind=message.metadata.message_type.partition(".")[0],
+            facts=facts,
+            model=received.pop(records.MODEL),
+            state=received,
+            training=records.read_trainings(content),
+            settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+            config=dict(configs.get(records.CONFIG, {})),
+        )
 
-    return [read(message) for message in messages]
+    def read(message: Message) -> Asked:
+        key = id(message.content)
+        if key not in contents:
+            _ = task.shapes  # builds a model once: what that raises may be of the user's data
+            with knowing_no_data():
+                contents[key] = asked(message)
+        return contents[key]
+
+    return read
 
 
 def _check_received(params: Params, task: Task) -> None:

@@ -334,7 +334,8 @@ class FederatedStrategy(Strategy):
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
-            slow = self.stragglers.draw(self._cohort, self._generator("stragglers", number))
+            rng = self._generator("stragglers", number)
+            slow = self.stragglers.draw(self._cohort, self.num_nodes, rng)
         self.check_steps()
         trainings = _in_round(self.training, number)
         shared: Content = {

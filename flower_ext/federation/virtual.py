@@ -8,9 +8,9 @@ strategy nor a client notices: each client has its own partition, state, noise a
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from logging import getLogger
 from typing import Any
@@ -30,13 +30,12 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.failures import failed, tellable
 from flower_ext.reporting.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
 
-CLIENT_APP_RAISED = 2
-"""Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
 _TOGETHER = "together"
 """Last part of the type of a message to several clients, and the record that lists them."""
 _FIRST_ID = 1_000
@@ -51,24 +50,42 @@ class CohortApp(ClientApp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.together: dict[str, Callable[..., list[RecordDict]]] = {}
+        self.together: dict[str, Callable[..., list[RecordDict | Exception]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message: for one client, or for all that a `VirtualGrid` packed into it."""
+        """Answer a message: for one client, or for all that a `VirtualGrid` packed into it.
+
+        An error is a reply, which says no more than `failed` lets it.
+        """
         if message.metadata.message_type.endswith(f".{_TOGETHER}"):
-            return _answer_packed(self, message, context)
+            return _answered(self, message, context, partial(_answer_packed, self))
+        return _answered(self, message, context, self._answer_alone)
+
+    def _answer_alone(self, message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
+        if not private.answers(self, kind):
+            raise tellable(ValueError(f"this ClientApp answers no {kind!r}"))
         return super().__call__(message, context)
 
     def answer(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
     ) -> list[Message]:
-        """Replies in the order of ``messages``, all of one type that is in ``together``.
-
-        An error of one client is raised for all; none of the contexts has changed then.
-        """
+        """Replies in the order of ``messages``, all of one type that is in ``together``."""
+        before = [context.state.copy() for context in contexts]
         answer = self.together[messages[0].metadata.message_type]
-        contents = answer(messages, contexts, memory_limit=memory_limit)
-        return [private.reply_to(*each) for each in zip(messages, contents, strict=True)]
+        contents: Sequence[RecordDict | Exception]
+        try:
+            contents = answer(messages, contexts, memory_limit=memory_limit)
+        except Exception as error:  # of what all share, as their task
+            contents = [error] * len(messages)
+        replies = []
+        for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
+            if isinstance(own, Exception):
+                context.state = state
+                replies.append(failed(self, message, context, own))
+            else:
+                replies.append(private.reply_to(message, own))
+        return replies
 
 
 def answer_all(
@@ -80,7 +97,8 @@ def answer_all(
 ) -> list[Message]:
     """Replies in the order of ``messages``; a cohort at once where the ClientApp can.
 
-    A client that raises answers with an error, and its changes to its state are undone.
+    A client that raises answers with an error, and its changes to its state are undone; nothing
+    that the others answer depends on it.
     """
     kinds = {message.metadata.message_type for message in messages}
     if (
@@ -89,25 +107,27 @@ def answer_all(
         and kinds <= set(app.together)
         and len({id(context) for context in contexts}) == len(contexts)
     ):
-        before = [context.state.copy() for context in contexts]
-        try:
-            return app.answer(messages, contexts, memory_limit=memory_limit)
-        except Exception:  # one of them: who it is shows when each answers alone
-            log.debug("clients answer one by one", exc_info=True)
-            for context, state in zip(contexts, before, strict=True):
-                context.state = state
+        return app.answer(messages, contexts, memory_limit=memory_limit)
     return [_answer(app, *each) for each in zip(messages, contexts, strict=True)]
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    before = context.state.copy()
     message.content = message.content.copy()  # several may share one
+    return _answered(app, message, context, app)
+
+
+def _answered(
+    app: ClientApp,
+    message: Message,
+    context: Context,
+    answer: Callable[[Message, Context], Message],
+) -> Message:
+    before = context.state.copy()
     try:
-        return app(message, context)
-    except Exception:  # whatever a ClientApp raises becomes an error reply
+        return answer(message, context)
+    except Exception as error:  # whatever a ClientApp raises becomes an error reply
         context.state = before
-        error = Error(code=CLIENT_APP_RAISED, reason=traceback.format_exc(limit=-3))
-        return Message(error, reply_to=message)
+        return failed(app, message, context, error)
 
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:

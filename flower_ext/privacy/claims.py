@@ -245,10 +245,15 @@ _ALWAYS = (
     "clients' answers, and their absence, depend on no other client's data",
     ON_A_GRID,
 )
-_HIDDEN_PLACES = "who was drawn is not known to the adversary"
+_TELLS = (
+    "the server's log and all of the run directory but the model tell it (metrics.jsonl, "
+    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, checkpoints, report and figures) "
+    "and stay with the server"
+)
+_HIDDEN_PLACES = f"who was drawn is not known to the adversary: {_TELLS}"
 HIDDEN_DRAW = (
-    "neither who was drawn nor how many is known to the adversary (who is asked learns how many, "
-    "and metrics.jsonl tells it)"
+    "neither who was drawn nor how many is known to the adversary: who is asked learns how many, "
+    f"and {_TELLS}"
 )
 NOISE_OF_OTHERS = (
     WHOLE_UPLOADS,

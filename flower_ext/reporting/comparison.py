@@ -10,6 +10,7 @@ from typing import Any
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.reporting.figures import Line, cumulative, draw_comparison
+from flower_ext.reporting.files import write_whole
 from flower_ext.reporting.report import table, to_html
 from flower_ext.reporting.run import NotARun, RunDirectory
 from flower_ext.reporting.settings import INCIDENTAL
@@ -50,9 +51,9 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
         ]
     )
-    (folder / "comparison.md").write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / "comparison.md", (text + "\n").encode(), sync=False)
     path = folder / "comparison.html"
-    path.write_text(to_html(text, title=title, folder=folder), encoding="utf-8")
+    write_whole(path, to_html(text, title=title, folder=folder).encode(), sync=False)
     return path
 
 

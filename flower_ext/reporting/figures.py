@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flower_ext.reporting.files import write_whole
 from flower_ext.reporting.run import RunDirectory
 from flower_ext.reporting.scores import reported_by_most
 
@@ -311,9 +312,10 @@ def _save(
     with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(drawing, format="svg", metadata={"Date": None})
     path = folder / f"{name}.svg"
-    path.write_text(drawing.getvalue(), encoding="utf-8")
-    with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(columns)
-        writer.writerows(rows)
+    write_whole(path, drawing.getvalue().encode(), sync=False)
+    numbers = io.StringIO(newline="")
+    writer = csv.writer(numbers)
+    writer.writerow(columns)
+    writer.writerows(rows)
+    write_whole(folder / f"{name}.csv", numbers.getvalue().encode(), sync=False)
     return path

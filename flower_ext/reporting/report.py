@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.reporting.figures import draw_figures, in_words, qualities
+from flower_ext.reporting.files import write_whole
 from flower_ext.reporting.run import RunDirectory
 from flower_ext.reporting.scores import lower_is_better
 
@@ -35,9 +36,9 @@ def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
     figures = draw_figures(run, run.path / "figures")
     text = "\n\n".join(_sections(run, figures)) + "\n"
-    (run.path / "report.md").write_text(text, encoding="utf-8")
+    write_whole(run.path / "report.md", text.encode(), sync=False)
     path = run.path / "report.html"
-    path.write_text(to_html(text, title=_title(run), folder=run.path), encoding="utf-8")
+    write_whole(path, to_html(text, title=_title(run), folder=run.path).encode(), sync=False)
     return path
 
 

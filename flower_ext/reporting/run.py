@@ -4,11 +4,15 @@
 ``missing.jsonl`` (who was asked and gave no usable answer),
 ``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
 silo), ``model.safetensors``, what a later start goes on from (``checkpoints/``), and the report.
+
+All but the model is for the server's user alone (mode 0600): it tells who was drawn and how many,
+and what clients reported un-noised.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -190,7 +194,7 @@ class RunDirectory:
             if not math.isfinite(value):
                 raise ValueError(f"metric {name}={value!r} of round {round} is not finite")
         line = json.dumps({"round": round, **metrics}).encode()
-        append_line(self.metrics_path, line, sync=False, private=False)
+        append_line(self.metrics_path, line, sync=False)
 
     @property
     def metrics_path(self) -> Path:
@@ -216,7 +220,7 @@ class RunDirectory:
                         line for line in whole_lines(file) if json.loads(line)["round"] <= after
                     ]
                 content = b"".join(line + b"\n" for line in kept)
-                write_whole(file, content, private=False)
+                write_whole(file, content)
 
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
@@ -224,7 +228,7 @@ class RunDirectory:
         """Append who was asked in a phase and gave no usable answer, and what was refused there."""
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
-        append_line(self.path / "missing.jsonl", content, sync=False, private=False)
+        append_line(self.path / "missing.jsonl", content, sync=False)
 
     def missing(self) -> list[dict[str, Any]]:
         """Phases in which somebody did not answer: round, kind, partitions, refusals."""
@@ -254,10 +258,8 @@ class RunDirectory:
         """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""
         if not rows:
             return
-        with (self.path / "clients.csv").open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, list(dict.fromkeys(n for row in rows for n in row)))
-            writer.writeheader()
-            writer.writerows(rows)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        self._write_rows("clients.csv", names, [[row.get(n, "") for n in names] for row in rows])
 
     def client_metrics(self) -> list[dict[str, float]]:
         """The last evaluation, one row a client."""
@@ -269,10 +271,9 @@ class RunDirectory:
 
     def save_user_records(self, histogram: np.ndarray) -> None:
         """Write ``users.csv`` from numbers of records (silos, users): one row a user."""
-        with (self.path / "users.csv").open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(["user", *(f"silo {silo}" for silo in range(len(histogram)))])
-            writer.writerows([user, *own] for user, own in enumerate(histogram.T.tolist()))
+        names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
+        rows = [[user, *own] for user, own in enumerate(histogram.T.tolist())]
+        self._write_rows("users.csv", names, rows)
 
     def user_records(self) -> np.ndarray | None:
         """Numbers of records (silos, users), where they were saved."""
@@ -313,9 +314,16 @@ class RunDirectory:
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
         self._write_json("run.json", facts)
 
+    def _write_rows(self, name: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        stream = io.StringIO(newline="")
+        writer = csv.writer(stream)
+        writer.writerow(header)
+        writer.writerows(rows)
+        write_whole(self.path / name, stream.getvalue().encode())
+
     def _write_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=2, ensure_ascii=False).encode()
-        write_whole(self.path / name, content, private=False)
+        write_whole(self.path / name, content)
 
 
 @contextmanager

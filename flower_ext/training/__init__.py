@@ -31,7 +31,7 @@ from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
 from flower_ext.training.pilot import pilot_run
 from flower_ext.training.rounding import products_are_reproducible
-from flower_ext.training.scoring import evaluate, evaluate_many
+from flower_ext.training.scoring import evaluate, evaluate_each, evaluate_many
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task, accuracy
 from flower_ext.training.validation import UnshareableModel, check_shareable, replace_batch_norm
@@ -59,6 +59,7 @@ __all__ = [
     "cox_loss",
     "difference",
     "evaluate",
+    "evaluate_each",
     "evaluate_many",
     "gradient",
     "local_problem",

@@ -64,14 +64,17 @@ def train_each(
     *,
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
+    steady: bool = False,
 ) -> Iterator[Params]:
     """As `train_many`, but each model as soon as it and those before it are there.
 
     Who uses a model at once finds it in the processor's caches, and need not hold all of them.
+    ``steady`` is that of `train_groups`.
     """
     ready: dict[int, Params] = {}
     done = 0
-    for group, rows in train_groups(task, jobs, trained=trained, memory_limit=memory_limit):
+    found = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
+    for group, rows in found:
         ready |= zip(group, unstacked(rows, [jobs[index] for index in group]), strict=True)
         while done in ready:
             yield ready.pop(done)

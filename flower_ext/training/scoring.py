@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from flower_ext.training.local import spared
 from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
+
+R = TypeVar("R")
 
 
 def evaluate(
@@ -52,28 +55,87 @@ def evaluate_many(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float]]:
-    """What `evaluate` returns for each model on its own examples.
+    """What `evaluate` returns for each model on its own examples; see `evaluate_each`.
+
+    Raises
+    ------
+    Exception
+        The first that `evaluate_each` returns.
+    """
+    scores = []
+    for found in evaluate_each(task, models, examples, memory_limit=memory_limit):
+        if isinstance(found, Exception):
+            raise found
+        scores.append(found)
+    return scores
+
+
+def evaluate_each(
+    task: Task,
+    models: Sequence[Mapping[str, Tensor]],
+    examples: Sequence[Examples],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[dict[str, float] | Exception]:
+    """What `evaluate` returns for each model on its own examples, or the error that it raises.
 
     Examples of one form, of clients that share one model (the same object), go through it together,
-    as many as fit into ``memory_limit`` bytes, if it looks at each example alone.
+    as many as fit into ``memory_limit`` bytes, if it looks at each example alone. Scores of one do
+    not depend on the values of another, nor on its error.
     """
     sharing = defaultdict(list)
     for index, (model, data) in enumerate(zip(models, examples, strict=True)):
         sharing[id(model), data.form].append(index)
-    scores: dict[int, dict[str, float]] = {}
+    scores: dict[int, dict[str, float] | Exception] = {}
     for (_, (shape, dtype, *_)), members in sharing.items():
         if not _looks_at_each_alone(task.model, shape, dtype):
-            scores |= {i: evaluate(task, models[i], examples[i]) for i in members}
+            scores |= {i: _or_error(evaluate, task, models[i], examples[i]) for i in members}
             continue
         for part in _portions(
             members, [examples[i].features.nbytes for i in members], memory_limit
         ):
             own = [examples[index] for index in part]
-            outputs = predict(task, models[part[0]], torch.cat([one.features for one in own]))
-            each = torch.split(outputs, [len(one) for one in own])
-            for index, one, output in zip(part, own, each, strict=True):
-                scores[index] = score(task, output, one.targets.to(output.device))
+            outputs = _outputs(task, models[part[0]], [one.features for one in own])
+            for index, one, output in zip(part, own, outputs, strict=True):
+                if isinstance(output, Exception):
+                    scores[index] = output
+                else:
+                    targets = one.targets.to(output.device)
+                    scores[index] = _or_error(score, task, output, targets)
     return [scores[index] for index in range(len(models))]
+
+
+def _outputs(
+    task: Task, model: Mapping[str, Tensor], features: Sequence[Tensor]
+) -> Sequence[Tensor | Exception]:
+    """Outputs for each client's features, which pass together, or the error that they raise."""
+    sizes = [len(own) for own in features]
+    together = _or_error(predict, task, model, torch.cat([*features]))
+    if not isinstance(together, Exception):
+        return torch.split(together, sizes)
+    if len(features) == 1:
+        return [together]
+    errors = [_or_error(predict, task, model, own) for own in features]
+    # Zeros in the place of what raises, and all others round as they would beside other values.
+    sound = [
+        torch.zeros_like(own) if isinstance(error, Exception) else own
+        for own, error in zip(features, errors, strict=True)
+    ]
+    again = _or_error(predict, task, model, torch.cat(sound))
+    if isinstance(again, Exception):  # of the batch as such, as if there were too little memory
+        return errors
+    outputs = torch.split(again, sizes)
+    return [
+        error if isinstance(error, Exception) else output
+        for error, output in zip(errors, outputs, strict=True)
+    ]
+
+
+def _or_error(function: Callable[..., R], *given: object) -> R | Exception:
+    try:
+        return function(*given)
+    except Exception as error:  # whatever a model or a loss makes of a client's examples
+        return error
 
 
 @lru_cache(maxsize=64)

@@ -602,18 +602,14 @@ def beyond_the_plan():
 
 
 @pytest.mark.parametrize(
-    ("protocol", "data", "said"),
+    ("protocol", "data"),
     [
-        (replace(SMALL, max_records_per_user=5), silos, "blind its numbers of records"),
-        (
-            replace(SMALL, silo_record_limits=(57, 2, 1)),
-            silos,
-            "blind its numbers of records",
-        ),
-        (SMALL, lambda: [silos()[0], beyond_the_plan(), silos()[2]], "take part"),
+        (replace(SMALL, max_records_per_user=5), silos),
+        (replace(SMALL, silo_record_limits=(57, 2, 1)), silos),
+        (SMALL, lambda: [silos()[0], beyond_the_plan(), silos()[2]]),
     ],
 )
-def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, data, said):
+def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, data):
     replies = []
 
     def watch(received, grid):
@@ -621,7 +617,7 @@ def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, dat
         return received
 
     kind = f"query.{METHOD}"
-    with pytest.raises(FederationNotReady, match=f"cannot {said}; why is in its own log") as error:
+    with pytest.raises(FederationNotReady, match="why is in its own log") as error:
         start(make(protocol=protocol), Meddler, data(), meddle=watch, kind=kind, groups=("0",))
     failed = [reply.error.reason for reply in replies if reply.has_error()]
     assert failed

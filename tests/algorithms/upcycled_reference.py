@@ -166,7 +166,7 @@ def federated(method, *, seed, sampling, stragglers, rounds, local, coefficient=
             continue
         m += 1
         cohort = sampling.draw(seeded_generator(seed, "cohort", m))
-        slow = stragglers.draw(cohort, seeded_generator(seed, "stragglers", m))
+        slow = stragglers.draw(cohort, sampling.population, seeded_generator(seed, "stragglers", m))
         clients = [
             Client(
                 number,

@@ -12,21 +12,23 @@ from flower_ext.training import LocalTraining
 COHORT = [3, 1, 4, 15, 9, 2, 6]
 
 
-def draw(ratio, cohort=COHORT, seed=0):
-    return Stragglers(ratio=ratio).draw(cohort, np.random.default_rng(seed))
+def draw(ratio, cohort=COHORT, seed=0, population=20):
+    return Stragglers(ratio=ratio).draw(cohort, population, np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "size", "number"),
-    [(0.0, 7, 0), (0.3, 10, 3), (0.9, 10, 9), (0.3, 7, 2), (0.5, 7, 4), (0.9, 1, 1), (1.0, 7, 7)],
-)
-def test_exactly_the_asked_share_of_a_cohort_straggles_rounded_to_whole_clients(
-    ratio, size, number
-):
+@pytest.mark.parametrize("ratio", [0.3, 0.9])
+def test_whether_and_how_far_a_client_straggles_depends_on_no_other_client(ratio):
+    for seed in range(20):
+        slow = draw(ratio, list(range(20)), seed)
+        assert draw(ratio, list(range(20)), seed, population=50) == slow
+        for cohort in ([7], COHORT, COHORT[::-1], list(range(1, 20))):
+            assert draw(ratio, cohort, seed) == {i: slow[i] for i in cohort if i in slow}
+
+
+def test_none_straggles_at_ratio_zero_and_all_do_at_one():
     for seed in range(10):
-        slow = draw(ratio, list(range(100, 100 + size)), seed)
-        assert len(slow) == number
-        assert set(slow) <= set(range(100, 100 + size))
+        assert draw(0.0, seed=seed) == {}
+        assert set(draw(1.0, seed=seed)) == set(COHORT)
 
 
 def test_an_empty_cohort_has_no_stragglers():
@@ -38,12 +40,14 @@ def test_a_draw_repeats_for_a_seed_and_differs_for_another():
     assert draw(0.5, seed=1) != draw(0.5, seed=2)
 
 
-def test_every_client_straggles_as_often_as_the_others_and_gets_anywhere_below_the_end():
+def test_every_client_straggles_at_the_ratio_by_itself_and_gets_anywhere_below_the_end():
     rng = np.random.default_rng(0)
-    draws = [Stragglers(ratio=0.3).draw(list(range(10)), rng) for _ in range(2000)]
+    draws = [Stragglers(ratio=0.3).draw(list(range(10)), 10, rng) for _ in range(2000)]
     counts = np.bincount([client for slow in draws for client in slow], minlength=10)
     # 2000 draws of probability 0.3: five standard deviations are 102.
     assert abs(counts - 600).max() < 102
+    # Of independent clients the number per round has variance 10 · 0.3 · 0.7.
+    assert np.var([len(slow) for slow in draws]) == pytest.approx(2.1, rel=0.2)
     shares = np.array([share for slow in draws for share in slow.values()])
     assert shares.min() >= 0
     assert shares.max() < 1

@@ -149,8 +149,7 @@ def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logg
     assert row["refused"] == 2
     assert row["messages"] == 6
     assert row["bytes_up"] == UP_BYTES  # an error carries no arrays
-    shown, *warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
-    assert shown.startswith("a client failed:\nTraceback")
+    warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
     assert warned == [
         *(f"refused reply: {refusal}" for refusal in exchange.refusals),
         "round 1, train: no answer of use from [1, 2]",

@@ -283,9 +283,8 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
     assert len(strategy.refusals) == refused
     if refused:
         (said,) = strategy.refusals
-        assert f"trains on {size} examples" in said
+        assert "trains on too few examples" in said
         assert "fewer than 5 = 2u₂/μ (Theorem 6.3): take a larger proximal_weight" in said
-        assert "PreconditionFailed" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.progress.row["answered"] == CLIENTS - refused

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, Scaffold
 from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.federation.workers import WorkerLost
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
@@ -100,7 +101,7 @@ def test_an_error_is_that_of_its_client_alone():
     grid = InProcessGrid(telling(), num_clients=4, workers=2)
     replies = ask(grid, grid.get_node_ids(), fails=3)
     assert [reply.has_error() for reply in replies] == [False, False, False, True]
-    assert "told to fail" in replies[3].error.reason
+    assert replies[3].error.reason == STAYS_THERE
     grid.workers.gather()
     assert "seen" not in grid.contexts[list(grid.get_node_ids())[3]].state
 

@@ -1,10 +1,13 @@
 import csv
 import html
+import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flower_ext.privacy import (
+    AdversaryView,
     Ledger,
     Participations,
     PoissonSampling,
@@ -285,3 +288,38 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")
     assert "| worst tenth of clients | 10.0000 |" in text
+
+
+def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
+    """It names who was drawn and how many, on whose secrecy amplification rests."""
+    old = os.umask(0o022)
+    try:
+        run = finished(tmp_path / "run")
+        run.log_missing(2, "train", [3], ["round 2, node 7: the client failed"])
+        run.save_user_records(np.ones((2, 3), np.int64))
+        run.forget_rounds(after=3)
+        write_report(run)
+    finally:
+        os.umask(old)
+    files = {p for p in run.path.rglob("*") if p.is_file()}
+    assert {"run.json", "metrics.jsonl", "missing.jsonl", "ledger.jsonl"} < {p.name for p in files}
+    assert {"guarantee.json", "clients.csv", "users.csv", "report.md", "report.html"} < {
+        p.name for p in files
+    }
+    assert any(p.suffix == ".svg" for p in files)
+    for path in files:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "missing.jsonl", "guarantee.json", "report"])
+def test_a_guarantee_that_rests_on_a_secret_draw_names_the_files_that_tell_it(tmp_path, file):
+    amplified = [
+        g
+        for g in finished(tmp_path / "run").guarantees()
+        if g.basis == "provable" and g.view is AdversaryView.RELEASED_MODELS
+    ]
+    assert amplified
+    for g in amplified:
+        (rests,) = [text for text in g.assumptions if "was drawn" in text]
+        assert file in rests
+        assert "stay with the server" in rests

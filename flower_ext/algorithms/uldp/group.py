@@ -37,6 +37,7 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
+from flower_ext.federation.failures import knowing_no_data
 from flower_ext.privacy import (
     DpSgd,
     FullParticipation,
@@ -64,9 +65,10 @@ def local_update(work: ClientWork) -> LocalResult:
         for name, value in work.settings.items()
         if name.startswith(DP_SGD)
     }
-    training = DpSgdTraining(**settings)
-    if training.noise_multiplier == 0:
-        raise ValueError("noise_multiplier=0.0 in the server's message: expected above 0")
+    with knowing_no_data():
+        training = DpSgdTraining(**settings)
+        if training.noise_multiplier == 0:
+            raise ValueError("noise_multiplier=0.0 in the server's message: expected above 0")
     drawn = secure_generator()
     if not work.noise.is_secure:  # a simulation: this, too, is reproducible
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)

@@ -1,8 +1,7 @@
 """A silo's side of `PrivateUldpAvg`: the set-up, then training, clipping and encryption.
 
 Every step begins from what the vault holds, and has stored its outcome there before anything leaves
-(see `keeping`). Numbers that anybody could read anything from travel as arrays of bytes. Errors
-that might tell something about the silo's data stay in its own log.
+(see `keeping`). Numbers that anybody could read anything from travel as arrays of bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from flower_ext.federation import (
     Training,
     records,
 )
+from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.privacy import clip_each_row
 from flower_ext.secure import (
     DrawOffer,
@@ -61,20 +61,21 @@ def answer(question: Question) -> Mapping[str, np.ndarray]:
     steps = {BEGIN: _begin, KEYS: _take_keys, COUNT: _count, DRAW: _draw}
     step = str(question.asked[STEP])
     if step not in steps:
-        raise ProtocolError(f"step={step!r}: expected one of {', '.join(steps)}")
-    return steps[step](question)
+        raise tellable(ProtocolError(f"step={step!r}: expected one of {', '.join(steps)}"))
+    with _protocol():
+        return steps[step](question)
 
 
 def _begin(question: Question) -> Mapping[str, np.ndarray]:
     facts = {name: value for name, value in question.asked.items() if name != STEP}
-    plan = keeping.plan_from_facts(facts)
-    if plan.allow_insecure_key_size and not question.may_simulate:
-        raise PermissionError(
-            f"the server asks for keys of {plan.key_bits} bits that may be insecure: this client "
-            "takes part only in simulation (client_app(..., allow_seeded_noise=True))"
-        )
-    with _why_stays_here(question.partition, "take part"):
-        owned(question.data, plan.users)
+    with knowing_no_data():
+        plan = keeping.plan_from_facts(facts)
+        if plan.allow_insecure_key_size and not question.may_simulate:
+            raise PermissionError(
+                f"the server asks for keys of {plan.key_bits} bits that may be insecure: this "
+                "client takes part only in simulation (client_app(..., allow_seeded_noise=True))"
+            )
+    owned(question.data, plan.users)
     earlier = keeping.resume(question.vault)
     if earlier is not None and earlier.plan.run == plan.run:
         raise ProtocolError("the set-up of this run began before")
@@ -99,10 +100,9 @@ def _count(question: Question) -> Mapping[str, np.ndarray]:
     if silo.index != 0:
         sealed = question.arrays[SEED][SEED].tobytes()
         silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
-    with _why_stays_here(silo.index, "blind its numbers of records"):
-        owners = owned(question.data, silo.plan.users).owners.cpu().long()
-        counts = torch.bincount(owners, minlength=silo.plan.users).tolist()
-        blinded = silo.blind_counts(counts)
+    owners = owned(question.data, silo.plan.users).owners.cpu().long()
+    counts = torch.bincount(owners, minlength=silo.plan.users).tolist()
+    blinded = silo.blind_counts(counts)
     return {COUNTS: records.to_bytes_array(blinded.counts)}
 
 
@@ -113,13 +113,12 @@ def _draw(question: Question) -> Mapping[str, np.ndarray]:
 
 
 @contextmanager
-def _why_stays_here(silo: int, what: str) -> Iterator[None]:
-    """What is wrong may say something about the data, and errors reach the server."""
+def _protocol() -> Iterator[None]:
+    """Let errors of the protocol travel: they know of steps, rounds and silos alone."""
     try:
         yield
-    except ValueError:
-        log.exception("silo %d cannot %s", silo, what)
-        raise ProtocolError(f"silo {silo} cannot {what}; why is in its own log") from None
+    except ProtocolError as error:
+        raise tellable(error) from None
 
 
 def _resumed(question: Question) -> WeightingSilo:
@@ -135,7 +134,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     if silo is None:
         return LocalResult(update=HiddenSum(bound=bound, encrypt=lambda noise: _lost()))
     if work.settings[USERS] != silo.plan.users:
-        raise ProtocolError(f"{USERS}={work.settings[USERS]!r}: expected {silo.plan.users}")
+        error = f"{USERS}={work.settings[USERS]!r}: expected {silo.plan.users}"
+        raise tellable(ProtocolError(error))
     users = owned(work.data, silo.plan.users).by_user()
     started = time.monotonic()
     updates: dict[int, np.ndarray] = yield Training(
@@ -151,8 +151,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         message = _weights(work)
         began = time.monotonic()
         keeping.prepare(silo)
-        with _why_stays_here(silo.index, "encrypt its sum"):
-            progress = Remaining(f"silo {silo.index}, round {work.round}: coordinates")
+        progress = Remaining(f"silo {silo.index}, round {work.round}: coordinates")
+        with _protocol():
             masked = silo.weigh(message, updates, flat(noise), progress=progress)
         keeping.remember(silo)
         log.info(

@@ -25,6 +25,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
+from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.privacy import Weighting
 from flower_ext.training import Params
 
@@ -188,15 +189,16 @@ def read_weights(work: ClientWork) -> np.ndarray:
     ValueError
         A weight is not in [0, 1], or there are more or fewer than sampled users.
     """
-    num_users, sent = int(work.settings[USERS]), work.state[USERS]
-    bits, own = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
-    if bits.shape != (-(-num_users // 8),):
-        raise ValueError(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
-    users = np.flatnonzero(np.unpackbits(bits, count=num_users))
-    check_weights(own[np.newaxis], 1, users.tolist())
-    weights = np.zeros(num_users)
-    weights[users] = own
-    return weights
+    with knowing_no_data():
+        num_users, sent = int(work.settings[USERS]), work.state[USERS]
+        bits, own = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
+        if bits.shape != (-(-num_users // 8),):
+            raise ValueError(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
+        users = np.flatnonzero(np.unpackbits(bits, count=num_users))
+        check_weights(own[np.newaxis], 1, users.tolist())
+        weights = np.zeros(num_users)
+        weights[users] = own
+        return weights
 
 
 def owned(data: ClientData, num_users: int) -> SiloData:
@@ -208,11 +210,13 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         There are no owners, or one is out of range; or ``num_users`` is.
     """
     if not 1 <= num_users <= MOST_USERS:
-        raise ValueError(f"{num_users} users: expected 1 … {MOST_USERS}")
+        raise tellable(ValueError(f"{num_users} users: expected 1 … {MOST_USERS}"))
     if not isinstance(data, SiloData):
-        raise ValueError(
-            f"data of type {type(data).__name__}: expected SiloData, whose owners say which user "
-            "each training example belongs to"
+        raise tellable(
+            ValueError(
+                "data of the Task: expected SiloData, whose owners say which user each training "
+                "example belongs to"
+            )
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise ValueError(

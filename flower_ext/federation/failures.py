@@ -1,0 +1,117 @@
+"""Errors of clients: each belongs to one client, and tells the server nothing of its data.
+
+What an exception says, and even its type, may depend on a record. So a fixed sentence travels in
+its place, and the rest stays in the log of the client's own process. Errors of checks that know no
+data are marked as `tellable`: their messages travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from logging import getLogger
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+
+log = getLogger("flwr")
+
+E = TypeVar("E", bound=Exception)
+R = TypeVar("R")
+
+CLIENT_APP_RAISED = 2
+"""Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
+TOLD = 100
+"""Error code of a reply whose text says nothing of the client's data."""
+STAYS_THERE = "the client failed; why is in its own log"
+_TELLABLE = "_flower_ext_tellable"
+_shown: WeakKeyDictionary[ClientApp, set[tuple[str, int]]] = WeakKeyDictionary()
+"""By app the lines of code whose tracebacks are in the log already."""
+
+
+def tellable(error: E) -> E:
+    """Mark an error whose message depends on no data of a client, and return it."""
+    vars(error)[_TELLABLE] = True
+    return error
+
+
+@contextmanager
+def knowing_no_data() -> Iterator[None]:
+    """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
+    try:
+        yield
+    except Exception as error:
+        tellable(error)
+        raise
+
+
+def failed(app: ClientApp, message: Message, context: Context, error: Exception) -> Message:
+    """Return the error reply of a client, and log here what is not in it."""
+    told = _TELLABLE in vars(error)
+    partition = context.node_config.get("partition-id", context.node_id)
+    where, shown = _place(error), _shown.setdefault(app, set())
+    if where in shown:  # many clients may fail at one line, in many rounds
+        log.debug("client %s failed as one before", partition, exc_info=error)
+    elif told:
+        log.warning("client %s takes no part: %s", partition, error)
+    else:
+        log.error("client %s failed", partition, exc_info=error)
+    shown.add(where)
+    code, reason = (TOLD, _one_line(error)) if told else (CLIENT_APP_RAISED, STAYS_THERE)
+    return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+class ClientFailed(RuntimeError):
+    """An error whose message says nothing; why is in the client's own log."""
+
+
+@contextmanager
+def hidden_errors(context: Context) -> Iterator[None]:
+    """Log what a block raises here, in the client's process, and raise `ClientFailed` for it."""
+    try:
+        yield
+    except Exception:
+        log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
+        raise ClientFailed(STAYS_THERE) from None
+
+
+def said(error: Error) -> str:
+    """Return what the server may repeat of an error reply.
+
+    Flower's engines send the text of whatever another ClientApp raised, which may hold a record:
+    that is not repeated.
+    """
+    if error.code == CLIENT_APP_RAISED:
+        return STAYS_THERE
+    *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
+    return f"the client failed: {last}"
+
+
+def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
+    """Return what one client's step makes, or its error, which is no other client's."""
+    try:
+        return step(*given)
+    except Exception as error:  # whatever a client's data or a method make of it
+        return error
+
+
+def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:
+    """Apply a step to every client's row of ``columns``; an earlier error of a client stays."""
+    made: list[R | Exception] = []
+    for row in zip(*columns, strict=True):
+        errors = [value for value in row if isinstance(value, Exception)]
+        made.append(errors[0] if errors else attempted(step, *row))
+    return made
+
+
+def _place(error: Exception) -> tuple[str, int]:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

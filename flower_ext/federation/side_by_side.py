@@ -1,0 +1,105 @@
+"""Functions of many clients that wait for trainings: these are batched, errors stay with one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from flower_ext.federation.failures import attempted
+from flower_ext.training import MEMORY_LIMIT, Job, Task, train_each
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A local training that a method waits for: ``model = yield work.train(...)``.
+
+    ``solve`` does many of them at once: what each is sent back, in their order.
+    """
+
+    task: Task
+    job: Job
+    trained: Callable[[str], bool]
+    solve: Callable[..., Iterable[Any]] = train_each
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters that are trained."""
+        return frozenset(filter(self.trained, self.job.params))
+
+
+Steps = Generator[Training, Any, T]
+"""A function that yields trainings, is sent the trained models, and returns a ``T``."""
+
+
+def side_by_side(
+    runs: Sequence[T | Steps[T] | Exception],
+    finish: Callable[[int, T], R],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[R | Exception]:
+    """What ``finish`` makes of each run: of its number, and of what it returns; or its error.
+
+    The trainings that runs wait for are batched. Each run is finished as soon as it has ended,
+    while its numbers are in the processor's caches and before the next models are there. An error
+    of one training is raised in its own run, and all others go on.
+    """
+    results: dict[int, R | Exception] = {}
+    waiting: dict[int, tuple[Steps[T], Training]] = {}
+
+    def go_on(index: int, steps: Steps[T], trained: Any) -> None:
+        try:
+            if isinstance(trained, Exception):
+                waiting[index] = steps, steps.throw(trained)
+            else:
+                waiting[index] = steps, steps.send(trained)
+        except StopIteration as end:
+            results[index] = attempted(finish, index, end.value)
+        except Exception as error:  # its own, whatever it is
+            results[index] = error
+
+    for index, run in enumerate(runs):
+        if isinstance(run, Generator):
+            go_on(index, run, None)
+        elif isinstance(run, Exception):
+            results[index] = run
+        else:
+            results[index] = attempted(finish, index, run)
+    while waiting:
+        alike = defaultdict(list)
+        for index, (_, training) in waiting.items():
+            alike[training.solve, training.names].append(index)
+        for members in alike.values():
+            asked = [waiting.pop(index) for index in members]
+            solved = _solved([training for _, training in asked], memory_limit)
+            for index, (steps, _), trained in zip(members, asked, solved, strict=True):
+                go_on(index, steps, trained)
+    return [results[index] for index in sorted(results)]
+
+
+def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
+    """What each training makes, or its error.
+
+    A batch that raises may do so for one of them: those without a model then train one by one,
+    from the same batches of examples.
+    """
+    first, jobs, done = trainings[0], [training.job for training in trainings], 0
+    states = [job.generator.get_state() for job in jobs]
+    solve = partial(first.solve, first.task, trained=first.trained, memory_limit=memory_limit)
+    try:
+        for model in solve(jobs):
+            yield model
+            done += 1
+    except Exception as error:  # whose it is shows when each trains alone
+        if len(jobs) == 1:
+            yield error
+            return
+    for job, state in zip(jobs[done:], states[done:], strict=True):
+        job.generator.set_state(state)
+        made = attempted(lambda job=job: [*solve([job])])
+        yield made if isinstance(made, Exception) else made[0]

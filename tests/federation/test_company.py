@@ -1,0 +1,312 @@
+"""Nothing that one client sends depends on another: not on its data, errors, or presence."""
+
+from dataclasses import replace
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord
+from torch import nn
+
+from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg, PFedMe
+from flower_ext.data import ClientData, Examples
+from flower_ext.federation import InProcessGrid, VirtualGrid, records
+from flower_ext.federation.failures import STAYS_THERE
+from flower_ext.privacy import (
+    FullParticipation,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.reporting import RunDirectory, write_report
+from flower_ext.training import LocalTraining, Task
+from tests.worlds import CLASSES, FEATURES, Net, client_data
+
+CLIENTS = 9
+UNSTABLE = LocalTraining(epochs=6, batch_size=8, learning_rate=3.0)
+"""Rounding grows in it beyond all bounds."""
+
+
+class Convolutional(nn.Module):
+    """What no compiled code trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten())
+        self.head = nn.Linear(4 * (FEATURES - 2), CLASSES)
+
+    def forward(self, x):
+        return self.head(self.extractor(x.unsqueeze(1)))
+
+
+def uneven(client):
+    """Clients of 23 to 30 examples."""
+    data = client_data(client)
+    return ClientData(train=first_of(data, 30 - client % 4 * 2 - client % 2), test=data.test)
+
+
+def first_of(data, count):
+    return Examples(data.train.features[:count], data.train.targets[:count])
+
+
+def as_is(client):
+    return uneven(client)
+
+
+def diverging(client):
+    data = uneven(client)
+    return replace(data, train=replace(data.train, features=data.train.features * 1e30))
+
+
+def mislabelled(client):
+    data = uneven(client)
+    targets = data.train.targets.clone()
+    targets[3] = CLASSES + 7
+    return replace(data, train=replace(data.train, targets=targets))
+
+
+def unreadable(client):
+    raise OSError("the disk is gone")
+
+
+def of_another_size(client):
+    data = uneven(client)
+    return replace(data, train=first_of(data, 5))
+
+
+def of_another_shape(client):
+    data = uneven(client)
+    return replace(data, train=replace(data.train, features=data.train.features[:, :3]))
+
+
+def empty(client):
+    data = uneven(client)
+    return replace(data, train=first_of(data, 0))
+
+
+ODD = [diverging, mislabelled, unreadable, of_another_size, of_another_shape, empty]
+
+
+def release_plan(placement):
+    return ReleasePlan(
+        sampling=FullParticipation(CLIENTS),
+        rounds=3,
+        delta=1e-5,
+        clipping_norm=1.0,
+        noise_multiplier=1.0,
+        noise_placement=placement,
+    )
+
+
+def record_plan():
+    return RecordLevelPlan(
+        sampling=FullParticipation(CLIENTS),
+        clipping_norm=1.0,
+        noise_stddev=1.0,
+        num_examples=30,
+        rounds=3,
+        delta=1e-5,
+    )
+
+
+METHODS = {
+    "DP-FedAvg": lambda **how: DPFedAvg(plan=release_plan("client"), local=UNSTABLE, **how),
+    "server noise": lambda **how: DPFedAvg(plan=release_plan("server"), local=UNSTABLE, **how),
+    "DP2-FedSAM": lambda **how: DP2FedSAM(
+        plan=release_plan("client"),
+        head=UNSTABLE,
+        extractor=replace(UNSTABLE, sam_radius=0.1),
+        **how,
+    ),
+    "DP-Ditto": lambda **how: DPDitto(
+        plan=record_plan(), local=UNSTABLE, personal_training=UNSTABLE, **how
+    ),
+    "DP-pFedMe": lambda **how: PFedMe(
+        plan=record_plan(),
+        local=LocalTraining(epochs=1, batch_size=8, learning_rate=0.01),
+        personal_training=LocalTraining(steps=5, learning_rate=0.05),
+        **how,
+    ),
+}
+
+
+def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
+    """What each client sends in one round whose client 0 is odd, or absent."""
+
+    def data(client):
+        own = client_data if isinstance(make().plan, RecordLevelPlan) else uneven
+        return odd(client) if client == 0 else own(client)
+
+    strategy = make(seed=2, seeded_noise=True, evaluate_every=0)
+    task = Task(model=model, data=data, device="cpu")
+    app = type(strategy).client_app(task, allow_seeded_noise=True)
+    grid = engine(app)
+    strategy.progress.begin()
+    initial = ArrayRecord(task.initial_params(2))
+    asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
+    partitions = {node: partition for partition, node in strategy._exchange.nodes.items()}
+    asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
+    replies = grid.send_and_receive(asked)
+    return {
+        partitions[reply.metadata.src_node_id]: None
+        if reply.has_error()
+        else records.to_arrays(reply.content[records.UPDATE])
+        for reply in replies
+    }
+
+
+def in_process(app):
+    return InProcessGrid(app, CLIENTS)
+
+
+def on_one_node(app):
+    return VirtualGrid(InProcessGrid(app, 1), CLIENTS)
+
+
+def on_three_nodes(app):
+    return VirtualGrid(InProcessGrid(app, 3), 3)
+
+
+def in_two_processes(app):
+    return InProcessGrid(app, CLIENTS, workers=2)
+
+
+def one_by_one(app):
+    return VirtualGrid(InProcessGrid(app, CLIENTS), 1)
+
+
+def same_but_for_client_0(ours, theirs):
+    assert ours.keys() | {0} == theirs.keys() | {0} == set(range(CLIENTS))
+    for client in range(1, CLIENTS):
+        assert ours[client].keys() == theirs[client].keys()
+        for name, array in ours[client].items():
+            assert array.tobytes() == theirs[client][name].tobytes(), (client, name)
+
+
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [*((method, Net) for method in METHODS), ("DP-FedAvg", Convolutional)],
+)
+def test_no_bit_of_an_upload_depends_on_the_data_the_error_or_the_presence_of_another(
+    method, model
+):
+    make = METHODS[method]
+    usual = uploads(make, model, client_data, engine=in_process)
+    assert all(arrays is not None for arrays in usual.values())
+    absent = uploads(make, model, client_data, present=False, engine=in_process)
+    assert set(absent) == set(range(1, CLIENTS))
+    same_but_for_client_0(usual, absent)
+    for odd in ODD:
+        same_but_for_client_0(usual, uploads(make, model, odd, engine=in_process))
+
+
+@pytest.mark.parametrize("odd", [as_is, diverging, mislabelled, unreadable])
+def test_no_bit_of_an_upload_depends_on_how_clients_share_nodes_and_processes(odd):
+    make = METHODS["DP-FedAvg"]
+    usual = uploads(make, Net, odd, engine=in_process)
+    for engine in (on_one_node, on_three_nodes, in_two_processes):
+        same_but_for_client_0(usual, uploads(make, Net, odd, engine=engine))
+
+
+PATIENT = "Mrs Smith, born 1949-05-01"
+
+
+def unreadable_record(client):
+    raise ValueError(f"could not convert string to float: {PATIENT!r}")
+
+
+def telling(client):
+    """An error that is a sentence, over several lines, in its type and in its cause."""
+    try:
+        return unreadable_record(client)
+    except ValueError as error:
+        raise type(PATIENT, (RuntimeError,), {})(f"a\n{PATIENT}") from error
+
+
+@pytest.mark.parametrize("odd", [unreadable_record, telling, mislabelled, of_another_size])
+@pytest.mark.parametrize("engine", [in_process, on_one_node, one_by_one, in_two_processes])
+def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tmp_path):
+    def data(client):
+        return odd(client) if client == 0 else client_data(client)
+
+    sgd = LocalTraining(epochs=1, batch_size=8)
+    run = RunDirectory.create(tmp_path / "run", {"method": "dp-ditto", "dataset": "digits"})
+    strategy = DPDitto(plan=record_plan(), local=sgd, personal_training=sgd, run=run)
+    task = Task(model=Net, data=data, device="cpu")
+    grid, replies = engine(DPDitto.client_app(task)), []
+    plainly = grid.send_and_receive
+
+    def watched(messages, *, timeout=None):
+        replies.extend(plainly(messages, timeout=timeout))
+        return replies[-len(list(messages)) :]
+
+    grid.send_and_receive = watched
+    strategy.start(grid, ArrayRecord(task.initial_params(2)), num_rounds=2)
+    run.finish("failed", "; ".join(strategy.refusals))
+    write_report(run)
+    told = {reply.error.reason for reply in replies if reply.has_error()}
+    if odd is of_another_size:
+        (told,) = told
+        assert "num_examples=30" in told
+        assert " 5 " not in told
+    else:
+        assert told == {STAYS_THERE}
+    assert len(strategy.refusals) >= 2
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    for text in (*strategy.refusals, *(path.read_text(errors="replace") for path in files)):
+        assert "Smith" not in text
+        assert "out of bounds" not in text
+        assert "Traceback" not in text
+
+
+def test_what_a_client_does_not_tell_is_in_its_own_log(caplog):
+    uploads(METHODS["DP-FedAvg"], Net, unreadable_record, engine=in_process)
+    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert said.getMessage() == "client 0 failed"
+    assert PATIENT in caplog.text
+
+
+class Picky(nn.Module):
+    """A model that refuses what it is given, in batches too."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Linear(FEATURES, 200), nn.Tanh())
+        self.head = nn.Linear(200, CLASSES)
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("NaN")
+        return self.head(self.extractor(x))
+
+
+def with_wrong_targets(test):
+    return Examples(test.features, test.targets + 99)
+
+
+def with_wrong_features(test):
+    return Examples(test.features * float("nan"), test.targets)
+
+
+@pytest.mark.parametrize("odd", [with_wrong_targets, with_wrong_features])
+def test_an_error_of_one_client_changes_no_bit_of_the_scores_of_another(odd):
+    def scores(odd):
+        def data(client):
+            own = client_data(client)
+            return replace(own, test=odd(own.test)) if client == 0 else own
+
+        strategy = DPFedAvg(plan=release_plan("client"), seed=2)
+        task = Task(model=Picky, data=data, device="cpu")
+        grid = in_process(DPFedAvg.client_app(task))
+        strategy.progress.begin()
+        initial = ArrayRecord(task.initial_params(2))
+        asked = strategy.configure_evaluate(1, initial, ConfigRecord(), grid)
+        return {
+            reply.metadata.src_node_id: None
+            if reply.has_error()
+            else dict(reply.content[records.METRICS])
+            for reply in grid.send_and_receive(asked)
+        }
+
+    usual, found = scores(lambda test: test), scores(odd)
+    first = min(usual)
+    assert found.pop(first) is None
+    assert usual.pop(first) is not None
+    assert found == usual
