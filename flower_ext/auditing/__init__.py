@@ -10,6 +10,7 @@ from flower_ext.auditing.harness import (
     observe,
     projected,
 )
+from flower_ext.auditing.one_run import audit_in_one_run
 
 __all__ = [
     "Audit",
@@ -18,6 +19,7 @@ __all__ = [
     "ViewAudit",
     "World",
     "audit",
+    "audit_in_one_run",
     "observe",
     "projected",
 ]

@@ -273,7 +273,7 @@ def audit(
         facts = str(done) if counted is None else repr(vars(counted))
         if facts not in known:
             known.add(facts)
-            for view, promise in _promises(experiment, strategy).items():
+            for view, promise in promised(experiment, strategy).items():
                 promises[view] = max(promise, promises.get(view, promise))
         for view in experiment.views:
             scores[view][0 if done < trials else 1].append(experiment.score(seen, view))
@@ -377,10 +377,10 @@ def _trial(
     return seen, strategy
 
 
-def _promises(
+def promised(
     experiment: Experiment, strategy: Strategy
 ) -> dict[AdversaryView, tuple[float, float, bool]]:
-    """By view: ε, δ, and whether the mechanism is a Gaussian one."""
+    """Return by view the provable ε, δ, and whether the mechanism is a Gaussian one."""
     if experiment.printed is not None:
         assert experiment.delta is not None
         gaussian = bool(experiment.gaussian)

@@ -195,6 +195,28 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
     ).experiment()
 
 
+def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
+    """`UldpAvg` weighted by records, as under encryption: a user with all weight in one silo."""
+    plan = ReleasePlan(
+        sampling=FullParticipation(3),
+        clipping_norm=1.0,
+        noise_multiplier=0.5 * noise,
+        rounds=rounds,
+        delta=DELTA,
+        unit=PrivacyUnit.USER,
+    )
+    return Case(
+        name="ULDP-AVG, weighted by records",
+        strategy=lambda: UldpAvg(
+            plan=plan, num_silos=2, weighting="by-records", local=ONE_STEP, evaluate_every=0
+        ),
+        without=[_silo([1, 2], [0.0, 0.0])] * 2,
+        present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0]), _silo([1, 2], [0.0, 0.0])],
+        rounds=rounds,
+        partitions=[0],
+    ).experiment()
+
+
 def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpNaive`: with the canary user, both silos' updates point the other way."""
     plan = ReleasePlan(
@@ -345,6 +367,7 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "server-noise-poisson": lambda **more: client_level_sampled("server", **more),
     "uldp-avg": uldp,
     "uldp-sgd": lambda **more: uldp(UldpSgd, **more),
+    "uldp-avg-by-records": uldp_by_records,
     "uldp-naive": uldp_naive,
     "uldp-group": uldp_group,
     "ditto-uploads": ditto_uploads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flower_ext.algorithms.uldp import averaging
-from flower_ext.algorithms.uldp.weights import EqualWeights
+from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords
 from flower_ext.auditing import Experiment
 from flower_ext.privacy import BoundedSum, SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedUpdate, total
@@ -54,7 +54,7 @@ def less_noise(factor):
         patch.setattr(
             _GeneratorNoise,
             "add_gaussian",
-            lambda self, u, stddev: gaussian(self, u, stddev / factor),
+            lambda self, u, stddev, *, grid=None: gaussian(self, u, stddev / factor, grid=grid),
         )
         patch.setattr(
             _GeneratorNoise,
@@ -88,8 +88,8 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
     """One number of a hundred goes without noise."""
     real = _GeneratorNoise.add_gaussian
 
-    def noised(self, update, stddev):
-        found = real(self, update, stddev)
+    def noised(self, update, stddev, *, grid=None):
+        found = real(self, update, stddev, grid=grid)
         if stddev > 0:
             for name, array in found.items():
                 array[..., :1] = update[name][..., :1]
@@ -101,7 +101,9 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
     """A user's weights add up to 2."""
-    real = EqualWeights.of_users
-    patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
+    for source in (EqualWeights, WeightsByRecords):
+        real = source.of_users
+        patch.setattr(source, "of_users", lambda self, users, real=real: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)
+    patch.setattr("flower_ext.algorithms.uldp.weights.check_weights", lambda *_: None)
     return experiment

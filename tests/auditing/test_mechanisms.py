@@ -8,6 +8,7 @@ client noise           ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
+ULDP-AVG by records    ✓          ✓      ✓         ✓          ✓
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
 ULDP-GROUP-2           ✓          ✓      ✓         ✓          –
 DP-Ditto, uploads      ✓          ✓      ✓         ✓          –
@@ -31,7 +32,7 @@ from tests.auditing import faults
 CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
 GAUSSIAN = tuple(name for name in MECHANISMS if name not in (*POISSON, "objective-perturbation"))
-ULDP = ("uldp-avg", "uldp-sgd")
+ULDP = ("uldp-avg", "uldp-sgd", "uldp-avg-by-records")
 MORE_NOISE = 2.0
 """With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
 

@@ -1,0 +1,75 @@
+"""The cheap check: many canaries in one run, each included by a coin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Strategy
+
+from flower_ext.auditing.harness import Experiment, Observation, World, observe, promised
+from flower_ext.evaluation import LowerBound, in_one_run
+from flower_ext.privacy import AdversaryView, secure_generator
+
+
+def audit_in_one_run(
+    world: Callable[[np.ndarray], World],
+    *,
+    initial: ArrayRecord,
+    scores: Callable[[Observation], np.ndarray],
+    canaries: int,
+    guesses: int,
+    view: AdversaryView,
+    rounds: int = 1,
+    confidence: float = 0.95,
+) -> LowerBound:
+    """Bound ε of a strategy with ``guarantees()`` by one run (Steinke, Nasr, Jagielski 2023).
+
+    Far looser than `audit`, which takes thousands of runs: canaries disturb each other, and m of
+    them prove an ε of about log m at most.
+
+    Parameters
+    ----------
+    world : Callable[[numpy.ndarray], World]
+        The run in which those canaries take part that the mask (m,) selects.
+    scores : Callable[[Observation], numpy.ndarray]
+        One a canary (m,), higher where it seems to be included.
+    guesses : int
+        Even, from 2 to ``canaries``: about how many are said anything.
+
+    Raises
+    ------
+    ValueError
+        The view has no finite ε, or as `in_one_run`.
+    """
+    included = secure_generator().random(canaries) < 0.5
+    here = world(included)
+    experiment = Experiment(
+        name="one run",
+        without=here,
+        present=here,
+        initial=initial,
+        score=lambda seen, view: 0.0,
+        rounds=rounds,
+        views=[view],
+    )
+    found: list[LowerBound] = []
+
+    def take(seen: Observation, strategy: Strategy) -> None:
+        epsilon, delta, _ = promised(experiment, strategy)[view]
+        if math.isinf(epsilon):
+            raise ValueError(f"view={view.value!r}: it has no finite ε that could be exceeded")
+        bound = in_one_run(
+            scores(seen),
+            included,
+            guesses=guesses,
+            delta=delta,
+            confidence=confidence,
+            printed=epsilon,
+        )
+        found.append(bound)
+
+    observe(experiment, here, take, trials=1)
+    return found[0]
