@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flower_ext.algorithms.uldp import averaging
-from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords
+from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.privacy import BoundedSum, SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedUpdate, total
@@ -101,9 +101,7 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
     """A user's weights add up to 2."""
-    for source in (EqualWeights, WeightsByRecords):
-        real = source.of_users
-        patch.setattr(source, "of_users", lambda self, users, real=real: 2 * real(self, users))
+    real = EqualWeights.of_users
+    patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)
-    patch.setattr("flower_ext.algorithms.uldp.weights.check_weights", lambda *_: None)
     return experiment
