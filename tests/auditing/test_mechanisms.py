@@ -18,9 +18,10 @@ objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
-cohorts have different shares of it. A weight of 2 in one silo is refused there. Of Poisson sampling the clean bound is loose, so that a
-quarter of the noise would not show in as few trials: it is σ/16 there. All bounds of this module
-hold at once with a confidence of 99.9 %, whatever the trials draw: noise is not seeded.
+cohorts have different shares of it. A silo refuses a weight of 2, as one by records would be. Of
+Poisson sampling the clean bound is loose, so that a quarter of the noise would not show in as few
+trials: it is σ/16 there. All bounds of this module hold at once with a confidence of 99.9 %,
+whatever the trials draw: noise is not seeded.
 """
 
 import pytest
@@ -31,7 +32,6 @@ from tests.auditing import faults
 
 CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
-GAUSSIAN = tuple(name for name in MECHANISMS if name not in (*POISSON, "objective-perturbation"))
 ULDP = ("uldp-avg", "uldp-sgd")
 MORE_NOISE = 2.0
 """With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
