@@ -78,7 +78,9 @@ def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_with_more_trials_bounds_come_near_to_what_is_printed(name):
     """But where sampling hides who took part: there no test of one score is the worst case."""
-    found = audit(MECHANISMS[name](), trials=5000, confidence=CONFIDENCE, together=len(MECHANISMS))
+    # Rates alone come near to an ε that is not small.
+    experiment = MECHANISMS[name](noise=0.5 if name == "objective-perturbation" else 1.0)
+    found = audit(experiment, trials=5000, confidence=CONFIDENCE, together=len(MECHANISMS))
     assert not found.broken, found.to_dict()
     if name not in POISSON:
         assert min(view.best.ratio for view in found.views) >= 0.8, found.to_dict()
