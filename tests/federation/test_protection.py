@@ -186,7 +186,8 @@ def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
     assert noise.shape[1] == clients * DIMENSION
     assert stats.kstest(noise.ravel() / sigma, "norm").pvalue > 1e-5
     assert noise.std() == pytest.approx(sigma, rel=0.15)
-    assert len(np.unique(noise)) == noise.size
+    released = noise.reshape(-1, DIMENSION)  # single numbers meet on the grid by chance
+    assert len(np.unique(released, axis=0)) == len(released)
     assert abs(np.corrcoef(noise)[0, 1]) < 0.3
 
 

@@ -303,7 +303,7 @@ def test_what_is_released_is_the_rounded_sum_of_the_very_value_and_a_gaussian(so
     assert of_whole_numbers(cells, rest, 16.0) > 1e-7
     for wrong in (rest + 0.2, rest - 0.2):
         assert of_whole_numbers(cells, wrong, 16.0) < 1e-7
-    assert of_whole_numbers(cells, rest, 16.3) < 1e-7
+    assert of_whole_numbers(cells, rest, 16.6) < 1e-7
 
 
 def test_shares_of_noise_on_one_grid_add_up_to_the_whole_noise():
