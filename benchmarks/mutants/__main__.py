@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import math
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import time
 import tomllib
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from scipy import stats
 
 from benchmarks.mutants.faults import Fault, faults_of
@@ -39,6 +42,7 @@ TESTS = {
     ),
 }
 _COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
+_SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")
 _LEFT_OUT = "not independent_accountant"
 """Tests that take most of a minute each: without them, the share found is a little low."""
 _PATIENCE = 4.0
@@ -73,12 +77,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--number", type=int, default=300, help="of faults, over all modules")
+    parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")
     asked = parser.parse_args()
-    everything = [Mutant(module, fault) for module in TESTS for fault in faults_of(_source(module))]
+    everything = [
+        Mutant(module, fault)
+        for module in asked.module or TESTS
+        for fault in faults_of(_source(module))
+    ]
     number = min(asked.number, len(everything))
     sample = random.Random(asked.seed).sample(everything, number)
     sample.sort(key=lambda mutant: (mutant.module, mutant.fault.start))
     print(f"{number} of {len(everything)} faults, seed {asked.seed}", flush=True)
+    for name in _SLOW_TO_IMPORT:
+        importlib.import_module(name)
     with TemporaryDirectory() as temporary:
         folder = _copy(Path(temporary))
         missed = _missed(folder, sample)
@@ -118,23 +129,33 @@ def _missed(folder: Path, sample: Iterable[Mutant]) -> list[Mutant]:
 
 
 def _passes(folder: Path, module: str, *, timeout: float | None) -> bool:
-    tests = [f"tests/{name}" for name in TESTS[module]]
-    arguments = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    arguments += ["-k", _LEFT_OUT]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            [*arguments, *tests],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+    """Run in a child of this process, which has imported already what takes so long."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        os._exit(_tested(folder, [f"tests/{name}" for name in TESTS[module]]))
+    ends = time.monotonic() + (math.inf if timeout is None else timeout)
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _tested(folder: Path, tests: list[str]) -> int:
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.dont_write_bytecode = True
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+    arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", _LEFT_OUT]
+    return int(pytest.main([*arguments, *tests]))
 
 
 def _copy(folder: Path) -> Path:
