@@ -316,3 +316,9 @@ def test_a_row_that_is_not_finite_is_refused_with_any_weight(kind, value):
 def test_weights_that_are_no_shares_are_refused(weights):
     with pytest.raises(ValueError, match=r"expected 2 numbers in \[0, 1\]"):
         sum_clipped_rows(rows_of(np.ones((2, 4)), "numpy"), 1.0, weights)
+
+
+def test_an_update_exactly_at_its_bound_is_not_said_to_be_clipped():
+    update = {"w": np.array([3.0, 4.0])}
+    assert not BoundedUpdate(value=update, bound=5.0, norm=5.0).clipped
+    assert BoundedUpdate(value=update, bound=5.0, norm=math.nextafter(5.0, 6.0)).clipped
