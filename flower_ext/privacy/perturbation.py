@@ -404,8 +404,11 @@ def perturbation_guarantees(
             **more,
         )
 
+    # The noise of objective perturbation is in the training: no model without it may stand in.
+    ends = () if output else ("training ends without an error, and finite, for every record",)
     assumptions = (
         "clients train, clip and add noise as told",
+        *ends,
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every record that could be there",
         ON_A_GRID if output else _IN_FLOATS,

@@ -7,9 +7,10 @@ Where a model might mix them, each example's gradient is found by vmap, or in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial, reduce
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, reduce
 from logging import ERROR, WARNING, getLogger
 
 import torch
@@ -18,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 from flower_ext.training.local import spared
-from flower_ext.training.params import Params, clone, shaken
+from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.per_example import LAYERS, Parts, Rows, is_known
 from flower_ext.training.task import Task
 from flower_ext.training.unfused import unfuse
@@ -83,7 +84,7 @@ class ClippedGradient:
         """Whether vmap follows model and loss; None until there are examples."""
         self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
         """Whether layers tell examples apart; None until there are some (see `_choose`)."""
-        self._tried: set[int] = set()
+        self._known: _Known | None = None
         self._told: set[int] = set()
         written = any(type(layer) is not nn.Linear for layer in self.layers.values())
         self.together = _TOGETHER if written else 16 * _TOGETHER
@@ -151,7 +152,11 @@ class ClippedGradient:
         given. What a model does may depend on values, too: vmap refuses such a model. Tried out on
         random examples, so that it depends on nobody's data.
         """
-        if self.by_vmap is None:
+        if self._known is None:
+            form = features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
+            kind = self.task.model, self.task.loss, features.device, *form
+            self._known = _known(*kind, sizes(self.params), tuple(self.names))
+        if self._known.by_vmap is None:
             self.by_vmap = self._vmap_follows(features, targets)
             if self.in_one_pass is None:
                 self.in_one_pass = self.by_vmap and self._tells_apart(features)
@@ -159,10 +164,13 @@ class ClippedGradient:
             if not self.in_one_pass:
                 how = "by vmap" if self.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
+        else:
+            self.by_vmap, self.in_one_pass = self._known.by_vmap, self._known.in_one_pass
         most = min(len(features), self.together)
-        for room in {_room(most), _room(len(features) % most or most)} - self._tried:
-            self._tried.add(room)
+        for room in {_room(most), _room(len(features) % most or most)} - self._known.tried:
+            self._known.tried.add(room)
             self.in_one_pass = self.in_one_pass and self._is_like(features, room, _PIECE)
+        self._known.by_vmap, self._known.in_one_pass = self.by_vmap, self.in_one_pass
 
     def _vmap_follows(self, features: Tensor, targets: Tensor) -> bool:
         x = _random(features, _TRIED, torch.Generator().manual_seed(0))
@@ -315,6 +323,20 @@ class ClippedGradient:
         if level not in self._told:
             self._told.add(level)
             log.log(level, what)
+
+
+@dataclass
+class _Known:
+    """What was found out about models of one kind."""
+
+    by_vmap: bool | None = None
+    in_one_pass: bool | None = None
+    tried: set[int] = field(default_factory=set)
+
+
+@lru_cache(maxsize=64)
+def _known(*kind: Hashable) -> _Known:
+    return _Known()
 
 
 def _built(task: Task) -> nn.Module:
