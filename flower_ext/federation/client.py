@@ -319,7 +319,11 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
         ) from None
 
 
-def _named_device(name: str) -> str:
+def _device_of(context: Context) -> str | None:
+    """The device that the node config names, if any."""
+    if (named := context.node_config.get("device")) is None:
+        return None
+    name = str(named)
     try:
         torch.device(name)
     except RuntimeError:
@@ -436,21 +440,26 @@ class _ClientSide:
 
     def _task(self, context: Context) -> Task:
         task = self.task if isinstance(self.task, Task) else _built(self.task, context)
-        device = context.node_config.get("device")  # the node's owner has the last word
-        return task if device is None else replace(task, device=_named_device(str(device)))
+        device = _device_of(context)  # the node's owner has the last word
+        return task if device is None else replace(task, device=device)
 
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
     ) -> tuple[list[Asked | Exception], list[ClientWork | Exception]]:
-        # All in one process have one task: that of the first is good for all.
-        task = self._task(contexts[0])
+        devices = each(_device_of, contexts)
+        errors = [device for device in devices if isinstance(device, Exception)]
+        if len(errors) == len(devices):
+            return [*errors], [*errors]
+        # All in one process have one task: that of the first with a device is good for all.
+        sound = [not isinstance(device, Exception) for device in devices]
+        task = self._task(contexts[sound.index(True)])
         read = reader(task)
 
-        def own(message: Message, context: Context) -> Asked:
+        def own(message: Message, context: Context, device: str | None) -> Asked:
             check_addressee(message, context)
             return read(message)
 
-        asked = each(own, messages, contexts)
+        asked = each(own, messages, contexts, devices)
         # What is protected of one client is so of all: they are asked by one server.
         steady = not alone and any(protects(a.facts) for a in asked if isinstance(a, Asked))
         return asked, each(partial(self._work, task=task, steady=steady), asked, contexts)
