@@ -114,7 +114,9 @@ def _first(path: Path) -> UserConfig:
 
 
 def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
-    names = sorted((set(config) | set(first)) - CHANGEABLE)
+    # A setting that the app has gained since, and that is empty or zero, was off in the older run.
+    gained = {name for name in config if name not in first and not config[name]}
+    names = sorted((set(config) | set(first)) - CHANGEABLE - gained)
     differing = [
         f"{name}={config.get(name)!r} (it began with {first.get(name)!r})"
         for name in names

@@ -205,3 +205,12 @@ def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_report
     report = (run.path / "report.md").read_text(encoding="utf-8")
     assert "## Missing answers" in report
     assert "nonsense" in report
+
+
+def test_a_setting_that_the_app_has_gained_since_is_off_in_an_older_run(tmp_path):
+    path = tmp_path / "run"
+    record(path, private_plan(), rounds=1)
+    run, *_ = record(path, private_plan(), rounds=2, resume=True, **{"budget-ledger": ""})
+    assert [row["round"] for row in run.metrics()] == [1, 2]
+    with pytest.raises(ValueError, match=r"budget-ledger='/people' \(it began with None\)"):
+        record(path, private_plan(), rounds=3, resume=True, **{"budget-ledger": "/people"})
