@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, averaging
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.privacy import (
@@ -19,13 +19,13 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training import DpSgdTraining, LocalTraining, Task, train_groups
 from tests.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.worlds import FEATURES, client_data
 
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
 OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5
-AUDITS = 5
+AUDITS = 7
 """Of this module, which share what may fail."""
 
 LOCAL = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
@@ -93,8 +93,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
+def with_a_record_that_raises(method):
+    """Two worlds: without a unit, and with one whose record makes training raise."""
     make = METHODS[method]
     by_record = method == "ditto-steps"  # replaced by another record; a user is removed
 
@@ -111,7 +111,7 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
 
     way = np.zeros((CLASSES, SIZE))
     way[0, 0], way[1, 0] = -1.0, 1.0  # a record that raises may take the others' away with it
-    experiment = Experiment(
+    return Experiment(
         name=method,
         without=world([0] if by_record else []),
         present=world([OUT_OF_RANGE]),
@@ -120,8 +120,24 @@ def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
         gaussian=True,
         views=[AdversaryView.EACH_UPLOAD],
     )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
+    experiment = with_a_record_that_raises(method)
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert not found.broken, found.to_dict()
+
+
+@pytest.mark.parametrize("method", ["uldp-avg", "uldp-sgd"])
+def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
+    def unsure(task, jobs, **settings):
+        yield from train_groups(task, [job() for job in jobs], steady=True, **settings)
+
+    monkeypatch.setattr(averaging, "train_surely", unsure)
+    experiment = with_a_record_that_raises(method)
+    found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    assert found.broken, found.to_dict()
 
 
 class Waves(nn.Module):
