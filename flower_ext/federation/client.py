@@ -27,7 +27,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of, tell_partition
-from flower_ext.federation.failures import each, knowing_no_data, tellable
+from flower_ext.federation.failures import each, is_tellable, knowing_no_data, tellable
 from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
@@ -633,7 +633,7 @@ def unmoved_by_errors(
 
     For models that leave the client under noise: an error in place of one would tell of a record.
     Where each step is noised instead (by ``facts``), no record makes these steps fail; what else
-    does is an error.
+    does is an error. So is what the server's message lacks (see `tellable`).
     """
     steps_noised = "step-noise-stddev" in (facts or {})
     trained: Any = None
@@ -659,7 +659,7 @@ def unmoved_by_errors(
             if isinstance(part, Mapping):
                 _check_memory(part)
     except Exception as error:
-        if steps_noised:
+        if steps_noised or is_tellable(error):
             raise
         _log_unmoved(error)
         return LocalResult(model=work.received)

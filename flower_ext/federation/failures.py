@@ -37,6 +37,11 @@ def tellable(error: E) -> E:
     return error
 
 
+def is_tellable(error: Exception) -> bool:
+    """Return True for an error that is marked as `tellable`."""
+    return _TELLABLE in vars(error)
+
+
 @contextmanager
 def knowing_no_data() -> Iterator[None]:
     """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
@@ -49,7 +54,7 @@ def knowing_no_data() -> Iterator[None]:
 
 def failed(app: ClientApp, message: Message, context: Context, error: Exception) -> Message:
     """Return the error reply of a client, and log here what is not in it."""
-    told = _TELLABLE in vars(error)
+    told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
     where, shown = _place(error), _shown.setdefault(app, set())
     if where in shown:  # many clients may fail at one line, in many rounds

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.federation import records
-from flower_ext.federation.failures import knowing_no_data
+from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.training import LocalTraining, Params, Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +78,19 @@ def reader(task: Task) -> Callable[[Message], Asked]:
             kind=message.metadata.message_type.partition(".")[0],
             facts=facts,
             model=received.pop(records.MODEL),
-            state=received,
-            training=records.read_trainings(content),
-            settings=dict(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
+            state=_Told(received),
+            training=_Told(records.read_trainings(content)),
+            settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),
         )
 
     def read(message: Message) -> Asked:
         key = id(message.content)
         if key not in contents:
-            _ = task.shapes  # builds a model once: what that raises may be of the user's data
+            _ = (
+                task.shapes,
+                task.dtypes,
+            )  # builds a model once: what that raises may be of the user's data
             with knowing_no_data():
                 contents[key] = asked(message)
         return contents[key]
@@ -100,3 +105,12 @@ def _check_received(params: Params, task: Task) -> None:
             raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
         if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
             raise ValueError(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
+        if value.dtype != (dtype := task.dtypes.get(name, value.dtype)):
+            raise ValueError(f"{name!r} is of type {value.dtype}: expected {dtype}, as the task's")
+
+
+class _Told(dict[str, T]):
+    """What the server's message says, by name; a method may ask for what is not there."""
+
+    def __missing__(self, name: str) -> T:
+        raise tellable(ValueError(f"the server's message says nothing of {name!r}"))

@@ -64,9 +64,10 @@ class LocalTraining:
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
-        require("epochs", self.epochs >= 0, "an integer >= 0")
-        require("steps", self.steps is None or self.steps >= 0, "an integer >= 0 or None")
-        require("batch_size", self.batch_size >= 1, "an integer >= 1")
+        require("epochs", 0 <= self.epochs < math.inf, "an integer >= 0")
+        steps = 0 if self.steps is None else self.steps
+        require("steps", 0 <= steps < math.inf, "an integer >= 0 or None")
+        require("batch_size", 1 <= self.batch_size < math.inf, "an integer >= 1")
         require("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
         require("learning_rate_decay", 0 < self.learning_rate_decay <= 1, "a number in (0, 1]")
         require("momentum", 0 <= self.momentum < 1, "a number in [0, 1)")

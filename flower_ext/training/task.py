@@ -86,6 +86,11 @@ class Task:
         """Shapes of all parameters and buffers of the model, by name."""
         return {name: tuple(p.shape) for name, p in self.initial_params(0).items()}
 
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Types of all parameters and buffers of the model, by name."""
+        return {name: p.dtype for name, p in self.initial_params(0).items()}
+
     def torch_device(self) -> torch.device:
         """The device on which this process trains."""
         if self.device == "auto":

@@ -40,7 +40,7 @@ MORE_NOISE = 2.0
 def planted():
     """(mechanism, fault, how to plant it, rounds, trials)."""
     for name in MECHANISMS:
-        trials = 200 if name in (*POISSON, "objective-perturbation") else 100
+        trials = 400 if name in (*POISSON, "objective-perturbation") else 100
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
             yield name, "a number unnoised", faults.part_unnoised, 1, trials
@@ -49,7 +49,7 @@ def planted():
         if name != "client-noise-poisson":
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name in ULDP:
-            yield name, "weights of 2", faults.weights_of_two, 1, 400
+            yield name, "weights of 2", faults.weights_of_two, 1, 1000
 
 
 PLANTED = list(planted())

@@ -77,7 +77,7 @@ def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
     monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setattr(command, "DROPOUTS", (0.0,))
-    monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev: update)
+    monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev, **grid: update)
     monkeypatch.setattr(processes, "NODES", "no number")
     only = ["processes", "noise", "wire"]
     status, last, written = run_command(capsys, tmp_path, only=only)
@@ -158,7 +158,9 @@ def test_the_referee_sees_noise_that_is_missing_and_a_crash(monkeypatch):
 def test_too_little_noise_under_dropout_is_seen(monkeypatch, part):
     add = SecureNoise.add_gaussian
     monkeypatch.setattr(
-        SecureNoise, "add_gaussian", lambda self, update, stddev: add(self, update, part * stddev)
+        SecureNoise,
+        "add_gaussian",
+        lambda self, update, stddev, *, grid=None: add(self, update, part * stddev),
     )
     assert not noise.measure(0.5, "top-up", "client", rounds=15, seed=1).enough
 

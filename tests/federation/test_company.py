@@ -246,9 +246,9 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         (told,) = told
         assert "num_examples=30" in told
         assert " 5 " not in told
-    else:
-        assert told == {STAYS_THERE}
-    assert len(strategy.refusals) >= 2
+    else:  # a record that makes training raise leaves its client's model as it was
+        assert told == (set() if odd is mislabelled else {STAYS_THERE})
+    assert len(strategy.refusals) >= 2 * bool(told)
     files = [path for path in run.path.rglob("*") if path.is_file()]
     for text in (*strategy.refusals, *(path.read_text(errors="replace") for path in files)):
         assert "Smith" not in text
