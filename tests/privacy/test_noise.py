@@ -258,7 +258,7 @@ def test_low_order_bits_of_an_upload_tell_two_worlds_apart_only_where_noise_is_o
     def on_the_grid(value):
         return noise.add_gaussian({"a": value}, 1.0)["a"]
 
-    assert right(in_floats) == 2 * TRIALS  # the attack works
+    assert right(in_floats) > 1.8 * TRIALS  # the attack works
     ideal = stats.binom(2 * TRIALS, stats.norm.cdf(0.5))
     assert right(on_the_grid) <= ideal.ppf(1 - 1e-9)
 
