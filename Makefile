@@ -7,9 +7,8 @@
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
-space := $(subst x,,x x)
 # Elsewhere where this path has spaces: below it, Flower's SuperLink finds no tables.
-VENV ?= $(if $(findstring $(space),$(CURDIR)),$(HOME)/.cache/flower-ext$(subst $(space),_,$(CURDIR)),.venv)
+VENV ?= $(if $(word 2,$(CURDIR)),$(HOME)/.cache/flower-ext/$(firstword $(shell pwd | cksum)),.venv)
 ifneq ($(words $(VENV)),1)
 $(error VENV=$(VENV): expected a path without spaces)
 endif
@@ -35,7 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: install
 	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs "$(RUNS)" || status=$$?; \
-	pkill -f "[f]lower-super.*$$(printf %s "$$FLWR_HOME" | tr -c '[:alnum:]/' .)" || true; exit $$status
+	pkill -f "[f]lower-super.*$$(printf %s "$$FLWR_HOME" | sed 's|[^[:alnum:]/]|.|g')" || true; exit $$status
 
 deploy: install
 	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
