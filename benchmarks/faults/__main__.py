@@ -23,6 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,10 @@ def main(
     if not quick:
         parts |= {
             "kill": lambda: killed_processes(points, seed=seed),
-            "processes": real_processes,
+            **{
+                f"processes-{plan.policy}": partial(real_processes, plan)
+                for plan in processes.PLANS
+            },
         }
     for name in only or ():
         if name not in parts:
@@ -232,13 +236,13 @@ def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
     return "\n".join([f"## Killed processes\n\n{rows}", *failures]), not failures
 
 
-def real_processes() -> tuple[str, bool]:
-    """A real SuperLink and real SuperNodes."""
+def real_processes(plan: processes.Plan) -> tuple[str, bool]:
+    """A real SuperLink and real SuperNodes, disturbed by ``plan``."""
     with tempfile.TemporaryDirectory() as folder:
-        rows, outcomes = processes.run(Path(folder))
-        # Still in the folder: outcomes read their run directories when asked.
-        text = f"## Real processes\n\n{processes.report(rows, outcomes)}"
-        return text, all(outcome.kept for outcome in outcomes)
+        rows, outcome = processes.run(Path(folder), plan)
+        # Still in the folder: an outcome reads its run directory when asked.
+        text = f"## Real processes, {plan.policy}\n\n{processes.report(rows, outcome)}"
+        return text, outcome.kept
 
 
 if __name__ == "__main__":

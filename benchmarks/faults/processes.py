@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -146,17 +147,21 @@ def _restart(deployment: Deployment, node: int, config: Mapping[str, str]) -> No
 
 def kill_client(deployment: Deployment, node: int, *, at_work: float = 0.0) -> None:
     """SIGKILL to the ClientApp alone, once it has had ``at_work`` seconds of a processor."""
-    began, supernode = time.time(), psutil.Process(deployment.supernodes[node].pid)
+    _client_app(deployment.supernodes[node], at_work).kill()
+
+
+def _client_app(supernode: subprocess.Popen[bytes], at_work: float) -> psutil.Process:
+    """The ClientApp of a SuperNode that runs, once it has had so many seconds of a processor."""
+    began, parent = time.time(), psutil.Process(supernode.pid)
     while time.time() < began + 60:
-        for child in supernode.children(recursive=True):
+        for child in parent.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 fresh = child.create_time() >= began - 1  # not one that ends after its last reply
                 busy = child.cpu_times().user >= at_work
                 if fresh and busy and "flwr-clientapp" in " ".join(child.cmdline()):
-                    child.kill()
-                    return
+                    return child
         time.sleep(0.05)
-    raise TimeoutError(f"no ClientApp of node {node} was seen")
+    raise TimeoutError(f"no ClientApp of SuperNode {supernode.pid} was seen")
 
 
 def kill_client_at_work(deployment: Deployment, node: int) -> None:
@@ -181,8 +186,13 @@ def knock(deployment: Deployment, _: None) -> None:
 
 
 def restart_superlink(deployment: Deployment, _: None) -> None:
-    """SIGKILL to the SuperLink; the same command on the same database again."""
+    """SIGKILL to the SuperLink while a client works; the same command on the same database again.
+
+    Not before: a ServerApp whose question is under way then cannot send it again (flwr 1.41).
+    """
     assert deployment.superlink is not None
+    running = next(node for node in deployment.supernodes.values() if node.poll() is None)
+    _client_app(running, at_work=3.0)
     deployment.superlink.kill()
     deployment.superlink.wait()
     deployment.start_superlink()
@@ -251,6 +261,7 @@ DISCARDED = Plan(
     },
     returns={2: [2]},
 )
+PLANS = (TOPPED_UP, DISCARDED)
 
 
 # The runs -------------------------------------------------------------------------------------
@@ -403,44 +414,38 @@ class Row:
         return self.injected - self.client_missed_round
 
 
-def run(
-    folder: Path, *, timeout: int = 75, plans: Sequence[Plan] = (TOPPED_UP, DISCARDED)
-) -> tuple[list[Row], list[Outcome]]:
-    """All runs on one deployment below ``folder``; faults by kind, and the runs."""
+def run(folder: Path, plan: Plan, *, timeout: int = 75) -> tuple[list[Row], Outcome]:
+    """A run on a deployment below ``folder``; faults by kind, and what became of it."""
     with Deployment(folder / "deployment", NODES) as deployment:
-        outcomes = [
-            under_faults(deployment, plan, folder / plan.policy, timeout=timeout) for plan in plans
-        ]
+        outcome = under_faults(deployment, plan, folder / plan.policy, timeout=timeout)
     met = [
         (fault.kind, fault.node in outcome.missing.get(number, set()))
-        for outcome in outcomes
         for number, fault in outcome.injected
     ]
     total, missed = Counter(kind for kind, _ in met), Counter(kind for kind, lost in met if lost)
-    return [Row(kind, total[kind], missed[kind]) for kind in total], outcomes
+    return [Row(kind, total[kind], missed[kind]) for kind in total], outcome
 
 
-def report(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> str:
+def report(rows: Sequence[Row], outcome: Outcome) -> str:
     """Both tables, in Markdown."""
     faults = table(
         ("fault", "injected", "client missed the round", "nothing lost"),
         [(r.kind, r.injected, r.client_missed_round, r.nothing_lost) for r in rows],
     )
-    runs = table(
+    run = table(
         ("policy", "run", "rounds", "discarded", "wrong aggregates", "ε stated", "ε by the ledger"),
         [
             (
-                o.plan.policy,
-                o.run.facts["status"],
-                len(o.run.metrics()),
-                o.discarded,
-                o.wrong_aggregates,
-                *(f"{epsilon:.4f}" for epsilon in o.epsilons.values()),
+                outcome.plan.policy,
+                outcome.run.facts["status"],
+                len(outcome.run.metrics()),
+                outcome.discarded,
+                outcome.wrong_aggregates,
+                *(f"{epsilon:.4f}" for epsilon in outcome.epsilons.values()),
             )
-            for o in outcomes
         ],
     )
-    return f"{sum(r.injected for r in rows)} faults\n\n{faults}\n\n{runs}\n"
+    return f"{sum(r.injected for r in rows)} faults\n\n{faults}\n\n{run}\n"
 
 
 def main() -> None:
@@ -449,13 +454,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where everything stays; by default nowhere")
     parser.add_argument("--timeout", type=int, default=75, help="seconds to wait in a round")
     arguments = parser.parse_args()
+    kept = True
     with tempfile.TemporaryDirectory() as temporary:
-        started = time.monotonic()
-        rows, outcomes = run(arguments.folder or Path(temporary), timeout=arguments.timeout)
-        print(report(rows, outcomes), f"{time.monotonic() - started:.0f} s")
-        for outcome in outcomes:
-            print(outcome.plan.policy, {n: sorted(who) for n, who in outcome.missing.items()})
-        kept = all(outcome.kept for outcome in outcomes)
+        for plan in PLANS:
+            started = time.monotonic()
+            folder = (arguments.folder or Path(temporary)) / plan.policy
+            rows, outcome = run(folder, plan, timeout=arguments.timeout)
+            print(report(rows, outcome), f"{time.monotonic() - started:.0f} s")
+            print({n: sorted(who) for n, who in outcome.missing.items()}, flush=True)
+            kept &= outcome.kept
     sys.exit(0 if kept else 1)
 
 

@@ -79,12 +79,12 @@ def test_parts_that_fail_or_are_not_kept_lose_no_other_and_are_named_last(
     monkeypatch.setattr(command, "DROPOUTS", (0.0,))
     monkeypatch.setattr(SecureNoise, "add_gaussian", lambda self, update, stddev, **grid: update)
     monkeypatch.setattr(processes, "NODES", "no number")
-    only = ["processes", "noise", "wire"]
+    only = ["processes-discard", "noise", "wire"]
     status, last, written = run_command(capsys, tmp_path, only=only)
     assert status == 1
-    assert last == "NOT ALL KEPT: processes (failed), noise (not kept)"
+    assert last == "NOT ALL KEPT: processes-discard (failed), noise (not kept)"
     assert [line for line in written if line.startswith("##")] == [
-        "## processes",
+        "## processes-discard",
         "## Noise under dropout",
         "## Personal parameters on the wire",
     ]
@@ -100,13 +100,12 @@ def test_a_command_that_keeps_all_says_so(capsys, tmp_path):
 def test_real_processes_report_what_is_only_in_their_folder(monkeypatch):
     settings = {**processes.SETTINGS, "rounds": 1, "dropout-policy": "top-up"}
 
-    def of_one_run(folder):  # the same outcomes, of runs in this process
+    def in_this_process(folder, plan):
         run = processes.in_process(folder / "run", settings, {1: {2}})
-        plan = replace(processes.TOPPED_UP, rounds=1)
-        return [processes.Row("left out", 1, 1)], [processes.Outcome(plan, [], run, run, None)]
+        return [processes.Row("left out", 1, 1)], processes.Outcome(plan, [], run, run, None)
 
-    monkeypatch.setattr(processes, "run", of_one_run)
-    text, kept = command.real_processes()
+    monkeypatch.setattr(processes, "run", in_this_process)
+    text, kept = command.real_processes(processes.TOPPED_UP)
     assert kept
     assert "| top-up | completed | 1 | 0 | 0 |" in text
 
