@@ -87,10 +87,8 @@ def reader(task: Task) -> Callable[[Message], Asked]:
     def read(message: Message) -> Asked:
         key = id(message.content)
         if key not in contents:
-            _ = (
-                task.shapes,
-                task.dtypes,
-            )  # builds a model once: what that raises may be of the user's data
+            # Build a model now: what that raises may tell of the user's data.
+            _ = task.shapes, task.dtypes
             with knowing_no_data():
                 contents[key] = asked(message)
         return contents[key]

@@ -434,8 +434,10 @@ def test_what_rounding_to_the_models_own_precision_moves_is_in_the_provable_epsi
     sure = replace(KNOWN, gradient_bound=1e-6)
     moved = 2 * sure.gradient_bound / (12 * MU) + 2 * EXACT.tolerance / MU
     quiet = OutputPerturbation(clipping_norm=0.8, noise_stddev=1e-3)
-    start = ArrayRecord({"weight": torch.from_numpy(np.full((1, DIMENSION), 0.5, dtype))})
-    strategy, _ = run(plan(quiet, objective=sure), start=start)
+    start = torch.from_numpy(np.full((1, DIMENSION), 0.5, dtype))
+    of_dtype = replace(task(), model=lambda: nn.Linear(DIMENSION, 1, bias=False).to(start.dtype))
+    app = DPFedAvg.client_app(of_dtype, allow_seeded_noise=True)
+    strategy, _ = run(plan(quiet, objective=sure), start=ArrayRecord({"weight": start}), app=app)
     assert strategy.refusals == []
     provable = strategy.guarantees()[1].epsilon
     rounded = gaussian_loss(1e-3 / (moved + eps * 0.8), releases=1, delta=1e-3).epsilon
