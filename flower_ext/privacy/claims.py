@@ -35,6 +35,8 @@ ON_A_GRID = (
 """What is assumed of Gaussian noise in floating point (see `privacy.noise`)."""
 WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
 """What is assumed where sums are protected by noise that their parts carry."""
+LOADS = "no single record keeps a client from loading its data (Task.data)"
+"""What is assumed where one record must not show in whether its client answers."""
 
 
 def epsilon_text(epsilon: float) -> str:

@@ -31,7 +31,14 @@ import numpy as np
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.bounds import Update, check_arrays, clip, in_float64, in_precision_of
-from flower_ext.privacy.claims import ON_A_GRID, Basis, Condition, Guarantee, noise_assumption
+from flower_ext.privacy.claims import (
+    LOADS,
+    ON_A_GRID,
+    Basis,
+    Condition,
+    Guarantee,
+    noise_assumption,
+)
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -411,6 +418,7 @@ def perturbation_guarantees(
         *ends,
         "the planned rounds and each client's number of examples are public",
         "bounds on the loss hold for every record that could be there",
+        LOADS,
         ON_A_GRID if output else _IN_FLOATS,
         noise_assumption(secure_noise),
     )

@@ -29,7 +29,7 @@ from functools import lru_cache
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.claims import ON_A_GRID, Condition, Guarantee, noise_assumption
+from flower_ext.privacy.claims import LOADS, ON_A_GRID, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.perturbation import OutputPerturbation
 from flower_ext.privacy.sampling import FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -361,6 +361,7 @@ def _provable_guarantee(
             "personal models, and whatever else depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
             "arithmetic in floating point stays within the margins of clipping",
+            LOADS,
             ON_A_GRID,
             noise_assumption(secure_noise),
         ),

@@ -52,6 +52,7 @@ _ALWAYS = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "silos train, clip and add noise as told, and do not collude",
+    "no user's records keep a silo from loading its data (Task.data)",
     ON_A_GRID,
 )
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
