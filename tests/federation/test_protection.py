@@ -20,6 +20,8 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.protection import (
+    _noise_multiplier,
+    check_facts,
     check_noise,
     per_unit,
     perturbation_facts,
@@ -421,6 +423,18 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
         assert 0.45 < float((cells % 2).mean()) < 0.55
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"number": 0}, {"number": 1.0}, {"seed": -1}, {"seed": None}, {"remembered": -1}, {"run": 1}],
+)
+def test_a_round_that_is_none_is_refused(wrong):
+    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "number": 1, "seed": 0}
+    check_facts(facts)
+    check_facts({**facts, "remembered": 0})
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        check_facts({**facts, **wrong})
+
+
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
 def test_a_grid_that_would_leave_low_order_bits_bare_is_refused_by_the_client(grid):
     facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "noise-grid": grid}
@@ -469,7 +483,9 @@ SHARES = {
 @pytest.mark.parametrize("kind", SHARES)
 def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(kind):
     facts, share = SHARES[kind]
-    for least, takes_part in ((0.999 * share, True), (1.001 * share, False)):
+    exact = _noise_multiplier(facts)
+    assert exact == pytest.approx(share)
+    for least, takes_part in ((0.999 * exact, True), (exact, True), (1.001 * exact, False)):
         owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
         check_noise(facts, owned, kind="evaluate")  # sends no upload
         if takes_part:

@@ -167,8 +167,20 @@ def test_more_rounds_cost_more_and_no_rounds_cost_nothing():
     assert len(set(curve)) == 4
 
 
-def test_no_noise_means_no_privacy():
-    assert epsilon(POISSON, sigma=0.0) == math.inf
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_no_noise_means_no_privacy_whatever_noise_others_have(accountant):
+    assert epsilon(POISSON, sigma=0.0, accountant=accountant) == math.inf
+    bare, noised = (
+        Release(sampling=POISSON, noise_multiplier=sigma, relation=ADD_OR_REMOVE)
+        for sigma in (0.0, 1.0)
+    )
+    mixed = privacy_loss_of({noised: 3, bare: 1}, delta=1e-3, accountant=accountant)
+    assert mixed.epsilon == math.inf
+
+
+def test_a_number_of_rounds_below_zero_is_refused():
+    with pytest.raises(ValueError, match="rounds=-1"):
+        epsilon(POISSON, rounds=-1)
 
 
 def test_different_releases_compose_to_at_least_each_part_and_at_most_the_worst():
