@@ -128,7 +128,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
             raise BudgetExhausted(
                 f"training round {new.training} would bring what {path} counts to ε = "
                 f"{epsilon:.4g} at δ = {budget.delta:.3g}, above the budget of {budget.epsilon:g}: "
-                f"{_before(charges, budget.delta)}"
+                f"{_why(charges, epsilon, budget.delta)}"
             )
         _append(file, entries, CHARGE, facts)
 
@@ -224,13 +224,13 @@ def _parts(
     ]
 
 
-def _before(charges: Sequence[dict[str, Any]], delta: float) -> str:
+def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str:
     if not charges:
         return "the first round alone is too much; plan more noise"
-    spent = _composed(charges, delta)
+    if math.isinf(epsilon):
+        return "each run's δ is added up here: plan runs with smaller ones, or allow a larger sum"
     runs = len({entry["run"] for entry in charges})
-    if math.isinf(spent):
-        return "plans of several kinds add their δ's up: give each a part of the budget's"
+    spent = _composed(charges, delta)
     return f"{runs} run{'s' if runs > 1 else ''} spent {spent:.4g} so far"
 
 

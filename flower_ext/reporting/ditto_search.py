@@ -43,7 +43,7 @@ def search_by_runs(
     ValueError
         Nothing to try, or a candidate out of range.
     LaunchFailed
-        A run ended in failure, or the app evaluates no training losses.
+        A run ended in failure or at the end of its budget, or the app evaluates no training losses.
     """
     if not seeds:
         raise ValueError("seeds=[]: expected at least one integer")
@@ -73,7 +73,10 @@ def _run(
         "state-folder": "",  # short runs, which nobody resumes
     }
     launch(app, settings=[*settings, *(f"{n}={v}" for n, v in own.items())], in_process=True)
-    last = RunDirectory.open(path).metrics()[-1]
+    run = RunDirectory.open(path)
+    if run.facts["status"] == "budget-exhausted":
+        raise LaunchFailed(f"{path}: {run.facts['reason']}")
+    last = run.metrics()[-1]
     if "loss_mean" in last and LOSS not in last:
         raise LaunchFailed(f"{path} has no {LOSS}: the app evaluates no training losses")
     return last.get(LOSS, math.nan), last.get(SPREAD, math.nan)

@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+from flower_ext.privacy import Ledger, spent_by_run, total_spent
 from flower_ext.reporting import RunDirectory
 from flower_ext.reporting.cli import app
 from flower_ext.reporting.ditto_search import search_by_runs
@@ -49,6 +50,31 @@ def test_the_command_says_what_it_found_or_what_to_change(tmp_path):
     assert "T* = 1, λ* = 1 (both stay)" in done.output
     again = call("--rounds", "1", "--global-weight", "1", *given)
     assert again.exit_code == 1
+
+
+def test_searched_runs_spend_from_one_account_and_the_search_ends_with_its_budget(tmp_path):
+    account = tmp_path / "people.jsonl"
+    settings = [*SMALL, "calibration=provable", "epsilon=4", "delta=0.001"]
+    shared = [f"budget-ledger={account}", "population-epsilon=9"]
+
+    def search(weights, delta):
+        return search_by_runs(
+            DP_DITTO.folder,
+            rounds=[1],
+            global_weights=weights,
+            seeds=[1],
+            settings=[*settings, *shared, f"population-delta={delta}"],
+            folder=tmp_path / "runs",
+        )
+
+    search([0.0, 0.5], 0.003)
+    entries = Ledger.read(account)
+    assert len(spent_by_run(entries)) == 2
+    assert total_spent(entries, 0.003) == pytest.approx(8, rel=0.01)
+    with pytest.raises(LaunchFailed, match="above the budget of 9"):
+        search([2.0], 0.003)
+    with pytest.raises(LaunchFailed, match="each run's δ is added up"):
+        search([1.0], 0.001)
 
 
 def test_a_run_that_fails_ends_the_search(tmp_path):
