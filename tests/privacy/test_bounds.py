@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     sum_clipped,
     sum_clipped_rows,
 )
-from flower_ext.privacy.bounds import total
+from flower_ext.privacy.bounds import in_precision_of, total
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -146,9 +146,41 @@ def test_empty_arrays_pass_beside_others_but_not_alone():
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan, math.inf])
-def test_unfit_clipping_norms_are_refused(bound):
+@pytest.mark.parametrize(
+    "clipped",
+    [
+        clip,
+        lambda update, bound: sum_clipped([], bound, like=update),
+        lambda update, bound: sum_clipped([update], bound, like=update),
+        lambda update, bound: sum_clipped_rows({"a": update["a"][None]}, bound),
+        lambda update, bound: clip_each_row({"a": update["a"][None]}, bound),
+    ],
+)
+def test_unfit_clipping_norms_are_refused(clipped, bound):
     with pytest.raises(ValueError, match="clipping_norm"):
-        clip({"a": np.ones(1)}, bound)
+        clipped({"a": np.ones(1)}, bound)
+
+
+@pytest.mark.parametrize("clipped", [sum_clipped_rows, clip_each_row])
+def test_rows_that_are_not_real_floats_are_refused_by_name(clipped):
+    with pytest.raises(TypeError, match="'count' has dtype"):
+        clipped({"count": np.arange(6).reshape(2, 3)}, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1.0, 1e200])
+def test_norms_are_right_where_squares_vanish_or_overflow(scale):
+    update = {"none": np.zeros(0), "a": scale * np.array([3.0, 0.0]), "b": scale * np.array(4.0)}
+    assert l2_norm(update) == pytest.approx(5 * scale, rel=1e-6)
+    assert l2_norm(clip(update, 1.0).value) == pytest.approx(min(5 * scale, 1.0), rel=1e-6)
+
+
+def test_numbers_too_large_for_a_precision_are_refused_and_others_are_rounded_to_it():
+    like = {"a": np.zeros(2, np.float16)}
+    rounded = in_precision_of(like, {"a": np.array([1.0001, -6e4])})
+    assert rounded["a"].dtype == np.float16
+    np.testing.assert_allclose(rounded["a"], [1.0, -6e4], rtol=1e-3)
+    with pytest.raises(NonFiniteUpdate, match="'a' is not finite in float16"):
+        in_precision_of(like, {"a": np.array([1.0, 1e5])})
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7123])
@@ -192,6 +224,7 @@ def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replaceme
     empty = sum_clipped([], 0.7, like=like)
     assert empty.count == 0
     assert not empty.value["a"].any()
+    assert empty.sensitivity(ADD_OR_REMOVE) == 0.0
     one = sum_clipped([like], 0.7, like=like)
     assert one.sensitivity(ADD_OR_REMOVE) == 0.7
     assert one.sensitivity(NeighboringRelation.REPLACE_SPECIAL) == 0.7
@@ -235,6 +268,8 @@ def test_sums_of_unlike_updates_are_refused():
         sum_clipped([{"b": np.ones(3)}], 1.0, like=like)
     with pytest.raises(ValueError, match="shape"):
         sum_clipped([{"a": np.ones(2)}], 1.0, like=like)
+    with pytest.raises(ValueError, match="shape"):  # as many numbers, in other places
+        sum_clipped([{"a": np.ones((3, 1))}], 1.0, like=like)
 
 
 def test_the_norm_before_clipping_is_kept_apart():
@@ -280,6 +315,15 @@ def test_rows_are_clipped_and_weighted_as_one_by_one(kind, scale):
         assert str(ours.value[name].dtype).endswith("float64")
         np.testing.assert_allclose(np.asarray(ours.value[name]), array, rtol=1e-5, atol=1e-40)
     assert l2_norm(sum_clipped_rows({n: a[:1] for n, a in rows.items()}, 0.7).value) <= 0.7
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.asarray], ids=["numpy", "torch"])
+@pytest.mark.parametrize("scale", [1e-250, 1e250])
+def test_rows_whose_squares_vanish_or_overflow_are_clipped_and_weighted_all_the_same(kind, scale):
+    rows = {"a": kind(np.array([[3 * scale, 0.0], [0.3, 0.4], [0.0, 0.0]]))}
+    summed = sum_clipped_rows(rows, 0.5, [0.5, 1.0, 1.0])
+    expected = [0.3 + 0.5 * min(3 * scale, 0.5), 0.4]
+    np.testing.assert_allclose(np.asarray(summed.value["a"]), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])

@@ -13,7 +13,7 @@ from flower_ext.privacy import (
     noise_grid,
     sum_clipped,
 )
-from flower_ext.privacy.noise import _GeneratorNoise
+from flower_ext.privacy.noise import IMPROBABLE, _GeneratorNoise, largest_noised_norm
 from tests.privacy.test_bounds import FLOATS, array_of
 
 DRAWS = 4_000_000
@@ -36,6 +36,18 @@ def test_gaussian_noise_has_the_stddev_asked_for_and_the_check_would_see_two_per
     assert has_stddev(sample, stddev)
     for factor in (0.98, 1.02):
         assert not has_stddev(sample * math.sqrt(factor), stddev)
+
+
+@pytest.mark.parametrize("numbers", [1, 100, 10**6])
+@pytest.mark.parametrize("bound", [0.0, 0.5, 30.0])
+def test_the_largest_norm_of_what_is_noised_is_rarely_exceeded_and_not_far_off(bound, numbers):
+    """The exact quantile is that of a non-central χ² distribution."""
+    stddev = 0.1
+    largest = largest_noised_norm(bound, stddev, numbers)
+    centre = (bound / stddev) ** 2
+    law = stats.ncx2(numbers, centre) if bound else stats.chi2(numbers)
+    exact = stddev * math.sqrt(law.isf(IMPROBABLE))
+    assert exact <= largest <= 1.2 * exact
 
 
 def test_noise_is_gaussian_and_independent_across_coordinates_and_arrays():
