@@ -12,8 +12,8 @@ from benchmarks.runs import Config, run_all, settings
 from flower_ext.federation.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.claims import Basis
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.figures import Line
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.figures import Line
 
 APP = Path(__file__).parents[2] / "apps" / "dp_ditto"
 METHODS = {

@@ -19,10 +19,10 @@ from benchmarks.ditto.experiment import (
 from benchmarks.runs import Config
 from flower_ext.planning import DittoProblem, Outcome, alternating_search, convergence_bound
 from flower_ext.privacy import dp_ditto_noise_stddev
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.comparison import mean_and_std
-from flower_ext.reporting.figures import Line, draw_comparison, draw_lines
-from flower_ext.reporting.report import table
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.comparison import mean_and_std
+from flower_ext.runs.figures import Line, draw_comparison, draw_lines
+from flower_ext.runs.report import table
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.runs import Config, run_all, settings, with_overrides
-from flower_ext.reporting import write_comparison
+from flower_ext.runs import write_comparison
 
 APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
 METHODS = (

@@ -37,7 +37,7 @@ from benchmarks.faults.noise import Measured, measure
 from benchmarks.faults.wire import Searched, search
 from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE
 from flower_ext.privacy.plan import DropoutPolicy, NoisePlacement
-from flower_ext.reporting.report import table
+from flower_ext.runs.report import table
 
 DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 

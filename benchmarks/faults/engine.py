@@ -26,7 +26,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     seeded_generator,
 )
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 
 
 @dataclass

@@ -37,9 +37,9 @@ from flower_ext.federation.packing import unpack
 from flower_ext.federation.run_app import load_app
 from flower_ext.federation.virtual import CohortApp
 from flower_ext.privacy import AdversaryView, Participations, Release, privacy_loss_of
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.launch import num_nodes
-from flower_ext.reporting.report import table
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.report import table
+from flower_ext.runs.settings import num_nodes
 
 APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
 SMALL: Mapping[str, Any] = {

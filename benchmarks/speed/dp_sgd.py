@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.speed.workload import CLASSES, convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData
-from flower_ext.reporting.report import table
+from flower_ext.runs.report import table
 from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 

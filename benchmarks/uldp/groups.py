@@ -15,8 +15,8 @@ from flower_ext.privacy import (
     group_loss_by_renyi,
     uldp_group_guarantees,
 )
-from flower_ext.reporting.figures import draw_lines
-from flower_ext.reporting.report import table
+from flower_ext.runs.figures import draw_lines
+from flower_ext.runs.report import table
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TRAINING = DpSgd(noise_multiplier=NOISE_MULTIPLIER, sampling_rate=0.01, steps=100_000)

@@ -16,10 +16,10 @@ from benchmarks.uldp.experiment import (
 )
 from benchmarks.uldp.utility import CREDITCARD, MNIST
 from flower_ext.privacy import epsilon_text
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.comparison import mean_and_std
-from flower_ext.reporting.figures import draw_comparison
-from flower_ext.reporting.report import table
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.comparison import mean_and_std
+from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.report import table
 
 LABEL = "ULDP-AVG-w"
 BASES = ("provable", "published")

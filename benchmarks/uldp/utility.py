@@ -28,10 +28,10 @@ from benchmarks.uldp.experiment import (
 from flower_ext.data import Examples, describe_silos, load_silos
 from flower_ext.evaluation import average_precision, roc_auc
 from flower_ext.privacy import epsilon_text
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.comparison import mean_and_std
-from flower_ext.reporting.figures import draw_comparison
-from flower_ext.reporting.report import table
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.comparison import mean_and_std
+from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.report import table
 from flower_ext.training.models import build
 
 CREDITCARD = Problem(

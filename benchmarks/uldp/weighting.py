@@ -7,9 +7,9 @@ from dataclasses import replace
 from benchmarks.runs import Experiment
 from benchmarks.uldp.experiment import Problem, Scale, choose, last, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
-from flower_ext.reporting.comparison import mean_and_std
-from flower_ext.reporting.figures import draw_comparison
-from flower_ext.reporting.report import table
+from flower_ext.runs.comparison import mean_and_std
+from flower_ext.runs.figures import draw_comparison
+from flower_ext.runs.report import table
 
 LABELS = ("ULDP-AVG", "ULDP-AVG-w")
 SILOS = (5, 20, 50)

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.runs import Config, Experiment, settings
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 
 APP = Path(__file__).parents[2] / "apps" / "upcycled_fl"
 METHODS = {

@@ -28,8 +28,8 @@ from flower_ext.federation import records
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.packing import Damaged, Packed, pack, unpack
 from flower_ext.privacy import LedgerCorrupt, Participations
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.files import (
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.files import (
     append_line,
     sync_to_disk,
     whole_lines,

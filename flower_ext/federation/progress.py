@@ -12,8 +12,8 @@ from flwr.app import Message
 from flower_ext.evaluation import summarize
 from flower_ext.federation import records
 from flower_ext.privacy import epsilon_text
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.scores import lower_is_better, reported_by_most
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.scores import lower_is_better, reported_by_most
 
 log = getLogger("flwr")
 

@@ -14,9 +14,9 @@ from flwr.serverapp.strategy import Result
 
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget
-from flower_ext.reporting import RunDirectory, new_run_path, write_report
-from flower_ext.reporting.run import Status
-from flower_ext.reporting.settings import INCIDENTAL, UnfitSetting, flag, number, text
+from flower_ext.runs import RunDirectory, new_run_path, write_report
+from flower_ext.runs.directory import Status
+from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, flag, number, text
 
 log = getLogger("flwr")
 

@@ -22,10 +22,9 @@ from flower_ext.data import DataNotFound
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.in_process import InProcessGrid, run_in_process
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.reporting.files import InUse
-from flower_ext.reporting.launch import num_nodes
-from flower_ext.reporting.run import NotARun
-from flower_ext.reporting.settings import UnfitSetting
+from flower_ext.runs.directory import NotARun
+from flower_ext.runs.files import InUse
+from flower_ext.runs.settings import UnfitSetting, num_nodes
 
 _SAID = (UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNotReady)
 """Errors whose message is all that people need: not where they were found."""

@@ -26,7 +26,7 @@ from flwr.app import Context
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.packing import Damaged
-from flower_ext.reporting.files import sync_to_disk, write_whole
+from flower_ext.runs.files import sync_to_disk, write_whole
 
 KEY_BYTES = 32
 _SEALED = b"flower_ext sealed 1\n"

@@ -52,7 +52,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, matches
 
 log = getLogger("flwr")

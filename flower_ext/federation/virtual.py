@@ -31,7 +31,7 @@ from flwr.serverapp import Grid
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import failed, tellable
-from flower_ext.reporting.settings import integer
+from flower_ext.runs.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)

@@ -48,7 +48,7 @@ from flower_ext.privacy import (
     ReleasePlan,
     privacy_loss_of,
 )
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, evaluate
 from tests.worlds import client_data, task
 

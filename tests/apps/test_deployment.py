@@ -24,9 +24,9 @@ from benchmarks.faults.processes import (
     restart_superlink,
     under_faults,
 )
+from flower_ext.cli.deployment import Deployment
 from flower_ext.privacy import Ledger
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.deployment import Deployment
+from flower_ext.runs import RunDirectory
 from tests.apps.app import DP2_FEDSAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
-from flower_ext.reporting import NotARun, RunDirectory
+from flower_ext.runs import NotARun, RunDirectory
 from tests.apps.app import DP2_FEDSAM
 
 METHODS = (

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.planning import PilotEstimates
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from flower_ext.training.models import build, parameter_count
 from tests.apps.app import DP_DITTO
 

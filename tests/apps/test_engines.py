@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from flower_ext.cli.deployment import Deployment, free_port
+from flower_ext.cli.launch import environment
 from flower_ext.federation import run_in_process
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.deployment import Deployment, free_port
-from flower_ext.reporting.launch import environment, num_nodes
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import num_nodes
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

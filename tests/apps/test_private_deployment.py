@@ -7,7 +7,7 @@ import time
 import pytest
 
 from benchmarks.faults.processes import WatchedRun, kill_node
-from flower_ext.reporting.deployment import Deployment
+from flower_ext.cli.deployment import Deployment
 from tests.apps.app import ULDP_FL
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]

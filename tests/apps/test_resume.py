@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks.faults.kill import Trial, changed, differences, kill, short_of
-from flower_ext.reporting import RunDirectory, write_report
+from flower_ext.runs import RunDirectory, write_report
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -66,7 +66,7 @@ def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
 def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupted):
     path = tmp_path / "run"
     settings = ["rounds=100000", "evaluate-every=5", "noise-multiplier=5", f"run-directory={path}"]
-    command = [sys.executable, "-m", "flower_ext.reporting.cli", "run", str(DP2_FEDSAM.folder)]
+    command = [sys.executable, "-m", "flower_ext.cli.main", "run", str(DP2_FEDSAM.folder)]
     chosen = [word for setting in settings for word in ("--set", setting)]
     shell = subprocess.Popen(
         [*command, "--in-process", *chosen],

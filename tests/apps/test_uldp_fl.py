@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from flower_ext.data import DataNotFound, histogram, load_silos
 from flower_ext.federation import FederationNotReady, run_in_process
 from flower_ext.privacy import AdversaryView, PrivacyUnit
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from tests.apps.app import ULDP_FL
 
 AVERAGING = ("uldp-avg", "uldp-avg-w", "uldp-sgd", "uldp-sgd-w")

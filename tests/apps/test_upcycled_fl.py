@@ -7,7 +7,7 @@ import pytest
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import AdversaryView, PreconditionFailed, PrivacyUnit
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from tests.apps.app import UPCYCLED_FL
 
 METHODS = ("fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme")

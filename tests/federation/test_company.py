@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.reporting import RunDirectory, write_report
+from flower_ext.runs import RunDirectory, write_report
 from flower_ext.training import LocalTraining, Task
 from tests.worlds import CLASSES, FEATURES, Net, client_data
 

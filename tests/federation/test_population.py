@@ -18,7 +18,7 @@ from flower_ext.privacy import (
     spent_by_run,
     total_spent,
 )
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from tests.worlds import task
 
 CLIENTS, DELTA = 3, 0.1

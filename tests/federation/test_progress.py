@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flower_ext.federation.progress import Progress, Remaining
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 
 
 @pytest.fixture

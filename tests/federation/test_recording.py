@@ -15,7 +15,7 @@ from flower_ext.federation import (
     settings_of,
 )
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
-from flower_ext.reporting import NotARun, RunDirectory
+from flower_ext.runs import NotARun, RunDirectory
 from flower_ext.training import LocalTraining
 from tests.worlds import task
 

@@ -34,8 +34,8 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.reporting import RunDirectory, write_report
-from flower_ext.reporting.files import InUse
+from flower_ext.runs import RunDirectory, write_report
+from flower_ext.runs.files import InUse
 from flower_ext.training import LocalTraining
 from tests.worlds import task
 

@@ -34,7 +34,7 @@ from flower_ext.privacy import (
     calibrate_rounds,
     privacy_loss_of,
 )
-from flower_ext.reporting import RunDirectory
+from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.worlds import FEATURES, Net, client_data, task
 

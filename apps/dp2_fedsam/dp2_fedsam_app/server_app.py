@@ -35,8 +35,8 @@ from flower_ext.privacy import (
     dp2_fedsam_theorem2_noise_multiplier,
     size_for_rate,
 )
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 
 SHARED_MODEL = {

@@ -9,7 +9,7 @@ from flwr.app import Context
 from flower_ext.data import ClientData, Examples, describe, load, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.reporting.settings import integer, number, text
+from flower_ext.runs.settings import integer, number, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 

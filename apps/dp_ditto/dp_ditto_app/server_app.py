@@ -25,8 +25,8 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     RecordLevelPlan,
 )
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
 from flower_ext.training.models import build, parameter_count
 

@@ -23,8 +23,8 @@ from flower_ext.privacy import (
     PrivacyUnit,
     ReleasePlan,
 )
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import DpSgdTraining, LocalTraining, check_shareable
 from uldp_fl_app.task import SURVIVAL, num_users_of, silos_of, task_of
 

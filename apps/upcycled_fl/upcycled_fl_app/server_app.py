@@ -33,8 +33,8 @@ from flower_ext.privacy import (
     PerturbationPlan,
     size_for_rate,
 )
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.settings import UnfitSetting, choice, flag, integer, number, text
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable
 from upcycled_fl_app.task import data_facts, model_name, task_of
 

@@ -13,7 +13,7 @@ from flower_ext.data import (
     within_unit_ball,
 )
 from flower_ext.federation import settings_of
-from flower_ext.reporting.settings import flag, integer, text
+from flower_ext.runs.settings import flag, integer, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 

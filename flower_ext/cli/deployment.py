@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from flower_ext.reporting.launch import environment, executable, hint_on_spaces
+from flower_ext.cli.launch import environment, executable, hint_on_spaces
 
 CONNECTION = "loopback"
 """Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""

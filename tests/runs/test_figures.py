@@ -4,9 +4,9 @@ import re
 import pytest
 from matplotlib.axes import Axes
 
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.figures import draw_comparison, draw_figures, draw_lines, qualities
-from tests.reporting.test_report import finished
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.figures import draw_comparison, draw_figures, draw_lines, qualities
+from tests.runs.test_report import finished
 
 
 def rows_of(path):

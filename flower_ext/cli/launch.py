@@ -22,9 +22,9 @@ from typing import Any
 
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.reporting.report import write_report
-from flower_ext.reporting.run import NotARun, RunDirectory, new_run_path
-from flower_ext.reporting.settings import PATHS, integer
+from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
+from flower_ext.runs.report import write_report
+from flower_ext.runs.settings import PATHS, UnfitSetting, clients_setting, num_nodes
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
@@ -117,7 +117,12 @@ def launch(
     path = Path(config["run-directory"]) if config.get("run-directory") else None
     if in_process:
         config |= {"clients-per-node": 1} if "clients-per-node" in config else {}
-        if num_nodes(config) is None:
+    try:
+        count = num_nodes(config)
+    except UnfitSetting as error:
+        raise LaunchFailed(str(error)) from None
+    if in_process:
+        if count is None:
             raise LaunchFailed(
                 f"{app} has no setting 'clients': how many there are is unknown; add it to "
                 "[tool.flwr.app.config]"
@@ -135,7 +140,7 @@ def launch(
     command = ["run", str(app), *([superlink] if superlink else []), "--format", "json"]
     for key, value in changes.items():
         command += ["--run-config", f"{key}={_toml(value)}"]
-    if superlink is None and (count := num_nodes(config)) is not None:
+    if superlink is None and count is not None:
         federation = f"num-supernodes={count} client-resources-num-cpus=1"
         command += ["--federation-config", federation]
     env = environment() if env is None else env
@@ -256,28 +261,6 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
     """
     defaults = _defaults(app)
     return defaults, dict(_override(setting, defaults) for setting in settings)
-
-
-def num_nodes(config: Mapping[str, Any]) -> int | None:
-    """How many nodes an app's settings ask for; None where they do not say."""
-    setting = clients_setting(config)
-    if setting is None:
-        return None
-    try:
-        count = integer(config, setting)
-        per_node = integer({"clients-per-node": 1, **config}, "clients-per-node")
-    except ValueError as error:
-        raise LaunchFailed(str(error)) from None
-    if per_node < 1 or count % per_node:
-        raise LaunchFailed(
-            f"clients-per-node={per_node}: expected an integer >= 1 that divides {setting}={count}"
-        )
-    return count // per_node
-
-
-def clients_setting(config: Mapping[str, Any]) -> str | None:
-    """Which of an app's settings says how many clients there are; None where none does."""
-    return next((name for name in ("clients", "num-silos") if name in config), None)
 
 
 def _defaults(app: Path) -> dict[str, Any]:

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flower_ext.cli import main as cli
+from flower_ext.cli.calibrate import noise_text
+from flower_ext.cli.deployment import Deployment
+from flower_ext.cli.main import app
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import (
     Budget,
@@ -21,12 +25,9 @@ from flower_ext.privacy import (
     epsilon_text,
     note_uncovered,
 )
-from flower_ext.reporting import RunDirectory, cli
-from flower_ext.reporting.cli import app
-from flower_ext.reporting.commands.calibrate import noise_text
-from flower_ext.reporting.deployment import Deployment
-from flower_ext.reporting.run import NotARun
-from tests.reporting.test_report import finished
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.directory import NotARun
+from tests.runs.test_report import finished
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]
 
@@ -471,7 +472,7 @@ def test_the_help_of_plan_explains_its_symbols():
 
 def test_what_a_terminal_cannot_show_ends_no_command():
     code = (
-        "import sys; from pathlib import Path; from flower_ext.reporting import cli, launch; "
+        "import sys; from pathlib import Path; from flower_ext.cli import main as cli, launch; "
         "launch._defaults(Path('apps/uldp_fl')); sys.argv = ['x', 'calibrate', '--help']; "
         "cli.main()"
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
-from flower_ext.reporting.figures import Line, cumulative, draw_comparison
-from flower_ext.reporting.files import write_whole
-from flower_ext.reporting.report import table, to_html
-from flower_ext.reporting.run import NotARun, RunDirectory
-from flower_ext.reporting.settings import INCIDENTAL
+from flower_ext.runs.figures import Line, cumulative, draw_comparison
+from flower_ext.runs.files import write_whole
+from flower_ext.runs.report import table, to_html
+from flower_ext.runs.directory import NotARun, RunDirectory
+from flower_ext.runs.settings import INCIDENTAL
 
 
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:

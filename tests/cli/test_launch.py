@@ -9,9 +9,9 @@ from subprocess import CompletedProcess, TimeoutExpired
 
 import pytest
 
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting import launch as module
-from flower_ext.reporting.launch import LaunchFailed, launch, num_nodes
+from flower_ext.cli import launch as module
+from flower_ext.cli.launch import LaunchFailed, launch
+from flower_ext.runs import RunDirectory
 from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL
 
 
@@ -113,11 +113,6 @@ def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
     with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many .*add"):
         launch(FOREIGN.folder, runs=tmp_path, clients=7)
-
-
-def test_a_number_of_clients_that_is_none_is_refused_by_name():
-    with pytest.raises(LaunchFailed, match="num-silos='5': expected an integer"):
-        num_nodes({"num-silos": "5"})
 
 
 def test_clients_of_a_simulation_keep_their_memory_in_its_run_directory(monkeypatch, tmp_path):

@@ -1,7 +1,4 @@
-"""Audit what standard input names, as JSON: ``python -m flower_ext.auditing.command``.
-
-People use ``flower-ext audit``.
-"""
+"""``flower-ext audit``: what an attack proves about a strategy's ε."""
 
 from __future__ import annotations
 
@@ -10,18 +7,76 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flower_ext.auditing.harness import Audit, Experiment, audit
-from flower_ext.auditing.mechanisms import MECHANISMS
+from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import epsilon_text
-from flower_ext.reporting.commands.screen import console, titled_table
-from flower_ext.reporting.figures import draw_roc
-from flower_ext.reporting.files import write_whole
+from flower_ext.runs.figures import draw_roc
+from flower_ext.runs.files import write_whole
 
-BROKEN, NO_AUDIT = 1, 2
+if TYPE_CHECKING:  # it loads torch, which no other command needs
+    from flower_ext.auditing import Audit, Experiment
+
+_BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
+
+
+def audit(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="module:function that returns an Experiment, or a mechanism of this package, as "
+            "client-noise.",
+        ),
+    ],
+    trials: Annotated[int, typer.Option(min=8, help="Runs in each of the two worlds.")] = 1000,
+    confidence: Annotated[
+        float, typer.Option(help="With which all bounds hold at once, between 0 and 1.")
+    ] = 0.99,
+    output: Annotated[
+        Path, typer.Option(help="Where audit.json and a figure of each view go.")
+    ] = Path("audit"),
+) -> None:
+    """Bound ε from below: run a strategy with and without a canary, and tell the runs apart.
+
+    Exit status 1 says that a bound exceeds the printed ε, 2 that there was no audit.
+
+    Example: flower-ext audit client-noise --trials 500, or with a file mine.py beside you,
+    flower-ext audit mine:experiment. docs/audit.md shows such a file.
+    """
+    if not 0 < confidence < 1:
+        raise typer.BadParameter(f"confidence={confidence!r}: expected a number in (0, 1)")
+    from flower_ext.auditing import audit as run_audit
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console
+    )
+    try:
+        experiment = experiment_of(target)
+        with bar:
+            task = bar.add_task(experiment.name, total=2 * trials)
+            found = run_audit(
+                experiment,
+                trials=trials,
+                confidence=confidence,
+                progress=lambda done, _: bar.update(task, completed=done),
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(_NO_AUDIT) from None
+    except Exception:  # of the strategy or its clients: where it was raised says more
+        traceback.print_exc()
+        raise typer.Exit(_NO_AUDIT) from None
+    print_audit(found)
+    for path in write_audit(found, output):
+        console.print(str(path), soft_wrap=True)
+    if found.broken:
+        raise typer.Exit(_BROKEN)
 
 
 def experiment_of(target: str) -> Experiment:
@@ -32,6 +87,9 @@ def experiment_of(target: str) -> Experiment:
     ValueError
         There is no such mechanism or function, or it returns something else.
     """
+    from flower_ext.auditing import Experiment
+    from flower_ext.auditing.mechanisms import MECHANISMS
+
     if target in MECHANISMS:
         return MECHANISMS[target]()
     module, separator, name = target.partition(":")
@@ -92,38 +150,3 @@ def print_audit(found: Audit) -> None:
         f"a confidence of {found.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
         "nothing about other attacks."
     )
-
-
-def main() -> int:
-    """Audit; the exit status says what was found."""
-    asked: dict[str, Any] = json.load(sys.stdin)
-    try:
-        experiment = experiment_of(asked["target"])
-        bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console
-        )
-        with bar:
-            task = bar.add_task(experiment.name, total=2 * asked["trials"])
-            found = audit(
-                experiment,
-                trials=asked["trials"],
-                confidence=asked["confidence"],
-                progress=lambda done, _: bar.update(task, completed=done),
-            )
-    except KeyboardInterrupt:
-        print("Error: interrupted", file=sys.stderr)
-        return NO_AUDIT
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return NO_AUDIT
-    except Exception:  # of the strategy or its clients: where it was raised says more
-        traceback.print_exc()
-        return NO_AUDIT
-    print_audit(found)
-    for path in write_audit(found, Path(asked["output"])):
-        console.print(str(path), soft_wrap=True)
-    return BROKEN if found.broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,17 +12,17 @@ from typing import Annotated
 
 import typer
 
+from flower_ext.cli.audit import audit
+from flower_ext.cli.calibrate import calibrate
+from flower_ext.cli.deployment import CONNECTION, Deployment, DeploymentFailed
+from flower_ext.cli.launch import LaunchFailed, checked_settings, launch
+from flower_ext.cli.ledger import ledger
+from flower_ext.cli.plan import plan, search
+from flower_ext.cli.screen import console, failed
 from flower_ext.privacy import LedgerCorrupt
-from flower_ext.reporting.commands.audit import audit
-from flower_ext.reporting.commands.calibrate import calibrate
-from flower_ext.reporting.commands.ledger import ledger
-from flower_ext.reporting.commands.plan import plan, search
-from flower_ext.reporting.commands.screen import console, failed
-from flower_ext.reporting.comparison import write_comparison
-from flower_ext.reporting.deployment import CONNECTION, Deployment, DeploymentFailed
-from flower_ext.reporting.launch import LaunchFailed, checked_settings, launch
-from flower_ext.reporting.report import write_report
-from flower_ext.reporting.run import RUNS_VARIABLE, NotARun, RunDirectory
+from flower_ext.runs.comparison import write_comparison
+from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
+from flower_ext.runs.report import write_report
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -1,6 +1,6 @@
 import pytest
 
-from flower_ext.reporting.settings import choice, flag, integer, number, text
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, num_nodes, number, text
 
 CONFIG = {"switch": True, "count": 3, "rate": 0.5, "word": "", "quoted": "false", "digits": "2"}
 
@@ -58,3 +58,14 @@ def test_a_choice_is_one_of_the_allowed_words():
 def test_a_choice_that_only_looks_right_is_refused(value):
     with pytest.raises(ValueError, match="run-config solver="):
         choice({"solver": value}, "solver", ("sgd", "newton"))
+
+
+def test_a_number_of_nodes_that_is_none_is_refused_by_name():
+    assert num_nodes({"rounds": 5}) is None
+    assert num_nodes({"clients": 6, "clients-per-node": 3}) == 2
+    with pytest.raises(UnfitSetting, match="num-silos='5': expected an integer"):
+        num_nodes({"num-silos": "5"})
+    with pytest.raises(UnfitSetting, match="clients-per-node=0: expected an integer >= 1"):
+        num_nodes({"clients": 6, "clients-per-node": 0})
+    with pytest.raises(UnfitSetting, match="clients-per-node=4: expected .* divides clients=6"):
+        num_nodes({"clients": 6, "clients-per-node": 4})

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from flower_ext.reporting import deployment
-from flower_ext.reporting.deployment import Deployment, make_certificates, make_key
+from flower_ext.cli import deployment
+from flower_ext.cli.deployment import Deployment, make_certificates, make_key
 
 
 def certificate(path):

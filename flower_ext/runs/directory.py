@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import save
 
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.reporting.files import append_line, lock, whole_lines, write_whole
+from flower_ext.runs.files import append_line, lock, whole_lines, write_whole
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 

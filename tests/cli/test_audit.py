@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def flower_ext(*arguments, cwd=ROOT):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(
-        [sys.executable, "-m", "flower_ext.reporting.cli", "audit", *map(str, arguments)],
+        [sys.executable, "-m", "flower_ext.cli.main", "audit", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,

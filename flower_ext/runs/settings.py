@@ -92,3 +92,29 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _unfit(name: str, value: Any, expected: str) -> UnfitSetting:
     return UnfitSetting(f"run-config {name}={value!r}: expected {expected}")
+
+
+def num_nodes(config: Mapping[str, Any]) -> int | None:
+    """How many nodes an app's settings ask for; None where they do not say.
+
+    Raises
+    ------
+    UnfitSetting
+        They are no numbers, or no node has a whole number of clients.
+    """
+    setting = clients_setting(config)
+    if setting is None:
+        return None
+    count = integer(config, setting)
+    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=1)
+    if count % per_node:
+        raise UnfitSetting(
+            f"run-config clients-per-node={per_node}: expected an integer that divides "
+            f"{setting}={count}"
+        )
+    return count // per_node
+
+
+def clients_setting(config: Mapping[str, Any]) -> str | None:
+    """Which of an app's settings says how many clients there are; None where none does."""
+    return next((name for name in ("clients", "num-silos") if name in config), None)

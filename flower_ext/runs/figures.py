@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flower_ext.reporting.files import write_whole
-from flower_ext.reporting.run import RunDirectory
-from flower_ext.reporting.scores import reported_by_most
+from flower_ext.runs.files import write_whole
+from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.scores import reported_by_most
 
 if TYPE_CHECKING:  # a SuperNode imports this package for every message, and draws nothing
     from matplotlib.axes import Axes

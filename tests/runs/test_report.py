@@ -16,8 +16,8 @@ from flower_ext.privacy import (
     epsilon_text,
     theorem2_of_plan,
 )
-from flower_ext.reporting import NotARun, RunDirectory, write_comparison, write_report
-from flower_ext.reporting.report import table, to_html
+from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
+from flower_ext.runs.report import table, to_html
 
 PLAN = ReleasePlan(
     sampling=PoissonSampling(100, 0.1),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flower_ext.cli.launch import LaunchFailed, launch
 from flower_ext.planning import EmpiricalPlan, Outcome, alternating_search
-from flower_ext.reporting.launch import LaunchFailed, launch
-from flower_ext.reporting.run import RunDirectory
+from flower_ext.runs.directory import RunDirectory
 
 LOSS, SPREAD = "training_loss_mean", "training_loss_std"
 

@@ -8,9 +8,9 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
 )
-from flower_ext.reporting import NotARun, RunDirectory, write_comparison
-from flower_ext.reporting.comparison import mean_and_std
-from tests.reporting.test_report import finished
+from flower_ext.runs import NotARun, RunDirectory, write_comparison
+from flower_ext.runs.comparison import mean_and_std
+from tests.runs.test_report import finished
 
 
 def test_the_deviation_over_runs_is_the_sample_deviation():

@@ -3,11 +3,11 @@
 import pytest
 from typer.testing import CliRunner
 
+from flower_ext.cli.ditto_search import search_by_runs
+from flower_ext.cli.launch import LaunchFailed
+from flower_ext.cli.main import app
 from flower_ext.privacy import Ledger, spent_by_run, total_spent
-from flower_ext.reporting import RunDirectory
-from flower_ext.reporting.cli import app
-from flower_ext.reporting.ditto_search import search_by_runs
-from flower_ext.reporting.launch import LaunchFailed
+from flower_ext.runs import RunDirectory
 from tests.apps.app import DP_DITTO
 
 SMALL = ["clients=3", "partition=iid", "examples-per-client=20", "model=digits-logistic"]

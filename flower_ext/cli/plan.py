@@ -11,10 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
-from flower_ext.privacy import ClippedSteps, TargetOutOfReach, epsilon_text
-from flower_ext.reporting.commands.screen import console, failed, titled_table
-from flower_ext.reporting.ditto_plan import (
+from flower_ext.cli.ditto_plan import (
     Answer,
     PrivacyBudget,
     answers,
@@ -22,8 +19,11 @@ from flower_ext.reporting.ditto_plan import (
     draw_plan,
     finite_or_none,
 )
-from flower_ext.reporting.ditto_search import search_by_runs
-from flower_ext.reporting.launch import LaunchFailed
+from flower_ext.cli.ditto_search import search_by_runs
+from flower_ext.cli.launch import LaunchFailed
+from flower_ext.cli.screen import console, failed, titled_table
+from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
+from flower_ext.privacy import ClippedSteps, TargetOutOfReach, epsilon_text
 
 _BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
 _WEIGHT = "λ: given, or the fairest by a Bayesian linear model"

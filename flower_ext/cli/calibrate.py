@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
     Accountant,
     FixedSizeSampling,
@@ -27,7 +28,6 @@ from flower_ext.privacy import (
     privacy_loss,
     size_for_rate,
 )
-from flower_ext.reporting.commands.screen import console, titled_table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from flower_ext.privacy import (
     dp_ditto_noise_stddev,
 )
 from flower_ext.privacy.claims import Basis
-from flower_ext.reporting.figures import Line, draw_lines
+from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12
 """How many numbers of rounds the printed table names."""

@@ -13,10 +13,10 @@ from markdown_it import MarkdownIt
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
-from flower_ext.reporting.figures import draw_figures, in_words, qualities
-from flower_ext.reporting.files import write_whole
-from flower_ext.reporting.run import RunDirectory
-from flower_ext.reporting.scores import lower_is_better
+from flower_ext.runs.figures import draw_figures, in_words, qualities
+from flower_ext.runs.files import write_whole
+from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.scores import lower_is_better
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 2rem auto;

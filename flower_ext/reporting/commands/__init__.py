@@ -1,1 +1,0 @@
-"""Commands of ``flower-ext`` that are more than a call."""
