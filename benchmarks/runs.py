@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from flower_ext.federation.run_app import run_app
+from flower_ext.federation.engines.run_app import run_app
 from flower_ext.runs import RunDirectory
 
 Config = dict[str, bool | float | int | str]

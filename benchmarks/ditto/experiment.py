@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
-from flower_ext.federation.run_app import load_app
+from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.claims import Basis
 from flower_ext.runs import RunDirectory

@@ -33,9 +33,9 @@ import typer
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.federation import recording, records, run_in_process
+from flower_ext.federation.engines.run_app import load_app
+from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.federation.packing import unpack
-from flower_ext.federation.run_app import load_app
-from flower_ext.federation.virtual import CohortApp
 from flower_ext.privacy import AdversaryView, Participations, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.report import table
@@ -70,7 +70,7 @@ _IN_A_ROW = 6
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["flower_ext.algorithms", "flower_ext.federation.run_app", "sklearn.datasets"]
+    ["flower_ext.algorithms", "flower_ext.federation.engines.run_app", "sklearn.datasets"]
 )
 
 

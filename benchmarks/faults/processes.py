@@ -38,7 +38,7 @@ from safetensors.numpy import load_file
 from flower_ext.cli.deployment import CONNECTION, Deployment, signal_group
 from flower_ext.cli.launch import LaunchFailed, launch
 from flower_ext.federation import InProcessGrid
-from flower_ext.federation.run_app import load_app
+from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.report import table

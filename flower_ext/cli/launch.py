@@ -127,7 +127,13 @@ def launch(
                 f"{app} has no setting 'clients': how many there are is unknown; add it to "
                 "[tool.flwr.app.config]"
             )
-        engine = [sys.executable, "-m", "flower_ext.federation.run_app", str(app), str(workers)]
+        engine = [
+            sys.executable,
+            "-m",
+            "flower_ext.federation.engines.run_app",
+            str(app),
+            str(workers),
+        ]
         status = _exit_status(engine, json.dumps(config))
         if status < 0:
             reason = f"the run was ended by signal {-status}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_ext.federation.run_app import load_app
+from flower_ext.federation.engines.run_app import load_app
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.virtual import answer_all
-from flower_ext.federation.workers import Workers
+from flower_ext.federation.engines.virtual import answer_all
+from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
 

@@ -1,4 +1,4 @@
-"""Run an app's folder in one place: ``python -m flower_ext.federation.run_app FOLDER WORKERS``.
+"""Run an app's folder in one place: ``python -m flower_ext.federation.engines.run_app FOLDER WORKERS``.
 
 The whole run configuration is read from standard input, as JSON. People use
 ``flower-ext run FOLDER --in-process``, which fills in the app's defaults.
@@ -20,7 +20,7 @@ from flwr.serverapp import ServerApp
 
 from flower_ext.data import DataNotFound
 from flower_ext.federation.cohort import FederationNotReady
-from flower_ext.federation.in_process import InProcessGrid, run_in_process
+from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun
 from flower_ext.runs.files import InUse

@@ -13,8 +13,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.algorithms import DP2FedSAM, Scaffold
 from flower_ext.federation import InProcessGrid, records, run_in_process
+from flower_ext.federation.engines.workers import WorkerLost
 from flower_ext.federation.failures import STAYS_THERE
-from flower_ext.federation.workers import WorkerLost
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
 from tests.worlds import task

@@ -1,0 +1,1 @@
+"""Engines: clients in this process, in several processes, and many on one node."""
