@@ -35,7 +35,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.federation.engines.virtual import CohortApp
-from flower_ext.federation.packing import unpack
+from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Participations, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.report import table

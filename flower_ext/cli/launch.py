@@ -26,6 +26,9 @@ from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
 from flower_ext.runs.report import write_report
 from flower_ext.runs.settings import PATHS, UnfitSetting, clients_setting, num_nodes
 
+_ENGINE = "flower_ext.federation.engines.run_app"
+"""The program of a run in one process; apart from this one, so that Ctrl-C leaves it time."""
+
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
 
@@ -127,13 +130,7 @@ def launch(
                 f"{app} has no setting 'clients': how many there are is unknown; add it to "
                 "[tool.flwr.app.config]"
             )
-        engine = [
-            sys.executable,
-            "-m",
-            "flower_ext.federation.engines.run_app",
-            str(app),
-            str(workers),
-        ]
+        engine = [sys.executable, "-m", _ENGINE, str(app), str(workers)]
         status = _exit_status(engine, json.dumps(config))
         if status < 0:
             reason = f"the run was ended by signal {-status}"

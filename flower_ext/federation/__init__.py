@@ -9,10 +9,8 @@ from flower_ext.federation.client import (
     unmoved_by_errors,
 )
 from flower_ext.federation.cohort import FederationNotReady
-from flower_ext.federation.devices import Stragglers
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
-from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.protection import HiddenSum
@@ -25,6 +23,8 @@ from flower_ext.federation.recording import (
 )
 from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.side_by_side import Steps, Training
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The private names of Flower that this package needs, in one place.
 
-Each is exercised by tests of `in_process` and `virtual`, which fail loudly on a Flower
+Each is exercised by tests of `engines`, which fail loudly on a Flower
 version that moves them.
 """
 

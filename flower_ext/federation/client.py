@@ -29,7 +29,6 @@ from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of, tell_partition
 from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.federation.failures import each, is_tellable, knowing_no_data, tellable
-from flower_ext.federation.memory import ClientMemory, ClientVault
 from flower_ext.federation.protection import (
     HiddenSum,
     bounds_models,
@@ -44,6 +43,7 @@ from flower_ext.federation.protection import (
 )
 from flower_ext.federation.requests import Asked, reader
 from flower_ext.federation.side_by_side import Steps, Training, side_by_side
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.privacy import (
     BoundedSum,
     NoiseSource,

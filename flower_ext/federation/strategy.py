@@ -22,13 +22,13 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.checkpoint import Checkpoints
 from flower_ext.federation.client import ClientMethod, client_app
 from flower_ext.federation.cohort import FederationNotReady
-from flower_ext.federation.devices import Stragglers, shortened
 from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.promises import Promise, promise_of
+from flower_ext.federation.state.checkpoint import Checkpoints
+from flower_ext.federation.stragglers import Stragglers, shortened
 from flower_ext.privacy import (
     Aggregate,
     Budget,

@@ -21,7 +21,7 @@ from flower_ext.federation import (
     recorded_run,
     save_outcome,
 )
-from flower_ext.federation.packing import Damaged
+from flower_ext.federation.state.sealed import Damaged
 from flower_ext.privacy import (
     Budget,
     FixedSizeSampling,

@@ -1,4 +1,4 @@
-"""Run an app's folder in one place: ``python -m flower_ext.federation.engines.run_app FOLDER WORKERS``.
+"""Run an app's folder in one process or in several: ``python -m`` this, a folder, workers.
 
 The whole run configuration is read from standard input, as JSON. People use
 ``flower-ext run FOLDER --in-process``, which fills in the app's defaults.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flower_ext.federation import Stragglers
-from flower_ext.federation.devices import shortened
+from flower_ext.federation.stragglers import shortened
 from flower_ext.training import LocalTraining
 
 COHORT = [3, 1, 4, 15, 9, 2, 6]

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Context
 
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.packing import Damaged
+from flower_ext.federation.state.sealed import Damaged
 from flower_ext.runs.files import sync_to_disk, write_whole
 
 KEY_BYTES = 32

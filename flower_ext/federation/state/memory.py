@@ -1,7 +1,7 @@
 """What a client keeps between messages: personal head, personal model, control variate; keys.
 
 Kept in Flower's ``context.state``, for the length of a run in simulation and for the life of the
-process on a SuperNode; or in a folder of the client's owner (`state_folder`), which outlives both.
+process on a SuperNode; or in a folder of the client's owner (`folder`), which outlives both.
 Nothing here is ever put into a reply.
 """
 
@@ -14,9 +14,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import Tensor
 
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.packing import Damaged, pack, unpack
 from flower_ext.federation.records import to_arrays, to_params, to_record
-from flower_ext.federation.state_folder import StateFolder, safe_name
+from flower_ext.federation.state.folder import StateFolder, safe_name
+from flower_ext.federation.state.sealed import Damaged, pack, unpack
 from flower_ext.training import Params
 
 _KEPT = "memory"

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 
 from flower_ext.federation import ClientMemory, ClientVault
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.packing import Damaged
+from flower_ext.federation.state.sealed import Damaged
 
 
 def context(run_config=None, **node_config) -> Context:

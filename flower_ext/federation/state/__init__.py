@@ -1,0 +1,1 @@
+"""What outlives a process: checkpoints of the server, and what a client keeps."""
