@@ -33,10 +33,10 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import Plan
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
-from flower_ext.training.batchable import why_apart
-from flower_ext.training.descent import Stack, along, first, unstacked
+from flower_ext.training.batched.batchable import why_apart
+from flower_ext.training.batched.descent import Stack, along, first, unstacked
+from flower_ext.training.batched.many import groups
 from flower_ext.training.local import batches, gradient, local_problem, own_draws
-from flower_ext.training.many import groups
 
 ATTRACTION = "attraction"
 

@@ -1,7 +1,15 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-from flower_ext.training.clipped_gradient import ClippedGradient
-from flower_ext.training.dp_sgd import (
+from flower_ext.training.batched.many import (
+    MEMORY_LIMIT,
+    train_each,
+    train_groups,
+    train_many,
+    train_surely,
+    trains_apart,
+)
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.dp_sgd import (
     ClippedJob,
     DpSgdTraining,
     StepNoise,
@@ -17,14 +25,6 @@ from flower_ext.training.local import (
     local_problem,
     minimise,
     train,
-)
-from flower_ext.training.many import (
-    MEMORY_LIMIT,
-    train_each,
-    train_groups,
-    train_many,
-    train_surely,
-    trains_apart,
 )
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term

@@ -40,7 +40,8 @@ from flower_ext.privacy import (
     uldp_avg_guarantees,
     uldp_closed_form,
 )
-from flower_ext.training import DpSgdTraining, LocalTraining, Task, many
+from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training.batched import many
 from tests.algorithms import uldp_reference as reference
 from tests.worlds import CLASSES, FEATURES, Net
 

@@ -10,7 +10,7 @@ from flower_ext.auditing import Experiment
 from flower_ext.privacy import BoundedSum, SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedUpdate, total
 from flower_ext.privacy.noise import _GeneratorNoise
-from flower_ext.training.dp_sgd import ClippedGradient
+from flower_ext.training.dp.dp_sgd import ClippedGradient
 
 ENORMOUS = 1e9
 

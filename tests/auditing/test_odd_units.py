@@ -21,7 +21,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, train_each, train_groups
-from flower_ext.training.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from tests.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.worlds import FEATURES, client_data
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flower_ext.training import many
-from flower_ext.training.stacked import MappedModel
+from flower_ext.training.batched import many
+from flower_ext.training.batched.stacked import MappedModel
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_where_it_comes_too_late_users_train_one_by_one():
 def test_no_model_depends_on_its_company_with_any_instruction_set(limit, threads):
     name, _, value = limit.partition("=")
     environment = {**os.environ, name: value, "OMP_NUM_THREADS": threads}
-    chosen = [str(HERE / "test_many.py"), "-k", "where_asked_for", "-n", "0", "-q"]
+    chosen = [str(HERE / "batched" / "test_many.py"), "-k", "where_asked_for", "-n", "0", "-q"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen], env=environment, capture_output=True, text=True
     )

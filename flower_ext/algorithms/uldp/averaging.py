@@ -69,7 +69,7 @@ from flower_ext.privacy import (
     uldp_avg_guarantees,
 )
 from flower_ext.training import Job, LocalTraining, Params, Task, train_surely
-from flower_ext.training.descent import along
+from flower_ext.training.batched.descent import along
 
 log = getLogger("flwr")
 

@@ -15,7 +15,8 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
-from flower_ext.training import LocalTraining, dense, descent
+from flower_ext.training import LocalTraining
+from flower_ext.training.batched import dense, descent
 from tests.worlds import client_data, task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)

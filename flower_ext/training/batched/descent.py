@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.local import Job, batch_rows, spared
-from flower_ext.training.objective import affine
-from flower_ext.training.params import Params, Sizes, sizes
-from flower_ext.training.stacked import (
+from flower_ext.training.batched.stacked import (
     Loss,
     MappedModel,
     NotStackable,
     StackedModel,
     Target,
 )
+from flower_ext.training.local import Job, batch_rows, spared
+from flower_ext.training.objective import affine
+from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")

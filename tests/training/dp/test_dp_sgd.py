@@ -20,11 +20,10 @@ from flower_ext.training import (
     StepNoise,
     Task,
     cox_loss,
-    dp_sgd,
-    per_example,
     train_clipped_steps,
     train_dp_sgd,
 )
+from flower_ext.training.dp import dp_sgd, per_example
 from tests import worlds
 
 

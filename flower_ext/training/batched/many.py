@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_ext.data import Examples
-from flower_ext.training import dense
-from flower_ext.training.batchable import depends_on_company, in_company, why_apart
-from flower_ext.training.descent import IGNORED, Stack, form_for, unstacked
+from flower_ext.training.batched import dense
+from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
+from flower_ext.training.batched.descent import IGNORED, Stack, form_for, unstacked
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task

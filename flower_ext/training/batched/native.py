@@ -127,7 +127,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def _compiled() -> bytes:
     """What `main` prints in a process of its own."""
-    path = os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(_HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
@@ -163,7 +163,7 @@ def main() -> None:
 
     settings: Any = numba.config
     settings.CPU_NAME, settings.CPU_FEATURES = llvm.get_host_cpu_name(), _features()
-    from flower_ext.training.compiled import EXPORTS
+    from flower_ext.training.batched.compiled import EXPORTS
 
     whole = llvm.parse_assembly(_UNCOUNTED)
     for function, arguments in EXPORTS.items():

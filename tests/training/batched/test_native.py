@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flower_ext.training import native
+from flower_ext.training.batched import native
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
+from flower_ext.training.batched.unfused import unfuse
+from flower_ext.training.dp.per_example import LAYERS, Parts, Rows, is_known
 from flower_ext.training.local import spared
 from flower_ext.training.params import Params, clone, shaken, sizes
-from flower_ext.training.per_example import LAYERS, Parts, Rows, is_known
 from flower_ext.training.task import Task
-from flower_ext.training.unfused import unfuse
 
 log = getLogger("flwr")
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training.descent import Kind, Stack, form_for, kind_of, unstacked
+from flower_ext.training.batched.descent import Kind, Stack, form_for, kind_of, unstacked
+from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.survival import cox_loss
 from flower_ext.training.task import Task
-from flower_ext.training.unfused import faster_alone
 
 log = getLogger("flwr")
 

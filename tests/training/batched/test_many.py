@@ -19,9 +19,9 @@ from flower_ext.training import (
     evaluate_many,
     train,
 )
-from flower_ext.training import many as module
-from flower_ext.training.many import together, train_groups, train_many, trains_apart
-from flower_ext.training.stacked import MappedModel
+from flower_ext.training.batched import many as module
+from flower_ext.training.batched.many import together, train_groups, train_many, trains_apart
+from flower_ext.training.batched.stacked import MappedModel
 from tests.training.jobs import (
     ALIKE,
     SGD,

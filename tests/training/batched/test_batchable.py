@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 
 from flower_ext.data import Examples
-from flower_ext.training import Job, Proximal, batchable, train_many
-from flower_ext.training.batchable import depends_on_company, in_company, why_apart
-from flower_ext.training.descent import Stack
+from flower_ext.training import Job, Proximal, train_many
+from flower_ext.training.batched import batchable
+from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
+from flower_ext.training.batched.descent import Stack
 from tests.training.jobs import (
     ALIKE,
     SGD,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.clipped_gradient import ClippedGradient
+from flower_ext.training.batched.many import MEMORY_LIMIT
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import Job, batches, gradient, local_problem
-from flower_ext.training.many import MEMORY_LIMIT
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 

@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numba import njit
 
-from flower_ext.training.layout import (
+from flower_ext.training.batched.layout import (
     ACROSS,
     ACTIVATION,
     BATCH_SIZE,

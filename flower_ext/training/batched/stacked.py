@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
+from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.params import Params
-from flower_ext.training.unfused import unfuse
 
 Loss = Callable[[Tensor], Tensor]
 """A number from the outputs of K models, of shape (K, batch, …)."""

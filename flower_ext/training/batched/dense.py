@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from flower_ext.training.layout import LINE, PLAIN, RELU, SIGMOID, TANH
+from flower_ext.training.batched.layout import LINE, PLAIN, RELU, SIGMOID, TANH
+from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.local import Job
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
-from flower_ext.training.stacked import hooked
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -229,7 +229,7 @@ def _library() -> Any:
         log.info("dense networks would train faster with Numba: pip install 'flower_ext[fast]'")
         return None
     try:
-        from flower_ext.training.native import Library
+        from flower_ext.training.batched.native import Library
 
         return Library()
     except (ImportError, RuntimeError) as error:

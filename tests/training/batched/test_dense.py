@@ -16,12 +16,11 @@ from flower_ext.training import (
     LocalTraining,
     Proximal,
     Task,
-    dense,
-    native,
     train_each,
     train_groups,
     train_many,
 )
+from flower_ext.training.batched import dense, native
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
 from tests.training.jobs import one_by_one

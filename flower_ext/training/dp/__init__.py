@@ -1,0 +1,1 @@
+"""Training under clipped gradients of single examples."""
