@@ -11,7 +11,7 @@ from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, averaging
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import client
+from flower_ext.federation.client import method as client_method
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -236,7 +236,7 @@ def test_a_client_that_makes_others_train_again_and_alone_is_found(monkeypatch):
         for some in [[job] for job in jobs] if diverged else [jobs]:
             yield from train_each(task, some, **settings)
 
-    monkeypatch.setattr(client, "_train_steadily", again_and_alone)
+    monkeypatch.setattr(client_method, "_train_steadily", again_and_alone)
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert found.broken, found.to_dict()

@@ -13,11 +13,10 @@ errors, and not on whether they are there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,12 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of, tell_partition
-from flower_ext.federation.engines.virtual import CohortApp
-from flower_ext.federation.failures import each, is_tellable, knowing_no_data, tellable
+from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question
+from flower_ext.federation.client.requests import Asked, reader
+from flower_ext.federation.client.side_by_side import Steps, side_by_side
+from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
+from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
+from flower_ext.federation.failures import each, knowing_no_data, tellable
 from flower_ext.federation.protection import (
     HiddenSum,
     bounds_models,
@@ -41,30 +43,20 @@ from flower_ext.federation.protection import (
     protects,
     step_noise,
 )
-from flower_ext.federation.requests import Asked, reader
-from flower_ext.federation.side_by_side import Steps, Training, side_by_side
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.privacy import (
     BoundedSum,
     NoiseSource,
-    NonFiniteUpdate,
     SecureNoise,
     derived_seed,
     l2_norm,
 )
 from flower_ext.training import (
     MEMORY_LIMIT,
-    ClippedJob,
-    Job,
-    LocalTraining,
     Params,
-    StepNoise,
     Task,
-    Term,
     difference,
     evaluate_each,
-    train_clipped_steps,
-    train_each,
     trains_apart,
 )
 
@@ -72,235 +64,12 @@ log = getLogger("flwr")
 
 _LOSSES = ("loss", "training_loss")
 
-
-@dataclass(frozen=True, kw_only=True)
-class ClientWork:
-    """All that a method needs on one client in one round.
-
-    ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
-    server's other array records by name, ``terms`` what the plan adds to every local objective
-    (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
-    for methods that noise while they train, ``vault`` for those that have secret keys, ``config``
-    what the user passed to ``start``. ``steady`` asks that no bit of what the client trains depends
-    on the trainings beside it (see `train_groups`).
-    """
-
-    task: Task
-    data: ClientData
-    received: Params
-    memory: Params | None
-    vault: ClientVault
-    training: Mapping[str, LocalTraining]
-    round: int
-    seed: int
-    generator: torch.Generator
-    settings: Mapping[str, float] = field(default_factory=dict)
-    state: Mapping[str, Params] = field(default_factory=dict)
-    terms: Sequence[Term] = ()
-    noise: NoiseSource = field(default_factory=SecureNoise)
-    step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
-    config: Mapping[str, object] = field(default_factory=dict)
-    steady: bool = False
-
-    def initial_params(self) -> Params:
-        """The whole model before training; the same on every client."""
-        return self.task.initial_params(self.seed)
-
-    def train(
-        self,
-        phase: str,
-        params: Mapping[str, torch.Tensor],
-        trained: Callable[[str], bool] = lambda name: True,
-        *,
-        terms: Sequence[Term] = (),
-    ) -> Training:
-        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded.
-
-        What is sent back is not to be changed in place: parts that were not trained may be those
-        of other clients as well. A client without examples is sent back what it had: that it has
-        none shows only where it tells its size.
-        """
-        asked: dict[str, Any] = {
-            "params": params,
-            "examples": self.data.train,
-            "training": self.training[phase],
-            "generator": self.generator,
-            "terms": [*self.terms, *terms],
-        }
-        noise = self.step_noise.get(phase)
-        if len(self.data.train) == 0:
-            return Training(task=self.task, job=Job(**asked), trained=trained, solve=_untrained)
-        if noise is None:
-            solve = _train_steadily if self.steady else train_each
-            return Training(task=self.task, job=Job(**asked), trained=trained, solve=solve)
-        job = ClippedJob(noise=noise, **asked)
-        return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
-
-
-def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    return train_each(task, jobs, steady=True, **settings)
-
-
-_UPDATES = (train_each, _train_steadily)
-"""Trainings without noise of their own."""
-
-
-def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
-    return [dict(job.params) for job in jobs]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalResult:
-    """What a client uploads, once it is bounded and noised; ``memory`` never leaves it.
-
-    Either a ``model``, whose difference to the received one is uploaded, or another ``update``.
-    Where the plan's units are not the clients, that is a sum over them that says how far one
-    can move it; a `HiddenSum` is encrypted together with its noise. Where the server renews the
-    counterpart of ``memory`` from the update as it left the client, so does the client: then it is
-    a function of that. ``metrics`` leave the client as they are, and only under a plan that is not
-    a `ReleasePlan`: they must say nothing of the data beyond its size.
-    """
-
-    model: Params | None = None
-    update: Params | BoundedSum | HiddenSum | None = None
-    memory: Params | Callable[[Params], Params] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
-        """What a plan bounds: the update, or the ``whole`` model.
-
-        Raises
-        ------
-        ValueError
-            There is none, or two.
-        """
-        if (self.model is None) == (self.update is None):
-            raise ValueError("LocalResult: expected either a model or an update")
-        if self.model is not None:
-            return self.model if whole else difference(self.model, received)
-        if whole or self.update is None:
-            raise ValueError(
-                "the plan clips and noises whole models, and the method returns none: return "
-                "LocalResult(model=...) in place of an update"
-            )
-        return self.update
-
-
 _Made = tuple[
     Params | BoundedSum | HiddenSum,
     Params | Callable[[Params], Params] | None,
     Mapping[str, float],
 ]
 """Of a `LocalResult`: what the plan bounds, memory and metrics; the model may be forgotten."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What the server asks before the first round, and what a client has to answer it with.
-
-    ``asked`` are plain values, ``arrays`` the server's array records by name, ``may_simulate``
-    whether this client takes part in what protects nobody.
-    """
-
-    data: ClientData
-    partition: int
-    asked: Mapping[str, Any]
-    arrays: Mapping[str, records.Arrays]
-    vault: ClientVault
-    may_simulate: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientMethod:
-    """The client side of a method: two functions of one client's work.
-
-    Both may yield `ClientWork.train` as often as they like. They must not depend on anything but
-    their argument, since they run side by side with those of other clients.
-
-    Parameters
-    ----------
-    name : str
-        Names the messages (``train.<name>``) and the client memory.
-    local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
-    local_model : Callable[[ClientWork], Params | Steps[Params]]
-        The model that this client would use: evaluated on its test examples, then forgotten.
-    memoryless : bool
-        Whether updates depend on no client memory; record-level guarantees ask.
-    answer : Callable[[Question], Mapping[str, array]], optional
-        What the client tells, un-noised, when the server asks a question before the first round
-        (``query.<name>``).
-    keeps_memory : bool
-        Whether updates leave something in the client's memory, and read it: a run without it
-        cannot go on.
-    mirrored : bool
-        Whether the server holds the counterpart of what clients remember, as SCAFFOLD's c and
-        FedDyn's h: what a reply left that the server did not use is then forgotten.
-    upload_phase : str, optional
-        The phase of training that alone leads from the received model to the update, with terms
-        that depend on no record: where it is noised, the update is. None where there is none.
-    """
-
-    name: str
-    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
-    local_model: Callable[[ClientWork], Params | Steps[Params]]
-    memoryless: bool = False
-    answer: Callable[[Question], Mapping[str, Any]] | None = None
-    keeps_memory: bool = True
-    mirrored: bool = False
-    upload_phase: str | None = None
-
-
-def client_app(
-    *methods: ClientMethod,
-    task: Task | Callable[[Context], Task],
-    allow_seeded_noise: bool = False,
-) -> CohortApp:
-    """A ClientApp that answers for one or several methods.
-
-    Parameters
-    ----------
-    task : Task | Callable[[Context], Task]
-        The task, or how to build it from the run's configuration: one for all clients. What is a
-        client's own is its data, which the task is asked for by the client's partition.
-    allow_seeded_noise : bool
-        Whether the server may ask for reproducible noise. For simulation only: whoever knows the
-        seed can take the noise off again. The owner of a SuperNode forbids it in any case with
-        ``--node-config "require-secure-noise=true"``.
-    """
-    app = CohortApp()
-
-    @app.query("identity")
-    def _(message: Message, context: Context) -> Message:
-        return tell_partition(message, context.node_config.get(PARTITION))
-
-    for method in methods:
-        side = _ClientSide(method, task, allow_seeded_noise)
-        app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
-
-        @app.train(method.name)
-        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return _own_reply(message, side.train([message], [context], alone=True))
-
-        @app.evaluate(method.name)
-        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            return _own_reply(message, side.score([message], [context]))
-
-        @app.query(method.name)
-        def _(message: Message, context: Context, side: _ClientSide = side) -> Message:
-            if records.QUESTION in message.content:
-                return side.tell(message, context)
-            if records.COMPANY in message.content:
-                return side.tell_company(message, context)
-            return side.tell_state(message, context)
-
-    return app
-
-
-def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:
-    (own,) = made
-    if isinstance(own, Exception):
-        raise own
-    return Message(own, reply_to=message)
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -333,7 +102,7 @@ def _device_of(context: Context) -> str | None:
 
 
 @dataclass(frozen=True)
-class _ClientSide:
+class ClientSide:
     """Answers for one method, for as many clients as there are messages."""
 
     method: ClientMethod
@@ -469,7 +238,7 @@ class _ClientSide:
     ) -> RecordDict:
         """What leaves the client, once what it is to remember of it is stored."""
         reply, memory = self._reply(context, asked, work, made)
-        _check_memory(memory)
+        check_finite(memory)
         if memory is not None:
             if not self.method.keeps_memory:
                 error = ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
@@ -616,61 +385,3 @@ def _go_back(memory: ClientMemory, used: int) -> None:
                 "state-folder"
             )
         )
-
-
-def _check_memory(params: Params | None) -> None:
-    for name, value in (params or {}).items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
-
-
-def unmoved_by_errors(
-    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]],
-    work: ClientWork,
-    facts: Mapping[str, Any] | None = None,
-) -> Steps[LocalResult]:
-    """Let a training that raises or diverges leave its model as it was; all else too, if need be.
-
-    For models that leave the client under noise: an error in place of one would tell of a record.
-    Where each step is noised instead (by ``facts``), no record makes these steps fail; what else
-    does is an error. So is what the server's message lacks (see `tellable`).
-    """
-    steps_noised = "step-noise-stddev" in (facts or {})
-    trained: Any = None
-    try:
-        run = local_update(work)
-        while isinstance(run, Generator):
-            try:
-                wanted = run.send(trained)
-            except StopIteration as end:
-                run = end.value
-                break
-            try:
-                trained = yield wanted
-                if wanted.solve in _UPDATES:
-                    _check_memory(trained)
-            except Exception as error:  # whatever a model or a loss makes of a record
-                if wanted.solve not in _UPDATES:
-                    raise
-                _log_unmoved(error)
-                trained = dict(wanted.job.params)
-        result: LocalResult = run
-        for part in (result.model, result.update, result.memory):
-            if isinstance(part, Mapping):
-                _check_memory(part)
-    except Exception as error:
-        if steps_noised or is_tellable(error):
-            raise
-        _log_unmoved(error)
-        return LocalResult(model=work.received)
-    return result
-
-
-def _log_unmoved(error: Exception) -> None:
-    """Tell who runs the client; the server gets a model as usual."""
-    log.warning(
-        "a local training fails (%s), and its model stays as it was: look into this client's data, "
-        "or into the task if no client trains",
-        type(error).__name__,
-    )
-    log.debug("a local training fails", exc_info=error)

@@ -1,0 +1,14 @@
+"""The client side that every method shares."""
+
+from flower_ext.federation.client.app import client_app
+from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question
+from flower_ext.federation.client.unmoved import unmoved_by_errors
+
+__all__ = [
+    "ClientMethod",
+    "ClientWork",
+    "LocalResult",
+    "Question",
+    "client_app",
+    "unmoved_by_errors",
+]

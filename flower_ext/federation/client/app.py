@@ -1,0 +1,69 @@
+"""A ClientApp for one or several methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flwr.app import Context, Message, RecordDict
+
+from flower_ext.federation import records
+from flower_ext.federation.client.method import ClientMethod
+from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.cohort import PARTITION, tell_partition
+from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.training import (
+    Task,
+)
+
+
+def client_app(
+    *methods: ClientMethod,
+    task: Task | Callable[[Context], Task],
+    allow_seeded_noise: bool = False,
+) -> CohortApp:
+    """A ClientApp that answers for one or several methods.
+
+    Parameters
+    ----------
+    task : Task | Callable[[Context], Task]
+        The task, or how to build it from the run's configuration: one for all clients. What is a
+        client's own is its data, which the task is asked for by the client's partition.
+    allow_seeded_noise : bool
+        Whether the server may ask for reproducible noise. For simulation only: whoever knows the
+        seed can take the noise off again. The owner of a SuperNode forbids it in any case with
+        ``--node-config "require-secure-noise=true"``.
+    """
+    app = CohortApp()
+
+    @app.query("identity")
+    def _(message: Message, context: Context) -> Message:
+        return tell_partition(message, context.node_config.get(PARTITION))
+
+    for method in methods:
+        side = ClientSide(method, task, allow_seeded_noise)
+        app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
+
+        @app.train(method.name)
+        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
+            return _own_reply(message, side.train([message], [context], alone=True))
+
+        @app.evaluate(method.name)
+        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
+            return _own_reply(message, side.score([message], [context]))
+
+        @app.query(method.name)
+        def _(message: Message, context: Context, side: ClientSide = side) -> Message:
+            if records.QUESTION in message.content:
+                return side.tell(message, context)
+            if records.COMPANY in message.content:
+                return side.tell_company(message, context)
+            return side.tell_state(message, context)
+
+    return app
+
+
+def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:
+    (own,) = made
+    if isinstance(own, Exception):
+        raise own
+    return Message(own, reply_to=message)

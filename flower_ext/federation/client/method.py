@@ -1,0 +1,207 @@
+"""A method on the client: two functions of one client's work, and what they are given.
+
+Bounding and noising come after them and before anything is sent, so no method can forget either,
+and what a method returns as memory cannot reach a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flower_ext.data import ClientData
+from flower_ext.federation import records
+from flower_ext.federation.client.side_by_side import Steps, Training
+from flower_ext.federation.protection import (
+    HiddenSum,
+)
+from flower_ext.federation.state.memory import ClientVault
+from flower_ext.privacy import (
+    BoundedSum,
+    NoiseSource,
+    SecureNoise,
+)
+from flower_ext.training import (
+    ClippedJob,
+    Job,
+    LocalTraining,
+    Params,
+    StepNoise,
+    Task,
+    Term,
+    difference,
+    train_clipped_steps,
+    train_each,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientWork:
+    """All that a method needs on one client in one round.
+
+    ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
+    server's other array records by name, ``terms`` what the plan adds to every local objective
+    (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
+    for methods that noise while they train, ``vault`` for those that have secret keys, ``config``
+    what the user passed to ``start``. ``steady`` asks that no bit of what the client trains depends
+    on the trainings beside it (see `train_groups`).
+    """
+
+    task: Task
+    data: ClientData
+    received: Params
+    memory: Params | None
+    vault: ClientVault
+    training: Mapping[str, LocalTraining]
+    round: int
+    seed: int
+    generator: torch.Generator
+    settings: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Params] = field(default_factory=dict)
+    terms: Sequence[Term] = ()
+    noise: NoiseSource = field(default_factory=SecureNoise)
+    step_noise: Mapping[str, StepNoise] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+    steady: bool = False
+
+    def initial_params(self) -> Params:
+        """The whole model before training; the same on every client."""
+        return self.task.initial_params(self.seed)
+
+    def train(
+        self,
+        phase: str,
+        params: Mapping[str, torch.Tensor],
+        trained: Callable[[str], bool] = lambda name: True,
+        *,
+        terms: Sequence[Term] = (),
+    ) -> Training:
+        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded.
+
+        What is sent back is not to be changed in place: parts that were not trained may be those
+        of other clients as well. A client without examples is sent back what it had: that it has
+        none shows only where it tells its size.
+        """
+        asked: dict[str, Any] = {
+            "params": params,
+            "examples": self.data.train,
+            "training": self.training[phase],
+            "generator": self.generator,
+            "terms": [*self.terms, *terms],
+        }
+        noise = self.step_noise.get(phase)
+        if len(self.data.train) == 0:
+            return Training(task=self.task, job=Job(**asked), trained=trained, solve=_untrained)
+        if noise is None:
+            solve = _train_steadily if self.steady else train_each
+            return Training(task=self.task, job=Job(**asked), trained=trained, solve=solve)
+        job = ClippedJob(noise=noise, **asked)
+        return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
+
+
+def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    return train_each(task, jobs, steady=True, **settings)
+
+
+UPDATES = (train_each, _train_steadily)
+"""Trainings without noise of their own."""
+
+
+def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
+    return [dict(job.params) for job in jobs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalResult:
+    """What a client uploads, once it is bounded and noised; ``memory`` never leaves it.
+
+    Either a ``model``, whose difference to the received one is uploaded, or another ``update``.
+    Where the plan's units are not the clients, that is a sum over them that says how far one
+    can move it; a `HiddenSum` is encrypted together with its noise. Where the server renews the
+    counterpart of ``memory`` from the update as it left the client, so does the client: then it is
+    a function of that. ``metrics`` leave the client as they are, and only under a plan that is not
+    a `ReleasePlan`: they must say nothing of the data beyond its size.
+    """
+
+    model: Params | None = None
+    update: Params | BoundedSum | HiddenSum | None = None
+    memory: Params | Callable[[Params], Params] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
+        """What a plan bounds: the update, or the ``whole`` model.
+
+        Raises
+        ------
+        ValueError
+            There is none, or two.
+        """
+        if (self.model is None) == (self.update is None):
+            raise ValueError("LocalResult: expected either a model or an update")
+        if self.model is not None:
+            return self.model if whole else difference(self.model, received)
+        if whole or self.update is None:
+            raise ValueError(
+                "the plan clips and noises whole models, and the method returns none: return "
+                "LocalResult(model=...) in place of an update"
+            )
+        return self.update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the server asks before the first round, and what a client has to answer it with.
+
+    ``asked`` are plain values, ``arrays`` the server's array records by name, ``may_simulate``
+    whether this client takes part in what protects nobody.
+    """
+
+    data: ClientData
+    partition: int
+    asked: Mapping[str, Any]
+    arrays: Mapping[str, records.Arrays]
+    vault: ClientVault
+    may_simulate: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientMethod:
+    """The client side of a method: two functions of one client's work.
+
+    Both may yield `ClientWork.train` as often as they like. They must not depend on anything but
+    their argument, since they run side by side with those of other clients.
+
+    Parameters
+    ----------
+    name : str
+        Names the messages (``train.<name>``) and the client memory.
+    local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
+    local_model : Callable[[ClientWork], Params | Steps[Params]]
+        The model that this client would use: evaluated on its test examples, then forgotten.
+    memoryless : bool
+        Whether updates depend on no client memory; record-level guarantees ask.
+    answer : Callable[[Question], Mapping[str, array]], optional
+        What the client tells, un-noised, when the server asks a question before the first round
+        (``query.<name>``).
+    keeps_memory : bool
+        Whether updates leave something in the client's memory, and read it: a run without it
+        cannot go on.
+    mirrored : bool
+        Whether the server holds the counterpart of what clients remember, as SCAFFOLD's c and
+        FedDyn's h: what a reply left that the server did not use is then forgotten.
+    upload_phase : str, optional
+        The phase of training that alone leads from the received model to the update, with terms
+        that depend on no record: where it is noised, the update is. None where there is none.
+    """
+
+    name: str
+    local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]]
+    local_model: Callable[[ClientWork], Params | Steps[Params]]
+    memoryless: bool = False
+    answer: Callable[[Question], Mapping[str, Any]] | None = None
+    keeps_memory: bool = True
+    mirrored: bool = False
+    upload_phase: str | None = None
