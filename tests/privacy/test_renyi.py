@@ -30,6 +30,18 @@ def exactly(noise_multiplier, rate, order):
         return float(moment.ln() / (order - 1))
 
 
+def test_a_sum_that_everyone_is_in_has_the_divergence_of_two_gaussians():
+    orders = (1.5, 2.0, 64.0)
+    for sigma in NOISES:
+        curve = sampled_gaussian_renyi(sigma, 1.0, orders)
+        np.testing.assert_allclose(curve, [a / (2 * sigma**2) for a in orders], rtol=1e-12)
+
+
+def test_what_is_computed_once_for_all_cannot_be_written_to():
+    with pytest.raises(ValueError, match="read-only"):
+        sampled_gaussian_renyi(1.0, 0.5, (2.0,))[0] = 0.0
+
+
 def test_no_rounding_takes_a_divergence_below_its_exact_value_or_far_above():
     orders = (2, 3, 9, 64)
     for sigma, rate in itertools.product(NOISES, RATES):
