@@ -1,7 +1,7 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
-# make test-all   and the audits with many trials
+# make test-all   and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
@@ -23,7 +23,7 @@ export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy test test-all test-slow mutants lint check format clean
+.PHONY: install demo deploy test test-all audits test-slow mutants lint check format clean
 
 install: $(VENV)/.installed
 
@@ -42,8 +42,10 @@ deploy: install
 test: install
 	$(BIN)/pytest
 
-test-all: install
-	$(BIN)/pytest -m "not slow"
+test-all: test audits
+
+audits: install
+	$(BIN)/pytest -m exhaustive
 
 test-slow: install
 	$(BIN)/pytest -n 0 -m slow
