@@ -1,4 +1,4 @@
-"""``flower-ext calibrate``: noise for a target ε, or ε for a noise, by every sound accountant."""
+"""``flower-ext calibrate``: of ε, noise, rounds and sampling rate the one that is not given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -21,6 +21,8 @@ from flower_ext.privacy import (
     Sampling,
     TargetOutOfReach,
     calibrate_noise_multiplier,
+    calibrate_rounds,
+    calibrate_sampling_rate,
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
     epsilon_text,
@@ -44,11 +46,9 @@ class Way:
 
 def calibrate(
     population: Annotated[int, typer.Option(min=1, help="N: clients in the federation.")],
-    rounds: Annotated[int, typer.Option(min=1, help="T: planned rounds.")],
-    epsilon: Annotated[float | None, typer.Option(help="Target ε: prints the noise.")] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="σ instead of ε: prints what it gives.")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="T: planned rounds.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Target ε.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="σ.")] = None,
     delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
     sampling_rate: Annotated[
         float | None, typer.Option(help="r: share of clients a round.")
@@ -56,25 +56,35 @@ def calibrate(
     cohort_size: Annotated[int | None, typer.Option(help="rN instead of the rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Noise for a target ε, or ε for a given noise: by the paper and by every sound accountant.
+    """Of ε, noise, rounds and sampling rate the one that is not given, by every sound accountant.
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum over the
     clipping norm C. The unit is one client.
 
-    Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2
+    Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2, or
+    with --noise-multiplier 1 in place of --rounds 60 for the most rounds
     """
-    if (epsilon is None) == (noise_multiplier is None):
-        raise typer.BadParameter("give either --epsilon or --noise-multiplier")
-    if (sampling_rate is None) == (cohort_size is None):
+    if sampling_rate is not None and cohort_size is not None:
         raise typer.BadParameter("give either --sampling-rate or --cohort-size")
     if cohort_size is not None and not 1 <= cohort_size <= population:
         raise typer.BadParameter(
             f"--cohort-size {cohort_size}: expected an integer from 1 to --population {population}"
         )
     rate = sampling_rate if cohort_size is None else cohort_size / population
+    if [epsilon, noise_multiplier, rounds, rate].count(None) != 1:
+        raise typer.BadParameter(
+            "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
+            "--cohort-size: the fourth is what you are told"
+        )
     delta = 1 / population if delta is None else delta
+    if rate is None or rounds is None:
+        try:
+            found = _most(population, rate, rounds, delta, epsilon, noise_multiplier)
+        except (ValueError, TargetOutOfReach) as error:
+            raise typer.BadParameter(str(error)) from error
+        _print_most(found, delta, as_json=as_json)
+        return
     try:
-        assert rate is not None
         ways = _ways(population, rate, rounds, delta)
         if epsilon is not None:
             noises = {way.name: way.noise_for(epsilon) for way in ways}
@@ -105,6 +115,56 @@ def calibrate(
         _print_noise(rows, epsilon)
     _print_epsilon(ways, rows)
     _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
+
+
+def _most(
+    population: int,
+    rate: float | None,
+    rounds: int | None,
+    delta: float,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+) -> list[dict[str, Any]]:
+    """By each accountant the most rounds, or the largest sampling rate, that ε allows."""
+    facts: dict[str, Any] = {
+        "epsilon": epsilon,
+        "noise_multiplier": noise_multiplier,
+        "delta": delta,
+    }
+    rows: list[dict[str, Any]] = []
+    for accountant in get_args(Accountant):
+        way = {"calibrated by": f"Poisson, {accountant.upper()}", "relation": "add-or-remove-one"}
+        if rate is None:
+            assert rounds is not None
+            largest = calibrate_sampling_rate(
+                population=population, rounds=rounds, accountant=accountant, **facts
+            )
+            rows.append({**way, "sampling_rate": largest})
+            continue
+        poisson = PoissonSampling(population, rate)
+        rows.append(
+            {**way, "rounds": calibrate_rounds(sampling=poisson, accountant=accountant, **facts)}
+        )
+    if rate is not None:
+        fixed = FixedSizeSampling(population, size_for_rate(population, rate))
+        way = {"calibrated by": "fixed size, RDP", "relation": "replace-one"}
+        rows.append({**way, "rounds": calibrate_rounds(sampling=fixed, **facts)})
+    return rows
+
+
+def _print_most(rows: list[dict[str, Any]], delta: float, *, as_json: bool) -> None:
+    if as_json:
+        console.print_json(json.dumps({"unit": "client", "delta": delta, "rows": rows}))
+        return
+    rounds = "rounds" in rows[0]
+    title = "Most rounds" if rounds else "Largest sampling rate"
+    columns = ("calibrated by", "relation", "T" if rounds else "r")
+    table = titled_table(f"{title} (one client, δ = {delta:.3g})", columns)
+    for row in rows:
+        told = str(row["rounds"]) if rounds else _rate_text(row["sampling_rate"])
+        table.add_row(row["calibrated by"], row["relation"], told)
+    console.print(table)
+    console.print("The adversary sees released models, and not who took part.")
 
 
 def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
@@ -208,6 +268,12 @@ def noise_text(noise_multiplier: float) -> str:
     """σ with four decimals, rounded up: the printed noise still meets its target."""
     # The guard keeps 2.0000000000000004 from becoming 2.0001.
     return f"{math.ceil(noise_multiplier * 1e4 - 1e-6) / 1e4:.4f}"
+
+
+def _rate_text(rate: float) -> str:
+    """Three significant digits, rounded down: the printed rate still meets its target."""
+    unit = 10.0 ** (math.ceil(math.log10(rate)) - 3)
+    return f"{math.floor(rate / unit) * unit:.3g}"
 
 
 def _print_failed_conditions(

@@ -6,7 +6,6 @@ from flower_ext.privacy.accounting import (
     Release,
     gaussian_loss,
     participations_loss,
-    privacy_curve,
     privacy_loss,
     privacy_loss_of,
 )
@@ -198,7 +197,6 @@ __all__ = [
     "note_uncovered",
     "participations_loss",
     "perturbation_guarantees",
-    "privacy_curve",
     "privacy_loss",
     "privacy_loss_of",
     "sampling_from_dict",

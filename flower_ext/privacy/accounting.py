@@ -242,15 +242,6 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)
 
 
-def privacy_curve(
-    release: Release, rounds: Sequence[int], *, delta: float, accountant: Accountant = "pld"
-) -> list[float]:
-    """ε after each number of rounds."""
-    return [
-        privacy_loss_of({release: n}, delta=delta, accountant=accountant).epsilon for n in rounds
-    ]
-
-
 @lru_cache(maxsize=4096)
 def _loss(
     counts: tuple[tuple[Release, int], ...], delta: float, accountant: Accountant

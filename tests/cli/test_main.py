@@ -69,10 +69,37 @@ def test_calibrate_turns_noise_into_epsilon():
 
 
 @pytest.mark.parametrize(
+    ("given", "told", "more"),
+    [
+        (["--sampling-rate", "0.1"], "rounds", 1),
+        (["--rounds", "60"], "sampling_rate", 0.01),
+    ],
+)
+def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, told, more):
+    asked = ["--population", "100", "--noise-multiplier", "2", "--epsilon", "2", *given]
+    rows = json.loads(call("calibrate", *asked, "--json").output)["rows"]
+    by = {row["calibrated by"]: row[told] for row in rows}
+    assert by["Poisson, RDP"] <= by["Poisson, PLD"]
+
+    def epsilon(value):
+        facts = {"--sampling-rate": "0.1", "--rounds": "60"}
+        facts[f"--{told.replace('_', '-')}"] = str(value)
+        words = [word for pair in facts.items() for word in pair]
+        done = call("calibrate", "--population", "100", "--noise-multiplier", "2", *words, "--json")
+        return json.loads(done.output)["rows"][0]["epsilon"]["Poisson, PLD"]
+
+    most = by["Poisson, PLD"]
+    assert epsilon(most) <= 2 < epsilon(most + more)
+    in_words = call("calibrate", *asked)
+    assert in_words.exit_code == 0
+    assert f"{most:.3g}"[:4] in in_words.output
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*FACTS], "either --epsilon or --noise-multiplier"),
-        ([*FACTS, "--epsilon", "1", "--noise-multiplier", "1"], "either --epsilon"),
+        ([*FACTS], "give three of --epsilon"),
+        ([*FACTS, "--epsilon", "1", "--noise-multiplier", "1"], "give three of --epsilon"),
         ([*FACTS, "--cohort-size", "3", "--epsilon", "1"], "either --sampling-rate"),
         ([*FACTS, "--epsilon", "-1"], "epsilon=-1.0"),
         ([*FACTS, "--epsilon", "1", "--delta", "2"], "delta=2.0"),
