@@ -1,0 +1,86 @@
+"""Keys of nodes, and certificates for a SuperLink on this machine."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from cryptography.x509.oid import NameOID
+
+from flower_ext.runs.files import write_whole
+
+
+def make_key(folder: Path, name: str) -> tuple[Path, Path]:
+    """A pair of ECDSA P-384 keys, ``NAME`` (mode 600) and ``NAME.pub``, made if not there."""
+    private, public = folder / name, folder / f"{name}.pub"
+    if not private.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP384R1())
+        openssh = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        public.write_bytes(openssh + b"\n")
+        write_whole(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    return private, public
+
+
+def make_certificates(folder: Path, *, hosts: tuple[str, ...], days: int = 365) -> None:
+    """``ca.crt``, and ``server.crt`` with ``server.key`` (mode 600) for ``hosts``.
+
+    The authority's key is not kept: for other servers, make a new authority. Files that are there
+    stay.
+    """
+    if (folder / "server.crt").exists():
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority_key, key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    authority, server = _name("flower-ext loopback authority"), _name(hosts[0])
+    root = (
+        _certificate(authority, authority, authority_key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(authority_key, hashes.SHA384())
+    )
+    leaf = (
+        _certificate(server, authority, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
+        .sign(authority_key, hashes.SHA384())
+    )
+    (folder / "ca.crt").write_bytes(root.public_bytes(Encoding.PEM))
+    own = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_whole(folder / "server.key", own)
+    (folder / "server.crt").write_bytes(leaf.public_bytes(Encoding.PEM))
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    since = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(since)
+        .not_valid_after(since + timedelta(days=days))
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
