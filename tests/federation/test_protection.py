@@ -27,6 +27,7 @@ from flower_ext.federation.protection import (
     perturbation_facts,
     plan_facts,
     protected,
+    protects,
     record_level_facts,
 )
 from flower_ext.privacy import (
@@ -425,7 +426,11 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"number": 0}, {"number": 1.0}, {"seed": -1}, {"seed": None}, {"remembered": -1}, {"run": 1}],
+    [
+        *({"number": 0}, {"number": 1.0}, {"seed": -1}, {"seed": None}, {"remembered": -1}),
+        *({"run": 1}, {"clipping-norm": 0.0}, {"clipping-norm": math.inf}, {"noise-stddev": 0.0}),
+        *({"seeded-noise": 1}, {"seeded-noise": "no"}, {"seeded-noise": None}),
+    ],
 )
 def test_a_round_that_is_none_is_refused(wrong):
     facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "number": 1, "seed": 0}
@@ -433,6 +438,30 @@ def test_a_round_that_is_none_is_refused(wrong):
     check_facts({**facts, "remembered": 0})
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         check_facts({**facts, **wrong})
+
+
+@pytest.mark.parametrize("left_out", ["clipping-norm", "noise-stddev", "seeded-noise"])
+def test_a_protection_that_lacks_a_part_is_refused(left_out):
+    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "number": 1, "seed": 0}
+    del facts[left_out]
+    with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+        check_facts(facts)
+
+
+def test_objective_perturbation_may_need_no_number_of_examples():
+    settled = replace(KNOWN, proximal_weight=MU, distance_to_minimiser=1e-9)
+    asked = perturbation_facts(plan(OBJECTIVE, objective=settled), seeded_noise=False)
+    facts = {**asked, "number": 1, "seed": 0}
+    check_facts({**facts, "least-examples": 0})
+    with pytest.raises(ValueError, match="least-examples=-1"):
+        check_facts({**facts, "least-examples": -1})
+
+
+def test_what_is_protected_is_known_from_the_facts():
+    assert protects(plan_facts(release_plan(), 4, seeded_noise=False))
+    assert protects({"number": 1, "seed": 0, "server-protects": True})
+    assert not protects({"number": 1, "seed": 0, "server-protects": False})
+    assert not protects({"number": 1, "seed": 0, "diagnostics": True})
 
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
@@ -485,7 +514,12 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
     facts, share = SHARES[kind]
     exact = _noise_multiplier(facts)
     assert exact == pytest.approx(share)
-    for least, takes_part in ((0.999 * exact, True), (exact, True), (1.001 * exact, False)):
+    for least, takes_part in (
+        (0.999 * exact, True),
+        (exact, True),
+        (1.001 * exact, False),
+        (1.0, exact >= 1),
+    ):
         owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
         check_noise(facts, owned, kind="evaluate")  # sends no upload
         if takes_part:

@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     privacy_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.accounting import gaussian_loss, pld_epsilon
+from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss, pld_epsilon
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -142,6 +142,21 @@ def test_no_rounding_takes_pld_below_the_exact_loss_of_gaussians(delta):
     assert found == pytest.approx(exact, rel=1e-3) or delta < 1e-11
 
 
+def test_gaussians_alone_are_accounted_exactly_unless_renyi_divergences_are_asked_for():
+    facts = {"noise_multiplier": 1.0, "rounds": 10, "relation": ADD_OR_REMOVE, "delta": 1e-5}
+    exact, renyi = (
+        privacy_loss(sampling=EVERYONE, accountant=accountant, **facts)
+        for accountant in ("pld", "rdp")
+    )
+    assert (exact.accountant, renyi.accountant) == (EXACT_GAUSSIAN, "RDP")
+    assert exact.epsilon < renyi.epsilon
+
+
+def test_a_delta_that_rounding_could_take_up_resolves_no_epsilon():
+    gaussian = dp_accounting.GaussianDpEvent(1.0)
+    assert pld_epsilon([(gaussian, 1000)], 1e-12, interval=1e-3) == math.inf
+
+
 def test_zeroing_one_is_accounted_like_removing_one():
     assert epsilon(EVERYONE, SPECIAL) == epsilon(EVERYONE, ADD_OR_REMOVE)
 
@@ -177,7 +192,8 @@ def test_no_noise_means_no_privacy_whatever_noise_others_have(accountant):
     assert mixed.epsilon == math.inf
 
 
-def test_a_number_of_rounds_below_zero_is_refused():
+def test_no_rounds_cost_nothing_and_a_number_below_zero_is_refused():
+    assert epsilon(POISSON, rounds=0) == 0.0
     with pytest.raises(ValueError, match="rounds=-1"):
         epsilon(POISSON, rounds=-1)
 

@@ -80,6 +80,8 @@ def test_an_empty_array_stays_empty_beside_others():
 def test_arrays_that_cannot_carry_noise_are_refused(array):
     with pytest.raises(TypeError, match="'count' has dtype"):
         SecureNoise().add_gaussian({"count": array}, 1.0)
+    with pytest.raises(TypeError, match="'count' has dtype"):
+        SecureNoise().gaussian({"count": array}, 1.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -136,6 +138,11 @@ def test_gamma_direction_has_a_gamma_norm_and_no_preferred_direction():
     np.testing.assert_allclose(directions.T @ directions / 20_000, np.eye(4) / 4, atol=0.01)
 
 
+def test_a_gamma_direction_of_one_number_has_either_sign():
+    draws = {math.copysign(1, float(SecureNoise().gamma_direction(1, 1.0)[0])) for _ in range(60)}
+    assert draws == {1.0, -1.0}
+
+
 @pytest.mark.parametrize(("dimension", "scale"), [(0, 1.0), (3, 0.0), (3, math.inf)])
 def test_unfit_gamma_parameters_are_refused(dimension, scale):
     with pytest.raises(ValueError, match="dimension|scale"):
@@ -146,9 +153,13 @@ def test_unfit_gamma_parameters_are_refused(dimension, scale):
     "huge", [np.full(3, 1e300), np.full(3, 3e38, np.float32), torch.ones(3) * 1e30]
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_huge_values_do_not_pass_with_their_noise_absorbed(huge, sign):
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_huge_values_do_not_pass_with_their_noise_absorbed(huge, sign, all_of_them):
+    values = huge * sign
+    if not all_of_them:
+        values[1:] = 0.0
     with pytest.raises(NonFiniteUpdate, match="is lost in it"):
-        SecureNoise().add_gaussian({"a": huge * sign}, 1.0)
+        SecureNoise().add_gaussian({"a": values}, 1.0)
 
 
 @pytest.mark.parametrize("stddev", [1e-3, 1.0, 1e6])

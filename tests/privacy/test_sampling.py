@@ -51,6 +51,11 @@ def test_cohorts_repeat_under_a_seed_and_samplers_survive_json(sampler):
     assert cohorts[0] == cohorts[1]
 
 
+@pytest.mark.parametrize("of", [PoissonSampling, FixedSizeSampling])
+def test_a_population_may_be_one(of):
+    assert of(1, 1).population == FullParticipation(1).population == 1
+
+
 @pytest.mark.parametrize(
     ("build", "field"),
     [
