@@ -113,7 +113,7 @@ def by_rates(
     best, where = -math.inf, (0.0, 1)
     for sign in (1, -1):  # the opposite test: worlds exchanged, scores turned around
         threshold, value = _best_threshold(
-            *_turned(chosen, sign), tried, failure, lambda fp, tp: _epsilon(fp, tp, delta)
+            *_turned(chosen, sign), failure, lambda fp, tp: _epsilon(fp, tp, delta)
         )
         if value > best:
             best, where = value, (threshold, sign)
@@ -159,7 +159,7 @@ def if_gaussian(
         raise ValueError(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
     chosen, (zero, one) = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2
-    threshold, _ = _best_threshold(*chosen, (zero, one), failure, shift)
+    threshold, _ = _best_threshold(*chosen, failure, shift)
     fp = upper_rate(int((zero > threshold).sum()), len(zero), failure)
     tp = lower_rate(int((one > threshold).sum()), len(one), failure)
     mu, epsilon = float(shift(fp, tp)), 0.0
@@ -304,24 +304,25 @@ def _turned(worlds: Pair, sign: int) -> Pair:
 
 
 def _best_threshold(
-    zero: np.ndarray, one: np.ndarray, tried: Pair, failure: float, value: Value
+    zero: np.ndarray, one: np.ndarray, failure: float, value: Value
 ) -> tuple[float, float]:
-    """The threshold that promises most by held-out trials, and what it promises."""
+    """The threshold that these trials alone prove most with, and what they prove.
+
+    What they would promise for more trials would favour thresholds that few of them pass, by luck.
+    """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
         return float(points[0]), -math.inf
     thresholds = (points[:-1] + points[1:]) / 2
     if len(thresholds) > _CANDIDATES:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
-    rates = []
-    for scores, others in zip((zero, one), tried, strict=True):
-        above = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
-        rates.append((above + 0.5) / (len(scores) + 1) * len(others))
-    promised = value(
-        upper_rate(rates[0], len(tried[0]), failure), lower_rate(rates[1], len(tried[1]), failure)
+    false, true = (
+        len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
+        for scores in (zero, one)
     )
-    best = int(np.nanargmax(np.where(np.isnan(promised), -math.inf, promised)))
-    return float(thresholds[best]), float(promised[best])
+    proved = value(upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure))
+    best = int(np.nanargmax(np.where(np.isnan(proved), -math.inf, proved)))
+    return float(thresholds[best]), float(proved[best])
 
 
 def _epsilon(fp: np.ndarray, tp: np.ndarray, delta: float) -> np.ndarray:

@@ -82,7 +82,7 @@ def test_with_more_trials_bounds_come_near_to_what_is_printed(name):
     """But where sampling hides who took part: there no test of one score is the worst case."""
     # Rates alone come near to an ε that is not small.
     experiment = MECHANISMS[name](noise=0.5 if name == "objective-perturbation" else 1.0)
-    found = audit(experiment, trials=5000, confidence=CONFIDENCE, together=len(MECHANISMS))
+    found = audit(experiment, trials=7000, confidence=CONFIDENCE, together=len(MECHANISMS))
     assert not found.broken, found.to_dict()
     if name not in POISSON:
         assert min(view.best.ratio for view in found.views) >= 0.8, found.to_dict()

@@ -40,7 +40,7 @@ def test_a_bound_exceeds_the_true_epsilon_no_more_often_than_it_says(bound, mu):
 
 def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(monkeypatch):
     """The check above can fail: without held-out trials the bound is no bound."""
-    rng, repetitions, confidence = np.random.default_rng(), 400, 0.8
+    rng, repetitions, confidence = np.random.default_rng(), 2000, 0.8
 
     def same(without, present, *_):
         return (without, present), (without, present)
