@@ -7,18 +7,18 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flower_ext import auditing
+from flower_ext.auditing import Audit, Experiment
+from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs.figures import draw_roc
 from flower_ext.runs.files import write_whole
-
-if TYPE_CHECKING:  # it loads torch, which no other command needs
-    from flower_ext.auditing import Audit, Experiment
 
 _BROKEN, _NO_AUDIT, _INTERRUPTED = 1, 2, 130
 
@@ -49,8 +49,6 @@ def audit(
     """
     if not 0 < confidence < 1:
         raise typer.BadParameter(f"confidence={confidence!r}: expected a number in (0, 1)")
-    from flower_ext.auditing import audit as run_audit
-
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console
     )
@@ -58,7 +56,7 @@ def audit(
         experiment = experiment_of(target)
         with bar:
             task = bar.add_task(experiment.name, total=2 * trials)
-            found = run_audit(
+            found = auditing.audit(
                 experiment,
                 trials=trials,
                 confidence=confidence,
@@ -87,9 +85,6 @@ def experiment_of(target: str) -> Experiment:
     ValueError
         There is no such mechanism or function, or it returns something else.
     """
-    from flower_ext.auditing import Experiment
-    from flower_ext.auditing.mechanisms import MECHANISMS
-
     if target in MECHANISMS:
         return MECHANISMS[target]()
     module, separator, name = target.partition(":")

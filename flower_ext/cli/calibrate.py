@@ -1,10 +1,10 @@
-"""``flower-ext calibrate``: of ε, noise, rounds and sampling rate the one that is not given."""
+"""``flower-ext calibrate``: noise, ε, rounds or sampling rate from the three others."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -30,6 +30,7 @@ from flower_ext.privacy import (
     privacy_loss,
     size_for_rate,
 )
+from flower_ext.privacy.calibration import MAX_ROUNDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def calibrate(
     cohort_size: Annotated[int | None, typer.Option(help="rN instead of the rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Of ε, noise, rounds and sampling rate the one that is not given, by every sound accountant.
+    """Tell the noise, ε, the rounds or the sampling rate: whichever of the four is not given.
 
     The noise multiplier σ is the standard deviation of the noise on a round's sum over the
     clipping norm C. The unit is one client.
@@ -78,11 +79,13 @@ def calibrate(
         )
     delta = 1 / population if delta is None else delta
     if rate is None or rounds is None:
+        facts = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
         try:
-            found = _most(population, rate, rounds, delta, epsilon, noise_multiplier)
+            found = _most(population, rate, rounds, facts)
         except (ValueError, TargetOutOfReach) as error:
             raise typer.BadParameter(str(error)) from error
-        _print_most(found, delta, as_json=as_json)
+        known = {"rounds": rounds} if rate is None else {"sampling_rate": rate}
+        _print_most(found, {"population": population, **facts, **known}, as_json=as_json)
         return
     try:
         ways = _ways(population, rate, rounds, delta)
@@ -105,8 +108,8 @@ def calibrate(
     except (ValueError, TargetOutOfReach) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        facts = {"unit": "client", "population": population, "sampling_rate": rate}
-        console.print_json(json.dumps({**facts, "rounds": rounds, "delta": delta, "rows": rows}))
+        known = {"population": population, "sampling_rate": rate, "rounds": rounds, "delta": delta}
+        console.print_json(json.dumps({"unit": "client", **known, "rows": rows}))
         return
     console.print(
         f"Unit: one client of {population} · r = {rate:g} · T = {rounds} · δ = {delta:.3g}\n"
@@ -118,53 +121,64 @@ def calibrate(
 
 
 def _most(
-    population: int,
-    rate: float | None,
-    rounds: int | None,
-    delta: float,
-    epsilon: float | None,
-    noise_multiplier: float | None,
+    population: int, rate: float | None, rounds: int | None, facts: Mapping[str, float | None]
 ) -> list[dict[str, Any]]:
-    """By each accountant the most rounds, or the largest sampling rate, that ε allows."""
-    facts: dict[str, Any] = {
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "delta": delta,
-    }
-    rows: list[dict[str, Any]] = []
-    for accountant in get_args(Accountant):
-        way = {"calibrated by": f"Poisson, {accountant.upper()}", "relation": "add-or-remove-one"}
-        if rate is None:
-            assert rounds is not None
-            largest = calibrate_sampling_rate(
-                population=population, rounds=rounds, accountant=accountant, **facts
-            )
-            rows.append({**way, "sampling_rate": largest})
-            continue
-        poisson = PoissonSampling(population, rate)
-        rows.append(
-            {**way, "rounds": calibrate_rounds(sampling=poisson, accountant=accountant, **facts)}
-        )
-    if rate is not None:
-        fixed = FixedSizeSampling(population, size_for_rate(population, rate))
-        way = {"calibrated by": "fixed size, RDP", "relation": "replace-one"}
-        rows.append({**way, "rounds": calibrate_rounds(sampling=fixed, **facts)})
-    return rows
+    """By each accountant the most rounds, or the largest sampling rate, that ``facts`` allow."""
+    given: dict[str, Any] = dict(facts)
+    poisson: dict[str, Any] = _provable(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    names = {accountant: f"Poisson, {accountant.upper()}" for accountant in get_args(Accountant)}
+    if rate is None:
+        given |= {"population": population, "rounds": rounds}
+        return [
+            {
+                "calibrated by": name,
+                **poisson,
+                "sampling_rate": calibrate_sampling_rate(accountant=accountant, **given),
+            }
+            for accountant, name in names.items()
+        ]
+    given["sampling"] = PoissonSampling(population, rate)
+    rows = [
+        {
+            "calibrated by": name,
+            **poisson,
+            "rounds": calibrate_rounds(accountant=accountant, **given),
+        }
+        for accountant, name in names.items()
+    ]
+    given["sampling"] = FixedSizeSampling(population, size_for_rate(population, rate))
+    replaced = _provable(NeighboringRelation.REPLACE_ONE)
+    return [
+        *rows,
+        {"calibrated by": "fixed size, RDP", **replaced, "rounds": calibrate_rounds(**given)},
+    ]
 
 
-def _print_most(rows: list[dict[str, Any]], delta: float, *, as_json: bool) -> None:
+def _provable(relation: NeighboringRelation) -> dict[str, str]:
+    return {"basis": "provable", "relation": relation.value, "adversary sees": "released models"}
+
+
+def _print_most(rows: list[dict[str, Any]], facts: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
-        console.print_json(json.dumps({"unit": "client", "delta": delta, "rows": rows}))
+        console.print_json(json.dumps({"unit": "client", **facts, "rows": rows}))
         return
-    rounds = "rounds" in rows[0]
-    title = "Most rounds" if rounds else "Largest sampling rate"
-    columns = ("calibrated by", "relation", "T" if rounds else "r")
-    table = titled_table(f"{title} (one client, δ = {delta:.3g})", columns)
+    signs = {
+        "epsilon": "ε",
+        "noise_multiplier": "σ",
+        "delta": "δ",
+        "rounds": "T",
+        "sampling_rate": "r",
+    }
+    given = " · ".join(f"{signs[n]} = {facts[n]:.4g}" for n in signs if facts.get(n) is not None)
+    console.print(f"Unit: one client of {facts['population']} · {given}\n")
+    asked = "rounds" if "rounds" in rows[0] else "sampling_rate"
+    title = "Most rounds" if asked == "rounds" else "Largest sampling rate"
+    described = ("calibrated by", "basis", "relation", "adversary sees")
+    table = titled_table(title, (*described, signs[asked]))
     for row in rows:
-        told = str(row["rounds"]) if rounds else _rate_text(row["sampling_rate"])
-        table.add_row(row["calibrated by"], row["relation"], told)
+        told = _rounds_text(row[asked]) if asked == "rounds" else _rate_text(row[asked])
+        table.add_row(*(row[column] for column in described), told)
     console.print(table)
-    console.print("The adversary sees released models, and not who took part.")
 
 
 def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
@@ -268,6 +282,11 @@ def noise_text(noise_multiplier: float) -> str:
     """σ with four decimals, rounded up: the printed noise still meets its target."""
     # The guard keeps 2.0000000000000004 from becoming 2.0001.
     return f"{math.ceil(noise_multiplier * 1e4 - 1e-6) / 1e4:.4f}"
+
+
+def _rounds_text(rounds: int) -> str:
+    """The number, or that there may be more where the search ended."""
+    return f"{rounds} or more" if 2 * rounds > MAX_ROUNDS else str(rounds)
 
 
 def _rate_text(rate: float) -> str:

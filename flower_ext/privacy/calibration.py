@@ -83,7 +83,10 @@ def calibrate_rounds(
     relation: NeighboringRelation | None = None,
     accountant: Accountant = "pld",
 ) -> int:
-    """Largest number of rounds whose ε is at most the target; 0 if not even one fits."""
+    """Largest number of rounds whose ε is at most the target; 0 if not even one fits.
+
+    Where more than half of `MAX_ROUNDS` fit, the search ends: more may.
+    """
     _check_target(epsilon, rounds=1)
     relation = relation or default_relation(sampling)
 

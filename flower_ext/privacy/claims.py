@@ -36,7 +36,7 @@ ON_A_GRID = (
 WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
 """What is assumed where sums are protected by noise that their parts carry."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
-"""What is assumed where one record must not show in whether its client answers."""
+"""The assumption where one record must not show in whether its client answers."""
 
 
 def epsilon_text(epsilon: float) -> str:

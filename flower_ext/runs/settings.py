@@ -95,7 +95,7 @@ def _unfit(name: str, value: Any, expected: str) -> UnfitSetting:
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
-    """How many nodes an app's settings ask for; None where they do not say.
+    """Return the number of nodes that an app's settings ask for; None where they do not say.
 
     Raises
     ------

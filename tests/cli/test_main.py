@@ -77,7 +77,11 @@ def test_calibrate_turns_noise_into_epsilon():
 )
 def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, told, more):
     asked = ["--population", "100", "--noise-multiplier", "2", "--epsilon", "2", *given]
-    rows = json.loads(call("calibrate", *asked, "--json").output)["rows"]
+    found = json.loads(call("calibrate", *asked, "--json").output)
+    stated = {name: found[name] for name in ("unit", "epsilon", "noise_multiplier", "delta")}
+    assert stated == {"unit": "client", "epsilon": 2, "noise_multiplier": 2, "delta": 0.01}
+    rows = found["rows"]
+    assert all({"basis", "relation", "adversary sees"} <= set(row) for row in rows)
     by = {row["calibrated by"]: row[told] for row in rows}
     assert by["Poisson, RDP"] <= by["Poisson, PLD"]
 
@@ -93,6 +97,12 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
     in_words = call("calibrate", *asked)
     assert in_words.exit_code == 0
     assert f"{most:.3g}"[:4] in in_words.output
+
+
+def test_calibrate_says_where_its_search_for_rounds_ended():
+    asked = ["--population", "100", "--sampling-rate", "0.01", "--noise-multiplier", "1e6"]
+    told = call("calibrate", *asked, "--epsilon", "2").output
+    assert "8388608 or more" in told
 
 
 @pytest.mark.parametrize(

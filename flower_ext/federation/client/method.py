@@ -116,14 +116,15 @@ def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult:
-    """What a client uploads, once it is bounded and noised; ``memory`` never leaves it.
+    """The result of a client's work: its upload before bound and noise, and its ``memory``.
 
-    Either a ``model``, whose difference to the received one is uploaded, or another ``update``.
-    Where the plan's units are not the clients, that is a sum over them that says how far one
-    can move it; a `HiddenSum` is encrypted together with its noise. Where the server renews the
-    counterpart of ``memory`` from the update as it left the client, so does the client: then it is
-    a function of that. ``metrics`` leave the client as they are, and only under a plan that is not
-    a `ReleasePlan`: they must say nothing of the data beyond its size.
+    The memory never leaves the client. The upload is either a ``model``, whose difference to the
+    received one is sent, or another ``update``. Where the plan's units are not the clients, that
+    is a sum over them that says how far one can move it; a `HiddenSum` is encrypted together with
+    its noise. Where the server renews the counterpart of ``memory`` from the update as it left the
+    client, so does the client: then it is a function of that. ``metrics`` leave the client as they
+    are, and only under a plan that is not a `ReleasePlan`: they must say nothing of the data beyond
+    its size.
     """
 
     model: Params | None = None
@@ -132,7 +133,7 @@ class LocalResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
-        """What a plan bounds: the update, or the ``whole`` model.
+        """Return the part that a plan bounds: the update, or the ``whole`` model.
 
         Raises
         ------
@@ -153,7 +154,7 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the server asks before the first round, and what a client has to answer it with.
+    """A question of the server before the first round, and the data to answer it with.
 
     ``asked`` are plain values, ``arrays`` the server's array records by name, ``may_simulate``
     whether this client takes part in what protects nobody.

@@ -108,7 +108,7 @@ def _check_received(params: Params, task: Task) -> None:
 
 
 class _Told(dict[str, T]):
-    """What the server's message says, by name; a method may ask for what is not there."""
+    """A part of the server's message, by name; a name that is not there is a tellable error."""
 
     def __missing__(self, name: str) -> T:
         raise tellable(ValueError(f"the server's message says nothing of {name!r}"))

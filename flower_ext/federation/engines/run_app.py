@@ -1,7 +1,8 @@
-"""Run an app's folder in one process or in several: ``python -m`` this, a folder, workers.
+"""Run an app in this process, or with its clients shared among several worker processes.
 
-The whole run configuration is read from standard input, as JSON. People use
-``flower-ext run FOLDER --in-process``, which fills in the app's defaults.
+The command line names the app's folder and the number of workers; standard input holds the whole
+run configuration, as JSON. People use ``flower-ext run FOLDER --in-process``, which fills in the
+app's defaults.
 """
 
 from __future__ import annotations

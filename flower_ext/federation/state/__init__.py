@@ -1,1 +1,1 @@
-"""What outlives a process: checkpoints of the server, and what a client keeps."""
+"""Files that outlive a process: checkpoints of the server, and memory of the clients."""
