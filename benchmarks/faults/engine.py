@@ -71,7 +71,7 @@ class Referee:
             return combine(updates)
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
-            base = {name: array.copy() for name, array in strategy._base.items()}
+            base = {name: array.copy() for name, array in strategy.sent.items()}
             moved, metrics = aggregate(server_round, replies)
             self._check(server_round, base, moved, grid.taken())
             return moved, metrics
@@ -113,7 +113,7 @@ class Referee:
         )
         if not same:
             outcome.accepted.append(f"round {number}: {sorted(used)}, not {sorted(counted)}")
-        for partition in self.strategy._cohort if counted else ():
+        for partition in self.strategy.cohort.asked if counted else ():
             self.weights[partition] += came.asked / len(counted)
         if self.strategy.client.name == "uldp_avg_private":
             if (moved is not None) != (len(counted) == SILOS):

@@ -93,7 +93,7 @@ def search(
     own = {data: label for data, label in grid.memories.items() if personal(label)}
     windows = set().union(*(found for label, found in grid.own.items() if personal(label)))
     seen = {window for data in grid.wire for window in _windows(data)}
-    shared = set(strategy._base)
+    shared = set(strategy.sent)
     return Searched(
         name=name,
         personal_bytes=sum(map(len, own)),

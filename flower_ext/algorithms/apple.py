@@ -218,7 +218,7 @@ class Apple(FederatedStrategy):
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """All core models: the client's own as its model, the others by client."""
         if not self._cores:  # they all begin as the initial model
-            initial = records.to_record(self._base)
+            initial = records.to_record(self.sent)
             self._cores = dict.fromkeys(range(self.plan.sampling.population), initial)
         others = {f"{CORE}.{j}": core for j, core in self._cores.items() if j != partition}
         return {records.MODEL: self._cores[partition], **others}

@@ -116,7 +116,7 @@ class DPDitto(FederatedStrategy):
                 raise ValueError(
                     f"personal_training.{name} above 0: Ditto's personal steps are SGD"
                 )
-        self.check_steps()
+        self.check_training()
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

@@ -279,8 +279,9 @@ class Hosted(DPFedAvg):
         """Log the server and the plan."""
         log.info("%s · %s", type(self.server).__name__, self.plan.describe())
 
-    def _read_update(self, reply: Message) -> records.Update:
-        update = super()._read_update(reply)
+    def read_update(self, reply: Message) -> records.Update:
+        """A client's update, with what the server weights it by."""
+        update = super().read_update(reply)
         if not update.metrics.get(self.server.weighted_by_key, 0) > 0:
             raise records.RefusedReply(
                 f"metric {self.server.weighted_by_key!r} is missing or not above 0"

@@ -200,7 +200,7 @@ class FedALA(FederatedStrategy):
         ValueError
             ``adaptive`` names none of the model's modules.
         """
-        names = list(self._shared(arrays))
+        names = list(self.shared(arrays))
         for module in self.adaptive:
             if not any(matches(name, [module]) for name in names):
                 modules = sorted({name.rpartition(".")[0] or name for name in names})

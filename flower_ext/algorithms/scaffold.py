@@ -20,12 +20,12 @@ The client renews c_i from the same perturbed y_i: so c stays the mean of all c_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from flower_ext.federation import (
@@ -36,6 +36,7 @@ from flower_ext.federation import (
     Steps,
     records,
 )
+from flower_ext.federation.population import Cohort
 from flower_ext.privacy import Plan, ReleasePlan
 from flower_ext.training import Linear, LocalTraining, Params, difference
 
@@ -107,17 +108,15 @@ class Scaffold(FederatedStrategy):
         """The whole model, in one phase."""
         return {"local": self.local}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """As every method; the round's learning rate tells the controls later."""
-        self._learning_rate = self.local.in_round(self.next_training).learning_rate
-        return super().configure_train(server_round, arrays, config, grid)
+    def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
+        """Note the round's learning rate, which tells the controls later."""
+        self._learning_rate = self.local.in_round(number).learning_rate
+        return cohort
 
     def server_state(self) -> Mapping[str, ArrayRecord]:
         """c, zero before the first round."""
         if not self.control:
-            self.control = {name: np.zeros_like(array) for name, array in self._base.items()}
+            self.control = {name: np.zeros_like(array) for name, array in self.sent.items()}
         return {CONTROL: records.to_record(self.control)}
 
     def next_model(
@@ -157,8 +156,9 @@ class Scaffold(FederatedStrategy):
         """Take both back."""
         self.control, self._control_before = dict(state[CONTROL]), dict(state[_BEFORE])
 
-    def _read_update(self, reply: Message) -> records.Update:
-        update = super()._read_update(reply)
+    def read_update(self, reply: Message) -> records.Update:
+        """A client's update, with the number of its local steps."""
+        update = super().read_update(reply)
         if not update.metrics.get(STEPS, 0) >= 1:
             raise records.RefusedReply(f"metric {STEPS!r} is missing or below 1")
         return update

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, message_like
-from flower_ext.federation.cohort import Roster, addressed
+from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
 from flower_ext.federation.progress import Progress
 
 T = TypeVar("T")
@@ -26,11 +26,14 @@ class Exchange:
         Name of the client method, for message types.
     progress : Progress
         Where traffic is counted.
+    timeout : float
+        Seconds to wait for nodes to connect, and for answers to queries.
     """
 
-    def __init__(self, method: str, progress: Progress) -> None:
+    def __init__(self, method: str, progress: Progress, *, timeout: float) -> None:
         self.method = method
         self.progress = progress
+        self.timeout = timeout
         self.refusals: list[str] = []
         self.roster: Roster | None = None
         self.nodes: Mapping[int, int] = {}
@@ -38,7 +41,7 @@ class Exchange:
         self._questions: dict[str, dict[int, Message]] = {}
         self._partitions: dict[int, int] = {}
 
-    def connect(self, grid: Grid, population: int, *, timeout: float) -> Roster:
+    def connect(self, grid: Grid, population: int) -> Roster:
         """Wait for all nodes the first time.
 
         Raises
@@ -47,9 +50,14 @@ class Exchange:
             Fewer or more than ``population`` connect.
         """
         if self.roster is None:
-            self.roster = Roster.connect(grid, population, timeout=timeout)
+            self.roster = Roster.connect(grid, population, timeout=self.timeout)
             self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
+
+    @property
+    def knows_partitions(self) -> bool:
+        """Whether nodes told their partitions, so that they are the same ones in another run."""
+        return self.roster is not None and self.roster.known
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
         """A message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
@@ -77,6 +85,25 @@ class Exchange:
         self._partitions = {self.nodes[partition]: partition for partition in contents}
         self.progress.asked(kind, messages)
         return messages
+
+    def query(
+        self, grid: Grid, contents: Mapping[int, Content], read: Callable[[Message], T]
+    ) -> dict[int, T]:
+        """What clients answer to a query each, by partition.
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or not what ``read`` accepts.
+        """
+        asked = self.ask("query", contents, 0)
+        replies = grid.send_and_receive(asked, timeout=self.timeout)
+        answers = self.accepted("query", 0, replies, list(contents), read)
+        if missing := sorted(set(contents) - set(answers)):
+            raise FederationNotReady(
+                f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
+            )
+        return answers
 
     def sent(self, reply: Message) -> tuple[int, records.Arrays]:
         """Whose reply to a training message this is, and the model that was sent there."""

@@ -134,7 +134,7 @@ class ReleasePromise(Promise[ReleasePlan]):
     def facts(self) -> dict[str, float]:
         """Bound and share of the noise of one client."""
         strategy = self.strategy
-        return plan_facts(self.plan, strategy.num_asked, seeded_noise=strategy.seeded_noise)
+        return plan_facts(self.plan, len(strategy.cohort.asked), seeded_noise=strategy.seeded_noise)
 
     def guarantees(self) -> list[Guarantee]:
         """The method's published claim, and what is provable against each adversary."""
@@ -151,9 +151,9 @@ class ReleasePromise(Promise[ReleasePlan]):
 
     def _largest(self, partition: int, numbers: int) -> float:
         return self.plan.largest_upload(
-            cohort_size=self.strategy.num_asked,
+            cohort_size=len(self.strategy.cohort.asked),
             numbers=numbers,
-            norms=self.strategy.upload_norms(partition),
+            norms=self.strategy.cohort.norms.get(partition, 1.0),
         )
 
     def _bounded(self, update: Arrays, received: Arrays) -> Arrays:

@@ -185,6 +185,20 @@ class Ledger:
         """How many releases were reserved."""
         return len(self._reserved)
 
+    def check_holds(self, releases: int) -> None:
+        """Refuse a ledger that lacks releases which were made.
+
+        Raises
+        ------
+        LedgerCorrupt
+            Says how many are missing.
+        """
+        if self.releases < releases:
+            raise LedgerCorrupt(
+                f"{self.path} holds {self.releases} releases of a run that made {releases}: lines "
+                "are missing, and with them what was spent; put the ledger back, or begin a new run"
+            )
+
     def spent(self, delta: float) -> PrivacyLoss:
         """(ε, δ) of everything reserved so far."""
         return privacy_loss_of(self._counted, delta=delta, accountant=self.accountant)

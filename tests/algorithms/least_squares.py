@@ -123,6 +123,6 @@ def start(build, rounds, folder, dies_in=None):
 
 def remembered(strategy, grid):
     """Mean over clients of what they remember."""
-    name, run = type(strategy).client.name, strategy._checkpoints.run_id
+    name, run = type(strategy).client.name, strategy.checkpoints.run_id
     kept = [ClientMemory(context, name, run).load() for context in grid.contexts.values()]
     return np.mean([params["weight"].numpy() for params in kept], axis=0)

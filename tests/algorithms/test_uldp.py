@@ -207,7 +207,7 @@ def test_group_promises_what_its_steps_cost():
     assert (published.basis, provable.basis) == ("published", "provable")
     assert all(g.unit is PrivacyUnit.USER for g in (published, provable))
     assert any("records each user has" in text for text in provable.not_covered)
-    spent = strategy._spent()
+    spent = strategy.spent()
     assert spent["epsilon_provable"] == provable.epsilon > 0
     assert spent["epsilon_published"] == published.epsilon > 0
     longer = grouped(3)
@@ -545,7 +545,7 @@ def test_a_round_without_all_silos_can_be_discarded_and_is_spent_all_the_same(tm
     assert kinds == ["reserve", "discard", "reserve", "commit", "reserve", "discard"]
     assert "2 of 3 clients answered" in entries[1]["reason"]
     assert strategy.participations.rounds == ledger.releases == 3
-    assert ledger.spent(1e-5).epsilon == strategy._spent()["epsilon_provable"]
+    assert ledger.spent(1e-5).epsilon == strategy.spent()["epsilon_provable"]
 
 
 def test_rounds_whose_uploads_all_came_too_late_still_count_for_who_saw_them():
@@ -578,7 +578,7 @@ def test_the_guarantees_are_those_of_the_plan_and_the_log_has_both_epsilons():
     ours = strategy.guarantees()
     assert [g.epsilon for g in ours] == [g.epsilon for g in expected]
     assert all(g.unit is PrivacyUnit.USER for g in ours[1:])
-    spent = strategy._spent()
+    spent = strategy.spent()
     assert spent["epsilon_published"] == ours[0].epsilon
     assert spent["epsilon_provable"] == ours[1].epsilon
     assert any("how many records each user has" in text for text in ours[1].not_covered)

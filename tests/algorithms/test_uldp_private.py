@@ -25,11 +25,11 @@ from flower_ext.algorithms.uldp import (
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
     ClientVault,
-    FederatedStrategy,
     FederationNotReady,
     InProcessGrid,
     records,
 )
+from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.privacy import (
     AdversaryView,
     FullParticipation,
@@ -100,20 +100,25 @@ def difference(one, other):
 def test_the_model_is_that_of_plain_weights_over_several_rounds(
     ours, theirs, sampling, monkeypatch
 ):
-    draw, drawn = FederatedStrategy.draw_cohort, {}
+    draw, drawn = UsersInSilos.draw, []
 
-    def noted(self, number):
-        return drawn.setdefault(number, draw(self, number))
+    def noted(self, rng):
+        drawn.append(draw(self, rng))
+        return drawn[-1]
 
-    monkeypatch.setattr(FederatedStrategy, "draw_cohort", noted)
+    monkeypatch.setattr(UsersInSilos, "draw", noted)
     grid, model = start(strategy := make(ours, sampling=sampling))
     assert strategy.refusals == []
     order = kept(grid)._order
 
-    def told(self, number):  # the users at the places that the server drew
-        return sorted(order[place] for place in drawn[number])
+    assert len(drawn) == ROUNDS
+    rounds = iter(drawn)
 
-    monkeypatch.setattr(FederatedStrategy, "draw_cohort", told)
+    def told(self, rng):  # the users at the places that the server drew
+        cohort = next(rounds)
+        return replace(cohort, units=sorted(order[place] for place in cohort.units))
+
+    monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make(theirs, sampling=sampling))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert difference(model, records.to_arrays(ArrayRecord(task().initial_params(SEED)))) > 1e-3
@@ -191,7 +196,12 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
         for number, taken in rounds.items()
     }
-    monkeypatch.setattr(FederatedStrategy, "draw_cohort", lambda self, number: users[number])
+    places = iter(sorted(users))
+
+    def told(self, rng):
+        return Cohort(asked=range(self.num_silos), units=users[next(places)])
+
+    monkeypatch.setattr(UsersInSilos, "draw", told)
     _, expected = start(make(UldpAvg, sampling=PoissonSampling(USERS, 0.4)))
     assert difference(model, expected) <= ROUNDS * SMALL.precision
     assert "users" not in strategy.progress.row

@@ -49,7 +49,7 @@ def planted():
         if name != "client-noise-poisson":
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name in ULDP:
-            yield name, "weights of 2", faults.weights_of_two, 1, 300
+            yield name, "weights of 2", faults.weights_of_two, 1, 400
 
 
 PLANTED = list(planted())

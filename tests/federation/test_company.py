@@ -141,7 +141,7 @@ def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
     strategy.progress.begin()
     initial = ArrayRecord(task.initial_params(2))
     asked = list(strategy.configure_train(1, initial, ConfigRecord(), grid))
-    partitions = {node: partition for partition, node in strategy._exchange.nodes.items()}
+    partitions = {node: partition for partition, node in strategy.exchange.nodes.items()}
     asked = [m for m in asked if present or partitions[m.metadata.dst_node_id] != 0]
     replies = grid.send_and_receive(asked)
     return {

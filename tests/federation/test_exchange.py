@@ -53,9 +53,12 @@ def square_of(reply: Message) -> int:
 
 
 def connected(app: ClientApp | None = None) -> tuple[Exchange, InProcessGrid]:
-    exchange, grid = Exchange("meth", Progress()), InProcessGrid(app or client_app(), CLIENTS)
+    exchange, grid = (
+        Exchange("meth", Progress(), timeout=1.0),
+        InProcessGrid(app or client_app(), CLIENTS),
+    )
     exchange.progress.begin()
-    exchange.connect(grid, CLIENTS, timeout=1.0)
+    exchange.connect(grid, CLIENTS)
     return exchange, grid
 
 
@@ -67,7 +70,7 @@ def listen(exchange, grid, kind, partitions, server_round=1):
 
 
 def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_it():
-    assert Exchange("meth", Progress()).nodes == {}
+    assert Exchange("meth", Progress(), timeout=1.0).nodes == {}
     exchange, _ = connected()
     assert list(exchange.nodes) == list(range(CLIENTS))
     assert len(set(exchange.nodes.values())) == CLIENTS
@@ -77,9 +80,9 @@ def test_nodes_are_asked_who_they_are_once_only():
     exchange, _ = connected()
     roster = exchange.roster
     other = InProcessGrid(client_app(), CLIENTS + 1)  # would be refused
-    assert exchange.connect(other, CLIENTS, timeout=0.1) is roster
+    assert exchange.connect(other, CLIENTS) is roster
     with pytest.raises(FederationNotReady):
-        Exchange("meth", Progress()).connect(other, CLIENTS, timeout=0.1)
+        Exchange("meth", Progress(), timeout=0.1).connect(other, CLIENTS)
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])

@@ -235,7 +235,7 @@ def round_of(name):
 
 def accepted(strategy, kind, number, replies, partitions, read):
     before = len(strategy.refusals)
-    found = strategy._exchange.accepted(kind, number, replies, partitions, read)
+    found = strategy.exchange.accepted(kind, number, replies, partitions, read)
     return found, strategy.refusals[before:]
 
 
@@ -243,8 +243,8 @@ def held_against(name, kind, what, seed, mutations):
     """A malformed reply, before and after the sound one of its node: as if it were not there."""
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
-    read = strategy._read_update if kind == "train" else records.read_scores
-    partitions = strategy._cohort if kind == "train" else list(strategy._exchange.nodes)
+    read = strategy.read_update if kind == "train" else records.read_scores
+    partitions = strategy.cohort.asked if kind == "train" else list(strategy.exchange.nodes)
     rng = np.random.default_rng(seed)
     good = replies[rng.integers(len(replies))]
     mutations[what](bad := copied(good), rng)

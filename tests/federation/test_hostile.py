@@ -322,7 +322,7 @@ def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
     strategy.configure_train(
         1, ArrayRecord(test_uldp.task().initial_params(0)), ConfigRecord(), grid
     )
-    norms = [strategy.upload_norms(silo) for silo in range(3)]
+    norms = [strategy.cohort.norms[silo] for silo in range(3)]
     present = {int(user) for silo in test_uldp.silos() for user in silo.owners}
     users = test_uldp.USERS if weighting == "equal" else len(present)
     assert sum(norms) == pytest.approx(users)
@@ -450,4 +450,4 @@ def test_lost_keys_are_told_in_one_form_only(data):
     content = RecordDict({"update": records.to_record({private_silo.LOST: data})})
     strategy = object.__new__(private.PrivateUldpAvg)
     with pytest.raises(RefusedReply, match="lost"):
-        strategy._read_update(reply(content))
+        strategy.read_update(reply(content))

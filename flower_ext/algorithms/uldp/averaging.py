@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import ERROR, WARNING, getLogger
 from typing import Any
@@ -56,6 +56,7 @@ from flower_ext.federation import (
     Training,
     records,
 )
+from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import per_unit
 from flower_ext.privacy import (
     SECURE_SUM,
@@ -259,12 +260,12 @@ class UldpAvg(FederatedStrategy):
     ) -> None:
         self.weights = weight_source(weighting)
         check_user_plan(plan, num_silos, self.weights.weighting)
+        options.setdefault("population", UsersInSilos(plan.sampling, num_silos))
         super().__init__(plan=plan, **options)
         self.num_silos = num_silos
         self.local = local or LocalTraining()
         self.apart: Mapping[int, bool] = {}
         """By silo: True where users train one by one, since company might change them."""
-        self._users: list[int] = []
         self._users_records: Sequence[ArrayRecord] = []
 
     @property
@@ -277,11 +278,6 @@ class UldpAvg(FederatedStrategy):
         """|U| and C."""
         return {USERS: self.plan.sampling.population, CLIPPING_NORM: self.plan.clipping_norm}
 
-    @property
-    def num_nodes(self) -> int:
-        """The silos."""
-        return self.num_silos
-
     def prepare(self, grid: Grid) -> None:
         """Ask the silos whether they can take part, and for histograms where weights need them."""
         self.apart = ask_company(self, grid)
@@ -290,12 +286,18 @@ class UldpAvg(FederatedStrategy):
         )
         self.weights.prepare(counts, self.num_silos)
 
-    def draw_cohort(self, number: int) -> list[int]:
-        """Line 5 of Algorithm 4 draws users; all silos are asked for their part of them."""
-        self._users = super().draw_cohort(number)
-        self._users_records = self.weigh(number, self._users)
-        self.progress.row["users"] = len(self._users)
-        return list(range(self.num_silos))
+    def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
+        """Weigh the users of the round, whom line 5 of Algorithm 4 draws.
+
+        A silo's sum has as many clipping norms as its users have weight.
+        """
+        self._users_records = self.weigh(number, cohort.units)
+        self.progress.row["users"] = len(cohort.units)
+        norms = {}
+        for silo, record in enumerate(self._users_records):
+            weights = record[WEIGHTS].numpy()
+            norms[silo] = float(weights.sum()) * (1 if weights.size > 1 else len(cohort.units))
+        return replace(cohort, norms=norms)
 
     def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
         """What tells each silo the weights of training round ``number``."""
@@ -306,21 +308,6 @@ class UldpAvg(FederatedStrategy):
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
         """The round's users, and their weights in this silo."""
         return {USERS: self._users_records[partition]}
-
-    def upload_norms(self, partition: int) -> float:
-        """A silo's sum has as many clipping norms as its users have weight."""
-        weights = self._users_records[partition][WEIGHTS].numpy()
-        return float(weights.sum()) * (1 if weights.size > 1 else len(self._users))
-
-    @property
-    def num_asked(self) -> int:
-        """All silos."""
-        return self.num_silos
-
-    @property
-    def participants(self) -> Sequence[int]:
-        """The sampled users; the noise comes from the silos that answer."""
-        return self._users
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
@@ -364,8 +351,9 @@ class UldpAvg(FederatedStrategy):
         """What hides from the server who was drawn; empty where it knows."""
         return ""
 
-    def _protection(self) -> dict[str, float]:
-        return per_unit(super()._protection())
+    def protection(self) -> dict[str, float]:
+        """Each user's part of a silo's sum is bounded by itself."""
+        return per_unit(super().protection())
 
     def not_covered(self) -> list[str]:
         """And what the silos tell of their users."""

@@ -186,7 +186,8 @@ class UldpGroup(FederatedStrategy):
             not_covered=self.not_covered(),
         )
 
-    def _spent(self) -> dict[str, float]:
+    def spent(self) -> dict[str, float]:
+        """ε so far, published and provable."""
         return {f"epsilon_{g.basis}": g.epsilon for g in self.guarantees()}
 
     def not_covered(self) -> list[str]:
@@ -194,5 +195,6 @@ class UldpGroup(FederatedStrategy):
         shown = "how many records each user has in each silo: the silos tell the server"
         return [*super().not_covered(), shown]
 
-    def _protection(self) -> dict[str, float]:
+    def protection(self) -> dict[str, float]:
+        """None but the noise of the steps, which the silo's own training adds."""
         return {"seeded-noise": self.seeded_noise}

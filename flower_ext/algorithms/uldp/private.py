@@ -65,6 +65,7 @@ from flower_ext.federation import (
     Remaining,
     records,
 )
+from flower_ext.federation.population import Cohort, HiddenUsers
 from flower_ext.privacy import (
     Aggregate,
     FullParticipation,
@@ -115,6 +116,7 @@ class PrivateUldpAvg(UldpAvg):
         Those of `UldpAvg`.
     """
 
+    population: HiddenUsers
     client = ClientMethod(
         name="uldp_avg_private",
         local_update=local_update,
@@ -142,11 +144,16 @@ class PrivateUldpAvg(UldpAvg):
         if options.get("diagnostics"):
             raise ValueError("diagnostics=True: norms of updates stay hidden; expected False")
         self.protocol = protocol or PrivateWeighting()
-        weights = PrivateWeights(hidden_draw=self.protocol.draw_choices is not None)
-        super().__init__(plan=plan, num_silos=num_silos, weighting=weights, **options)
+        hidden = self.protocol.draw_choices is not None
+        super().__init__(
+            plan=plan,
+            num_silos=num_silos,
+            weighting=PrivateWeights(hidden_draw=hidden),
+            population=HiddenUsers(plan.sampling, num_silos, oblivious=hidden),
+            **options,
+        )
         self._weighting_plan(coordinates=1)  # refuses what could overflow
         self._server: WeightingServer | None = None
-        self._grid: Grid | None = None
         self._not_drawn = ""
 
     def summary(self) -> None:
@@ -167,7 +174,7 @@ class PrivateUldpAvg(UldpAvg):
         """Set up the protocol: keys, the silos' seed, blinded counts."""
         started = time.monotonic()
         self.apart = ask_company(self, grid)
-        plan = self._weighting_plan(coordinates=sum(a.size for a in self._base.values()))
+        plan = self._weighting_plan(coordinates=sum(a.size for a in self.sent.values()))
         norm = self.plan.clipping_norm
         self.plan = replace(self.plan, sensitivity=plan.contribution_bound(norm) / norm)
         self._log_estimate(plan)
@@ -202,24 +209,23 @@ class PrivateUldpAvg(UldpAvg):
         length = plan.users * plan.residue_bytes
         counts = self._told(grid, ConfigRecord({STEP: COUNT}), COUNTS, length, own=for_one)
         server.receive_counts([BlindedCounts(silo=s, counts=c) for s, c in counts.items()])
-        self._server, self._grid = server, grid
+        self._server = server
         self.progress.row["setup_seconds"] = time.monotonic() - started
 
-    def draw_cohort(self, number: int) -> list[int]:
-        """Users as the plan says; with ``protocol.draw_choices`` nobody knows whom.
+    def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
+        """Weighting (a): encrypt the weights of the round's users.
 
         All silos are asked, or none: where silo 0 does not answer for them all.
         """
+        self._not_drawn = ""
         if self.protocol.draw_choices is None:
-            return super().draw_cohort(number)
-        self._users = list(range(self.plan.sampling.population))  # it may be any of them
+            return super().begin_round(number, cohort, grid)
         try:
-            self._users_records = self._drawn(number)
+            self._users_records = self._drawn(number, grid)
         except FederationNotReady as missing:
             self._not_drawn = str(missing)
-            return []
-        self._not_drawn = ""
-        return list(range(self.num_silos))
+            return replace(cohort, asked=())
+        return cohort
 
     def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
         """Weighting (a): the same encryptions for all silos."""
@@ -234,12 +240,11 @@ class PrivateUldpAvg(UldpAvg):
         sent = records.to_record({WEIGHTS: records.to_bytes_array(message.weights)})
         return [sent] * self.num_silos
 
-    def _drawn(self, number: int) -> Sequence[ArrayRecord]:
+    def _drawn(self, number: int, grid: Grid) -> Sequence[ArrayRecord]:
         """Weighting (a) for users whom nobody knows: the same for all silos."""
-        assert self._grid is not None
         offer = self._connected.offer_draw(number)
         told = self._told(
-            self._grid,
+            grid,
             ConfigRecord({STEP: DRAW, NUMBER: number}),
             ANSWER,
             self.plan.sampling.population * ELEMENT_BYTES,
@@ -287,19 +292,9 @@ class PrivateUldpAvg(UldpAvg):
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         self.progress.row["decryption_seconds"] = time.monotonic() - started
         aggregate = self.plan.aggregate(
-            [self._unflat(total)], cohort_size=1, noise=SecureNoise(), like=self._base
+            [self._unflat(total)], cohort_size=1, noise=SecureNoise(), like=self.sent
         )
         return replace(aggregate, answered=len(sums))
-
-    def count_participations(self, answered: int) -> None:
-        """The sampled places took part. Who missed a silo's part of a sum saw no sum at all."""
-        super().count_participations(self.num_silos)
-
-    def count_abandoned(self, participants: Sequence[int], answered: int, *, asked: int) -> None:
-        """As the places that were asked for were those of an order which is lost."""
-        self._forget_order()
-        super().count_abandoned(participants, asked, asked=asked)
-        self._forget_order()
 
     def state(self) -> Mapping[str, records.Arrays]:
         """How far one user moves the sum, as encoding has it."""
@@ -309,11 +304,7 @@ class PrivateUldpAvg(UldpAvg):
         """The set-up was made anew: places are those of a new order, the larger bound counts."""
         sensitivity = max(self.plan.sensitivity, float(state[_SENSITIVITY][_SENSITIVITY]))
         self.plan = replace(self.plan, sensitivity=sensitivity)
-        self._forget_order()
-
-    def _forget_order(self) -> None:
-        if not isinstance(self.plan.sampling, FullParticipation):
-            self.participations.level(range(self.plan.sampling.population))
+        self.population.forget_order()
 
     @property
     def repeats(self) -> bool:
@@ -346,7 +337,8 @@ class PrivateUldpAvg(UldpAvg):
             "3072-bit group of RFC 3526"
         )
 
-    def _read_update(self, reply: Message) -> records.Update:
+    def read_update(self, reply: Message) -> records.Update:
+        """A silo's masked sum of this round, or that it has lost its keys."""
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
             return records.Update(arrays, {})
@@ -398,7 +390,7 @@ class PrivateUldpAvg(UldpAvg):
         asked: Sequence[int] | None = None,
     ) -> dict[int, bytes]:
         """Bytes of that name and length from each ``asked`` silo, or from ``only`` some of them."""
-        speakers = {self._exchange.nodes[s] for s in only or range(self.num_silos)}
+        speakers = {self.exchange.nodes[s] for s in only or range(self.num_silos)}
 
         def read(reply: Message) -> bytes:
             arrays = records.read_answer(reply)
@@ -409,10 +401,10 @@ class PrivateUldpAvg(UldpAvg):
         return self.ask_everyone(grid, question, read, own, partitions=asked)
 
     def _unflat(self, total: np.ndarray) -> records.Arrays:
-        names = sorted(self._base)
-        ends = np.cumsum([self._base[name].size for name in names])[:-1]
+        names = sorted(self.sent)
+        ends = np.cumsum([self.sent[name].size for name in names])[:-1]
         parts = zip(names, np.split(total, ends), strict=True)
-        return {name: part.reshape(self._base[name].shape) for name, part in parts}
+        return {name: part.reshape(self.sent[name].shape) for name, part in parts}
 
     def _log_estimate(self, plan: WeightingPlan) -> None:
         guess = estimate_round(plan, prepared=keeping.pool_pays(plan))

@@ -263,8 +263,8 @@ def ask_company(strategy: FederatedStrategy, grid: Grid) -> dict[int, bool]:
     """
     trainings = records.training_records(strategy.training)
     content = {records.COMPANY: ConfigRecord(), **trainings}
-    everyone = dict.fromkeys(range(strategy.num_nodes), content)
-    return dict(sorted(strategy.ask_each(grid, everyone, _read_company).items()))
+    everyone = dict.fromkeys(range(strategy.population.num_nodes), content)
+    return dict(sorted(strategy.exchange.query(grid, everyone, _read_company).items()))
 
 
 def _read_company(reply: Message) -> bool:

@@ -1,0 +1,81 @@
+"""One round as clients see it: the content for each of a cohort, and numbers of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord
+
+from flower_ext.federation import records
+from flower_ext.federation.exchange import Content
+from flower_ext.federation.population import Cohort
+from flower_ext.federation.stragglers import shortened
+from flower_ext.training import LocalTraining
+
+
+def in_round(trainings: Mapping[str, LocalTraining], number: int) -> dict[str, LocalTraining]:
+    """Phases of training with the learning rates of training round ``number``."""
+    return {phase: training.in_round(number) for phase, training in trainings.items()}
+
+
+def training_contents(
+    cohort: Cohort,
+    shared: Content,
+    trainings: Mapping[str, LocalTraining],
+    *,
+    slow: Mapping[int, float],
+    own: Callable[[int], Mapping[str, ArrayRecord]],
+) -> dict[int, Content]:
+    """The content for each client that is asked; those who are asked the same share one object.
+
+    Parameters
+    ----------
+    shared : Content
+        Records that all are sent.
+    trainings : Mapping[str, LocalTraining]
+        Phases of training in this round.
+    slow : Mapping[int, float]
+        By partition, the share of its epochs that a straggler completes.
+    own : Callable[[int], Mapping[str, ArrayRecord]]
+        Records for one partition alone.
+    """
+    whole = {**shared, **records.training_records(trainings)}
+    contents: dict[int, Content] = dict.fromkeys(cohort.asked, whole)
+    for partition, how_far in slow.items():
+        less = {phase: shortened(training, how_far) for phase, training in trainings.items()}
+        contents[partition] = {**shared, **records.training_records(less)}
+    for partition, content in contents.items():
+        if alone := own(partition):
+            contents[partition] = {**content, **alone}
+    return contents
+
+
+def with_remembered(
+    contents: Mapping[int, Content],
+    remembered: Mapping[int, int],
+    facts: Callable[[int], ConfigRecord],
+) -> dict[int, Content]:
+    """Tell each which of its rounds was used last; those told the same share a content.
+
+    Parameters
+    ----------
+    remembered : Mapping[int, int]
+        By partition; 0 where not named.
+    facts : Callable[[int], ConfigRecord]
+        The facts of this round for a client that is told that number.
+    """
+    told: dict[tuple[int, int], Content] = {}
+    for partition, content in contents.items():
+        last = remembered.get(partition, 0)
+        if (id(content), last) not in told:
+            told[id(content), last] = {**content, records.ROUND: facts(last)}
+    return {p: told[id(c), remembered.get(p, 0)] for p, c in contents.items()}
+
+
+def norm_columns(updates: Iterable[records.Update]) -> dict[str, float]:
+    """Mean and spread of the updates' norms before clipping, where clients report them."""
+    norms = [u.metrics["update-norm"] for u in updates if "update-norm" in u.metrics]
+    if not norms:
+        return {}
+    return {"update_norm_mean": float(np.mean(norms)), "update_norm_std": float(np.std(norms))}

@@ -1,0 +1,127 @@
+"""One account for people: run directories that spend from it, resumed ones, bare ones."""
+
+from pathlib import Path
+
+import pytest
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import DPDitto, DPFedAvg
+from flower_ext.federation import InProcessGrid
+from flower_ext.privacy import (
+    Budget,
+    FullParticipation,
+    Ledger,
+    NonPrivatePlan,
+    RecordLevelPlan,
+    ReleasePlan,
+    privacy_loss_of,
+    spent_by_run,
+    total_spent,
+)
+from flower_ext.runs import RunDirectory
+from tests.worlds import task
+
+CLIENTS, DELTA = 3, 0.1
+PLAN = ReleasePlan(
+    sampling=FullParticipation(CLIENTS),
+    clipping_norm=0.5,
+    noise_multiplier=3.0,
+    rounds=9,
+    delta=DELTA,
+)
+
+
+def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg, **options):
+    """Start a run, or go on with it, for ``rounds`` rounds in all."""
+    begun = (folder / "run.json").exists()
+    run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
+    try:
+        strategy = method(plan=plan, budget=budget, run=run, timeout=5.0, **options)
+        grid = InProcessGrid(method.client_app(task()), num_clients=CLIENTS)
+        strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
+    finally:
+        run.close()
+    return strategy
+
+
+def epsilon(rounds: int) -> float:
+    return privacy_loss_of({PLAN.release: rounds}, delta=DELTA).epsilon
+
+
+def account(tmp_path, rounds: float) -> Budget:
+    return Budget(epsilon=epsilon(rounds) * 1.001, delta=DELTA, ledger=tmp_path / "people.jsonl")
+
+
+def test_runs_in_several_folders_spend_one_budget_and_the_last_ends_at_it(tmp_path):
+    budget = account(tmp_path, 5)
+    first = run_of(tmp_path / "a", budget, rounds=3)
+    second = run_of(tmp_path / "b", budget, rounds=3)
+    assert first.stopped is None
+    assert second.participations.rounds == 2
+    assert "2 runs spent" in second.stopped
+    entries = Ledger.read(budget.ledger)
+    assert total_spent(entries, DELTA) == pytest.approx(epsilon(5))
+    assert [(run.name, run.rounds) for run in spent_by_run(entries)] == [("a", 3), ("b", 2)]
+
+
+def test_a_resumed_run_is_charged_for_its_new_rounds_alone(tmp_path):
+    budget = account(tmp_path, 9)
+    run_of(tmp_path / "a", budget, rounds=2)
+    run_of(tmp_path / "a", budget, rounds=2)
+    assert total_spent(Ledger.read(budget.ledger), DELTA) == pytest.approx(epsilon(2))
+    run_of(tmp_path / "a", budget, rounds=3)
+    assert total_spent(Ledger.read(budget.ledger), DELTA) == pytest.approx(epsilon(3))
+
+
+def test_a_round_is_charged_before_anybody_is_asked(tmp_path):
+    budget = account(tmp_path, 9)
+
+    class Watching(InProcessGrid):
+        def send_and_receive(self, messages, **how):
+            messages = list(messages)
+            if any(message.metadata.message_type.startswith("train") for message in messages):
+                seen.append(len(Ledger.read(budget.ledger)))
+            return super().send_and_receive(messages, **how)
+
+    seen: list[int] = []
+    strategy = DPFedAvg(plan=PLAN, budget=budget, timeout=5.0)
+    grid = Watching(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+    assert seen == [1, 2]
+
+
+def test_records_are_counted_by_epsilon_and_never_with_clients(tmp_path):
+    plan = RecordLevelPlan.for_target(
+        epsilon=4.0,
+        delta=0.01,
+        sampling=FullParticipation(CLIENTS),
+        num_examples=30,
+        rounds=2,
+        clipping_norm=1.0,
+        basis="provable",
+    )
+    path = tmp_path / "people.jsonl"
+    budget = Budget(epsilon=8.0, delta=0.02, ledger=path)
+    for name in ("a", "b"):
+        assert run_of(tmp_path / name, budget, plan=plan, method=DPDitto).stopped is None
+    assert 7 < total_spent(Ledger.read(path), 0.02) <= 8
+    assert run_of(tmp_path / "c", budget, plan=plan, method=DPDitto).stopped is not None
+    with pytest.raises(ValueError, match="no one ε speaks of both"):
+        run_of(tmp_path / "d", Budget(epsilon=8.0, delta=DELTA, ledger=path))
+
+
+def test_a_run_without_noise_and_a_pilot_are_named_as_what_they_are(tmp_path):
+    budget = account(tmp_path, 9)
+    bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    run_of(tmp_path / "a", budget, plan=bare)
+    run_of(tmp_path / "b", budget, exposed=["a pilot run without noise"])
+    runs = {(run.name, run.epsilon is None, run.what) for run in spent_by_run(_of(budget))}
+    assert runs == {
+        ("a", True, "training without noise"),
+        ("b", True, "a pilot run without noise"),
+        ("b", False, ""),
+    }
+
+
+def _of(budget: Budget):
+    return Ledger.read(budget.ledger)
