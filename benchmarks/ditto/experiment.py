@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from benchmarks.runs import Config, run_all, settings
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
-from flower_ext.privacy.claims import Basis
+from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.figures import Line
 

@@ -28,7 +28,7 @@ from flower_ext.privacy import (
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
-from flower_ext.privacy.claims import Basis
+from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12

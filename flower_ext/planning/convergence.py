@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flower_ext.privacy.claims import Basis, Condition
+from flower_ext.privacy.guarantee import Basis, Condition
 
 LARGEST_WEIGHT = 2.0
 """λ at which a personal model is the global one."""

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
-from flower_ext.privacy.claims import Basis, Condition
+from flower_ext.privacy.guarantee import Basis, Condition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from flower_ext.planning.convergence import (
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.privacy.claims import Basis
+from flower_ext.privacy.guarantee import Basis
 
 
 @dataclass(frozen=True, kw_only=True)

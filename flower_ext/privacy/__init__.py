@@ -27,7 +27,13 @@ from flower_ext.privacy.calibration import (
     calibrate_sampling_rate,
     default_relation,
 )
-from flower_ext.privacy.claims import (
+from flower_ext.privacy.group_privacy import (
+    DpSgd,
+    group_loss,
+    group_loss_by_conversion,
+    group_loss_by_renyi,
+)
+from flower_ext.privacy.guarantee import (
     Condition,
     Guarantee,
     check_client_plan,
@@ -36,12 +42,6 @@ from flower_ext.privacy.claims import (
     dp2_fedsam_theorem2_noise_multiplier,
     epsilon_text,
     theorem2_of_plan,
-)
-from flower_ext.privacy.group import (
-    DpSgd,
-    group_loss,
-    group_loss_by_conversion,
-    group_loss_by_renyi,
 )
 from flower_ext.privacy.ledger import (
     Budget,
@@ -59,20 +59,20 @@ from flower_ext.privacy.noise import (
     noise_grid,
 )
 from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.perturbation import (
-    LocalObjective,
-    ObjectivePerturbation,
-    OutputPerturbation,
-    Perturbation,
-    PreconditionFailed,
-    perturbation_guarantees,
-    upcycled_theorem_6_2,
-    upcycled_theorem_6_2_delta,
-    upcycled_theorem_6_3,
-)
 from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
-from flower_ext.privacy.plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
-from flower_ext.privacy.population import (
+from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
+from flower_ext.privacy.record_level_plan import RecordLevelPlan
+from flower_ext.privacy.release_plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
+from flower_ext.privacy.sampling import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    Sampling,
+    sampling_from_dict,
+    sampling_to_dict,
+    size_for_rate,
+)
+from flower_ext.privacy.shared_ledger import (
     Charge,
     DoesNotCompose,
     RunSpend,
@@ -81,8 +81,7 @@ from flower_ext.privacy.population import (
     spent_by_run,
     total_spent,
 )
-from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
-from flower_ext.privacy.record_level import (
+from flower_ext.privacy.theorems.dp_ditto import (
     ClippedSteps,
     clipped_steps_epsilon,
     clipped_steps_guarantee,
@@ -93,18 +92,7 @@ from flower_ext.privacy.record_level import (
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
-from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.sampling import (
-    FixedSizeSampling,
-    FullParticipation,
-    PoissonSampling,
-    Sampling,
-    sampling_from_dict,
-    sampling_to_dict,
-    size_for_rate,
-)
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
-from flower_ext.privacy.user_level import (
+from flower_ext.privacy.theorems.uldp import (
     SECURE_SUM,
     GroupPlan,
     Weighting,
@@ -115,6 +103,18 @@ from flower_ext.privacy.user_level import (
     uldp_group_guarantees,
     uldp_naive_guarantees,
 )
+from flower_ext.privacy.theorems.upcycled import (
+    LocalObjective,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Perturbation,
+    PreconditionFailed,
+    perturbation_guarantees,
+    upcycled_theorem_6_2,
+    upcycled_theorem_6_2_delta,
+    upcycled_theorem_6_3,
+)
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 __all__ = [
     "SECURE_SUM",

@@ -49,7 +49,7 @@ class Budget:
     epsilon, delta : float
     ledger : Path, optional
         Account that all runs on one population share: the budget is then that of all of them
-        together (see `privacy.population`).
+        together (see `privacy.shared_ledger`).
     """
 
     epsilon: float

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flower_ext.privacy.claims import Guarantee
-from flower_ext.privacy.perturbation import (
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.record_level_plan import RecordLevelPlan
+from flower_ext.privacy.release_plan import NonPrivatePlan, PlainAverage, ReleasePlan
+from flower_ext.privacy.theorems.uldp import GroupPlan
+from flower_ext.privacy.theorems.upcycled import (
     LocalObjective,
     Perturbation,
     epsilons,
     perturbation_guarantees,
 )
-from flower_ext.privacy.plan import NonPrivatePlan, PlainAverage, ReleasePlan
-from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.user_level import GroupPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     perturbation_guarantees,
     upcycled_theorem_6_2,
 )
-from flower_ext.privacy.perturbation import epsilons
+from flower_ext.privacy.theorems.upcycled import epsilons
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
 OBJECTIVE = ObjectivePerturbation(rate=4.0)

@@ -31,7 +31,7 @@ import numpy as np
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.bounds import Update, check_arrays, clip, in_float64, in_precision_of
-from flower_ext.privacy.claims import (
+from flower_ext.privacy.guarantee import (
     LOADS,
     ON_A_GRID,
     Basis,

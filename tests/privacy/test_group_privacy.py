@@ -17,7 +17,7 @@ from flower_ext.privacy import (
     privacy_loss,
     uldp_group_guarantees,
 )
-from flower_ext.privacy.group import _binomial, _renyi
+from flower_ext.privacy.group_privacy import _binomial, _renyi
 
 FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 QUIET = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=100_000)

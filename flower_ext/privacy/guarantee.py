@@ -14,7 +14,7 @@ from typing import Any, Literal
 from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
 from flower_ext.privacy.noise import IMPROBABLE
 from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.plan import ReleasePlan
+from flower_ext.privacy.release_plan import ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

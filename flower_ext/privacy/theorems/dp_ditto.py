@@ -29,9 +29,9 @@ from functools import lru_cache
 
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.claims import LOADS, ON_A_GRID, Condition, Guarantee, noise_assumption
-from flower_ext.privacy.perturbation import OutputPerturbation
+from flower_ext.privacy.guarantee import LOADS, ON_A_GRID, Condition, Guarantee, noise_assumption
 from flower_ext.privacy.sampling import FullParticipation
+from flower_ext.privacy.theorems.upcycled import OutputPerturbation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 # What bounds one record ---------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     upcycled_theorem_6_3,
 )
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN
-from flower_ext.privacy.perturbation import (
+from flower_ext.privacy.theorems.upcycled import (
     NEGLIGIBLE_DISTANCE,
     _large_enough,
     epsilons,

@@ -31,7 +31,8 @@ from flower_ext.privacy.accounting import (
     participations_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.claims import (
+from flower_ext.privacy.group_privacy import DpSgd, check_group, group_loss, lemma_9
+from flower_ext.privacy.guarantee import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
     ON_A_GRID,
@@ -40,8 +41,7 @@ from flower_ext.privacy.claims import (
     Guarantee,
     noise_assumption,
 )
-from flower_ext.privacy.group import DpSgd, check_group, group_loss, lemma_9
-from flower_ext.privacy.plan import PlainAverage, ReleasePlan
+from flower_ext.privacy.release_plan import PlainAverage, ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 

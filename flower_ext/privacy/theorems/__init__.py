@@ -1,0 +1,1 @@
+"""What one paper claims, each next to what is provable."""
