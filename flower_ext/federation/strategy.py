@@ -30,28 +30,25 @@ from flower_ext.federation.promises import Promise, promise_of
 from flower_ext.federation.state.checkpoint import Checkpoints
 from flower_ext.federation.stragglers import Stragglers, shortened
 from flower_ext.privacy import (
-    Aggregate,
     Budget,
     BudgetExhausted,
-    Charge,
     Guarantee,
     Ledger,
     NoiseSource,
     NonPrivatePlan,
-    Participations,
     Plan,
     ReleasePlan,
-    Reservation,
-    RoundDiscarded,
     SecureNoise,
     SeededNoise,
-    charge,
-    client_level_guarantees,
-    derived_seed,
-    note_uncovered,
     secure_generator,
     seeded_generator,
 )
+from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.randomness import derived_seed
+from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, matches
 

@@ -12,11 +12,8 @@ from flower_ext.privacy.accounting import (
 from flower_ext.privacy.bounds import (
     BoundedSum,
     BoundedUpdate,
-    NonFiniteUpdate,
-    Update,
     clip,
     clip_each_row,
-    l2_norm,
     sum_clipped,
     sum_clipped_rows,
 )
@@ -27,21 +24,30 @@ from flower_ext.privacy.calibration import (
     calibrate_sampling_rate,
     default_relation,
 )
+from flower_ext.privacy.client_level import (
+    check_client_plan,
+    client_level_guarantees,
+)
+from flower_ext.privacy.clipped_steps import (
+    ClippedSteps,
+    clipped_steps_epsilon,
+    clipped_steps_guarantee,
+    clipped_steps_noise_stddev,
+    composed_epsilon,
+    composed_noise_stddev,
+)
+from flower_ext.privacy.group_plan import (
+    GroupPlan,
+)
 from flower_ext.privacy.group_privacy import (
     DpSgd,
     group_loss,
-    group_loss_by_conversion,
-    group_loss_by_renyi,
 )
 from flower_ext.privacy.guarantee import (
     Condition,
     Guarantee,
-    check_client_plan,
-    client_level_guarantees,
-    dp2_fedsam_theorem2,
-    dp2_fedsam_theorem2_noise_multiplier,
+    PreconditionFailed,
     epsilon_text,
-    theorem2_of_plan,
 )
 from flower_ext.privacy.ledger import (
     Budget,
@@ -58,11 +64,31 @@ from flower_ext.privacy.noise import (
     largest_noised_norm,
     noise_grid,
 )
-from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
-from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
-from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.release_plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
+from flower_ext.privacy.participations import (
+    Participations,
+)
+from flower_ext.privacy.perturbation import (
+    ObjectivePerturbation,
+    OutputPerturbation,
+    Perturbation,
+)
+from flower_ext.privacy.perturbation_plan import (
+    PerturbationPlan,
+)
+from flower_ext.privacy.randomness import (
+    derived_seed,
+    secure_generator,
+    seeded_generator,
+)
+from flower_ext.privacy.record_level_plan import (
+    RecordLevelPlan,
+)
+from flower_ext.privacy.release_plan import (
+    Aggregate,
+    NonPrivatePlan,
+    ReleasePlan,
+    RoundDiscarded,
+)
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -81,40 +107,52 @@ from flower_ext.privacy.shared_ledger import (
     spent_by_run,
     total_spent,
 )
+from flower_ext.privacy.theorems.dp2_fedsam import (
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+    theorem2_of_plan,
+)
 from flower_ext.privacy.theorems.dp_ditto import (
-    ClippedSteps,
-    clipped_steps_epsilon,
-    clipped_steps_guarantee,
-    clipped_steps_noise_stddev,
-    composed_epsilon,
-    composed_noise_stddev,
     dp_ditto_epsilon,
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
+from flower_ext.privacy.theorems.local_objective import (
+    LocalObjective,
+)
 from flower_ext.privacy.theorems.uldp import (
     SECURE_SUM,
-    GroupPlan,
     Weighting,
     check_user_plan,
     company_assumption,
     uldp_avg_guarantees,
     uldp_closed_form,
-    uldp_group_guarantees,
     uldp_naive_guarantees,
 )
+from flower_ext.privacy.theorems.uldp_group import (
+    group_loss_by_conversion,
+    group_loss_by_renyi,
+    uldp_group_guarantees,
+)
 from flower_ext.privacy.theorems.upcycled import (
-    LocalObjective,
-    ObjectivePerturbation,
-    OutputPerturbation,
-    Perturbation,
-    PreconditionFailed,
     perturbation_guarantees,
     upcycled_theorem_6_2,
     upcycled_theorem_6_2_delta,
     upcycled_theorem_6_3,
 )
-from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.units import (
+    AdversaryView,
+    NeighboringRelation,
+    PrivacyUnit,
+)
+from flower_ext.privacy.updates import (
+    NonFiniteUpdate,
+    Update,
+    l2_norm,
+)
+
+Plan = ReleasePlan | PerturbationPlan | RecordLevelPlan | GroupPlan | NonPrivatePlan
+"""Who takes part in a round, and what protects them."""
 
 __all__ = [
     "SECURE_SUM",

@@ -27,7 +27,8 @@ from flwr.serverapp import Grid
 from flower_ext.federation import records
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
-from flower_ext.privacy import LedgerCorrupt, Participations
+from flower_ext.privacy import LedgerCorrupt
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.files import (
     append_line,
