@@ -1,8 +1,17 @@
 """Names that moved go on working for one release, with a warning."""
 
+import ast
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
+import pytest
+
+from flower_ext import privacy
+
+ROOT = Path(__file__).parents[1]
 FORMER = """
 import warnings
 with warnings.catch_warnings(record=True) as seen:
@@ -21,3 +30,29 @@ def test_reporting_is_runs_and_says_so_once():
         [sys.executable, "-c", FORMER], capture_output=True, text=True, check=True
     )
     assert done.stdout.count("flower_ext.runs now") == 1
+
+
+@pytest.mark.parametrize("name", sorted(privacy._MOVED))
+def test_each_name_that_left_privacy_is_found_and_its_new_place_is_named(name):
+    place = f"flower_ext.privacy.{privacy._MOVED[name]}"
+    with pytest.warns(DeprecationWarning, match=rf"{name} is in {re.escape(place)} now") as seen:
+        former = getattr(privacy, name)
+    assert former is getattr(import_module(place), name)
+    assert seen[0].filename == __file__
+
+
+def test_privacy_keeps_few_names_and_knows_no_others():
+    assert len(privacy.__all__) <= 45
+    assert not set(privacy.__all__) & set(privacy._MOVED)
+    with pytest.raises(AttributeError, match="no attribute 'epsilon_texts'"):
+        _ = privacy.epsilon_texts
+
+
+def test_nothing_here_imports_a_name_from_where_it_was():
+    used = {}
+    for folder in ("flower_ext", "apps", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module == "flower_ext.privacy":
+                    used |= {alias.name: path for alias in node.names}
+    assert {name: path for name, path in used.items() if name in privacy._MOVED} == {}

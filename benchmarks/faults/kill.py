@@ -36,7 +36,8 @@ from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.federation.state.sealed import unpack
-from flower_ext.privacy import AdversaryView, Participations, Release, privacy_loss_of
+from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.report import table
 from flower_ext.runs.settings import num_nodes

@@ -33,6 +33,7 @@ TESTS = {
     "privacy/accounting.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
     "privacy/renyi.py": ("privacy/test_renyi.py",),
     "privacy/bounds.py": ("privacy/test_bounds.py",),
+    "privacy/updates.py": ("privacy/test_updates.py", "privacy/test_bounds.py"),
     "privacy/noise.py": ("privacy/test_noise.py", "privacy/test_randomness.py"),
     "privacy/sampling.py": ("privacy/test_sampling.py",),
     "federation/protection.py": (

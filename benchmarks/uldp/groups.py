@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 from benchmarks.runs import Experiment
 from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
-from flower_ext.privacy import (
-    DpSgd,
-    PrivacyLoss,
-    epsilon_text,
-    group_loss,
+from flower_ext.privacy import DpSgd, epsilon_text
+from flower_ext.privacy.accounting import PrivacyLoss
+from flower_ext.privacy.group_privacy import group_loss
+from flower_ext.privacy.theorems.uldp_group import (
     group_loss_by_conversion,
     group_loss_by_renyi,
     uldp_group_guarantees,

@@ -31,7 +31,8 @@ from flower_ext.federation import (
     Steps,
 )
 from flower_ext.federation.failures import tellable
-from flower_ext.privacy import Guarantee, Plan, ReleasePlan, theorem2_of_plan
+from flower_ext.privacy import Guarantee, Plan, ReleasePlan
+from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
 

@@ -36,13 +36,8 @@ from flower_ext.federation import (
     Steps,
     records,
 )
-from flower_ext.privacy import (
-    Guarantee,
-    Plan,
-    PoissonSampling,
-    ReleasePlan,
-    theorem2_of_plan,
-)
+from flower_ext.privacy import Guarantee, Plan, PoissonSampling, ReleasePlan
+from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
 log = getLogger("flwr")

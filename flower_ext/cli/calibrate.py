@@ -12,25 +12,24 @@ import typer
 
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.privacy import (
-    Accountant,
     FixedSizeSampling,
     FullParticipation,
     NeighboringRelation,
-    Participations,
     PoissonSampling,
     Sampling,
     TargetOutOfReach,
     calibrate_noise_multiplier,
-    calibrate_rounds,
-    calibrate_sampling_rate,
-    dp2_fedsam_theorem2,
-    dp2_fedsam_theorem2_noise_multiplier,
     epsilon_text,
-    participations_loss,
     privacy_loss,
     size_for_rate,
 )
-from flower_ext.privacy.calibration import MAX_ROUNDS
+from flower_ext.privacy.accounting import Accountant, participations_loss
+from flower_ext.privacy.calibration import MAX_ROUNDS, calibrate_rounds, calibrate_sampling_rate
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.theorems.dp2_fedsam import (
+    dp2_fedsam_theorem2,
+    dp2_fedsam_theorem2_noise_multiplier,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,17 +18,14 @@ from flower_ext.planning import (
     joint_search,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT
-from flower_ext.privacy import (
-    ClippedSteps,
-    Condition,
-    OutputPerturbation,
+from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
+from flower_ext.privacy.clipped_steps import (
     clipped_steps_epsilon,
     clipped_steps_noise_stddev,
     composed_noise_stddev,
-    dp_ditto_guarantees,
-    dp_ditto_noise_stddev,
 )
 from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
 from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from flower_ext.cli.screen import console, failed, titled_table
-from flower_ext.privacy import Ledger, LedgerCorrupt, RunSpend, spent_by_run, total_spent
+from flower_ext.privacy import Ledger, LedgerCorrupt
+from flower_ext.privacy.shared_ledger import RunSpend, spent_by_run, total_spent
 
 _COLUMNS = ("run", "method", "rounds", "ε alone", "δ")
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flower_ext.privacy import FullParticipation, Participations, Sampling
+from flower_ext.privacy import FullParticipation, Sampling
+from flower_ext.privacy.participations import Participations
 
 
 @dataclass(frozen=True, kw_only=True)

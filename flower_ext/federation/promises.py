@@ -24,11 +24,11 @@ from flower_ext.privacy import (
     Plan,
     RecordLevelPlan,
     ReleasePlan,
-    check_client_plan,
-    l2_norm,
-    largest_noised_norm,
     privacy_loss_of,
 )
+from flower_ext.privacy.client_level import check_client_plan
+from flower_ext.privacy.noise import largest_noised_norm
+from flower_ext.privacy.updates import l2_norm
 
 if TYPE_CHECKING:
     from flower_ext.federation.strategy import FederatedStrategy

@@ -20,18 +20,18 @@ from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import tellable
 from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.privacy import (
-    BoundedSum,
     NoiseSource,
     ObjectivePerturbation,
     OutputPerturbation,
     PerturbationPlan,
-    PreconditionFailed,
     RecordLevelPlan,
     ReleasePlan,
     SecureNoise,
     SeededNoise,
     clip,
 )
+from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.training import Linear, Params, StepNoise
 
 _FORMS: tuple[frozenset[str], ...] = (

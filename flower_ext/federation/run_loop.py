@@ -22,7 +22,8 @@ from flower_ext.federation.exchange import Exchange
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.state.checkpoint import Asked, Checkpoints, RunState
-from flower_ext.privacy import BudgetExhausted, Guarantee, Ledger, Participations
+from flower_ext.privacy import BudgetExhausted, Guarantee, Ledger
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.training import matches
 

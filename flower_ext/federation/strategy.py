@@ -28,27 +28,24 @@ from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.state.checkpoint import Asked
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.privacy import (
-    Aggregate,
     Budget,
     BudgetExhausted,
-    Charge,
     Guarantee,
     Ledger,
     NoiseSource,
     NonPrivatePlan,
     Plan,
     ReleasePlan,
-    Reservation,
-    RoundDiscarded,
     SecureNoise,
     SeededNoise,
-    charge,
-    client_level_guarantees,
-    derived_seed,
-    note_uncovered,
     secure_generator,
     seeded_generator,
 )
+from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.randomness import derived_seed
+from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task
 

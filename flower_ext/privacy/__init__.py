@@ -1,134 +1,46 @@
-"""Units, bounds, noise, accounting, ledger and claims. Knows neither torch nor Flower."""
+"""Units, bounds, noise, accounting, plans, guarantees and ledger. Knows neither torch nor Flower.
 
-from flower_ext.privacy.accounting import (
-    Accountant,
-    PrivacyLoss,
-    Release,
-    gaussian_loss,
-    participations_loss,
-    privacy_loss,
-    privacy_loss_of,
-)
-from flower_ext.privacy.bounds import (
-    BoundedSum,
-    BoundedUpdate,
-    NonFiniteUpdate,
-    Update,
-    clip,
-    clip_each_row,
-    l2_norm,
-    sum_clipped,
-    sum_clipped_rows,
-)
-from flower_ext.privacy.calibration import (
-    TargetOutOfReach,
-    calibrate_noise_multiplier,
-    calibrate_rounds,
-    calibrate_sampling_rate,
-    default_relation,
-)
-from flower_ext.privacy.group_privacy import (
-    DpSgd,
-    group_loss,
-    group_loss_by_conversion,
-    group_loss_by_renyi,
-)
-from flower_ext.privacy.guarantee import (
-    Condition,
-    Guarantee,
-    check_client_plan,
-    client_level_guarantees,
-    dp2_fedsam_theorem2,
-    dp2_fedsam_theorem2_noise_multiplier,
-    epsilon_text,
-    theorem2_of_plan,
-)
-from flower_ext.privacy.ledger import (
-    Budget,
-    BudgetExhausted,
-    Ledger,
-    LedgerCorrupt,
-    LedgerLocked,
-    Reservation,
-)
-from flower_ext.privacy.noise import (
-    NoiseSource,
-    SecureNoise,
-    SeededNoise,
-    largest_noised_norm,
-    noise_grid,
-)
-from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.perturbation_plan import PerturbationPlan, Plan
-from flower_ext.privacy.randomness import derived_seed, secure_generator, seeded_generator
+Here is what a project, an app or a method needs; all else is imported from its own module.
+"""
+
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flower_ext.privacy.accounting import Release, gaussian_loss, privacy_loss, privacy_loss_of
+from flower_ext.privacy.bounds import clip
+from flower_ext.privacy.calibration import TargetOutOfReach, calibrate_noise_multiplier
+from flower_ext.privacy.clipped_steps import ClippedSteps
+from flower_ext.privacy.group_plan import GroupPlan
+from flower_ext.privacy.group_privacy import DpSgd
+from flower_ext.privacy.guarantee import Condition, Guarantee, epsilon_text
+from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCorrupt
+from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from flower_ext.privacy.perturbation import ObjectivePerturbation, OutputPerturbation
+from flower_ext.privacy.perturbation_plan import PerturbationPlan
+from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.release_plan import Aggregate, NonPrivatePlan, ReleasePlan, RoundDiscarded
+from flower_ext.privacy.release_plan import NonPrivatePlan, ReleasePlan
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
     Sampling,
-    sampling_from_dict,
-    sampling_to_dict,
     size_for_rate,
 )
-from flower_ext.privacy.shared_ledger import (
-    Charge,
-    DoesNotCompose,
-    RunSpend,
-    charge,
-    note_uncovered,
-    spent_by_run,
-    total_spent,
-)
-from flower_ext.privacy.theorems.dp_ditto import (
-    ClippedSteps,
-    clipped_steps_epsilon,
-    clipped_steps_guarantee,
-    clipped_steps_noise_stddev,
-    composed_epsilon,
-    composed_noise_stddev,
-    dp_ditto_epsilon,
-    dp_ditto_guarantees,
-    dp_ditto_noise_stddev,
-)
-from flower_ext.privacy.theorems.uldp import (
-    SECURE_SUM,
-    GroupPlan,
-    Weighting,
-    check_user_plan,
-    company_assumption,
-    uldp_avg_guarantees,
-    uldp_closed_form,
-    uldp_group_guarantees,
-    uldp_naive_guarantees,
-)
-from flower_ext.privacy.theorems.upcycled import (
-    LocalObjective,
-    ObjectivePerturbation,
-    OutputPerturbation,
-    Perturbation,
-    PreconditionFailed,
-    perturbation_guarantees,
-    upcycled_theorem_6_2,
-    upcycled_theorem_6_2_delta,
-    upcycled_theorem_6_3,
-)
+from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.updates import NonFiniteUpdate
+
+Plan = ReleasePlan | PerturbationPlan | RecordLevelPlan | GroupPlan | NonPrivatePlan
+"""Who takes part in a round, and what protects them."""
 
 __all__ = [
-    "SECURE_SUM",
-    "Accountant",
     "AdversaryView",
-    "Aggregate",
-    "BoundedSum",
-    "BoundedUpdate",
     "Budget",
     "BudgetExhausted",
-    "Charge",
     "ClippedSteps",
     "Condition",
-    "DoesNotCompose",
     "DpSgd",
     "FixedSizeSampling",
     "FullParticipation",
@@ -136,7 +48,6 @@ __all__ = [
     "Guarantee",
     "Ledger",
     "LedgerCorrupt",
-    "LedgerLocked",
     "LocalObjective",
     "NeighboringRelation",
     "NoiseSource",
@@ -144,76 +55,79 @@ __all__ = [
     "NonPrivatePlan",
     "ObjectivePerturbation",
     "OutputPerturbation",
-    "Participations",
-    "Perturbation",
     "PerturbationPlan",
     "Plan",
     "PoissonSampling",
-    "PreconditionFailed",
-    "PrivacyLoss",
     "PrivacyUnit",
     "RecordLevelPlan",
     "Release",
     "ReleasePlan",
-    "Reservation",
-    "RoundDiscarded",
-    "RunSpend",
     "Sampling",
     "SecureNoise",
     "SeededNoise",
     "TargetOutOfReach",
-    "Update",
-    "Weighting",
     "calibrate_noise_multiplier",
-    "calibrate_rounds",
-    "calibrate_sampling_rate",
-    "charge",
-    "check_client_plan",
-    "check_user_plan",
-    "client_level_guarantees",
     "clip",
-    "clip_each_row",
-    "clipped_steps_epsilon",
-    "clipped_steps_guarantee",
-    "clipped_steps_noise_stddev",
-    "company_assumption",
-    "composed_epsilon",
-    "composed_noise_stddev",
-    "default_relation",
-    "derived_seed",
-    "dp2_fedsam_theorem2",
-    "dp2_fedsam_theorem2_noise_multiplier",
-    "dp_ditto_epsilon",
-    "dp_ditto_guarantees",
-    "dp_ditto_noise_stddev",
     "epsilon_text",
     "gaussian_loss",
-    "group_loss",
-    "group_loss_by_conversion",
-    "group_loss_by_renyi",
-    "l2_norm",
-    "largest_noised_norm",
-    "noise_grid",
-    "note_uncovered",
-    "participations_loss",
-    "perturbation_guarantees",
     "privacy_loss",
     "privacy_loss_of",
-    "sampling_from_dict",
-    "sampling_to_dict",
     "secure_generator",
     "seeded_generator",
     "size_for_rate",
-    "spent_by_run",
-    "sum_clipped",
-    "sum_clipped_rows",
-    "theorem2_of_plan",
-    "total_spent",
-    "uldp_avg_guarantees",
-    "uldp_closed_form",
-    "uldp_group_guarantees",
-    "uldp_naive_guarantees",
-    "upcycled_theorem_6_2",
-    "upcycled_theorem_6_2_delta",
-    "upcycled_theorem_6_3",
 ]
+
+_MOVED = {
+    name: module
+    for module, names in {
+        "accounting": "Accountant PrivacyLoss participations_loss",
+        "bounds": "BoundedSum BoundedUpdate clip_each_row sum_clipped sum_clipped_rows",
+        "calibration": "calibrate_rounds calibrate_sampling_rate default_relation",
+        "client_level": "check_client_plan client_level_guarantees",
+        "clipped_steps": (
+            "clipped_steps_epsilon clipped_steps_guarantee clipped_steps_noise_stddev "
+            "composed_epsilon composed_noise_stddev"
+        ),
+        "group_privacy": "group_loss",
+        "guarantee": "PreconditionFailed",
+        "ledger": "LedgerLocked Reservation",
+        "noise": "largest_noised_norm noise_grid",
+        "participations": "Participations",
+        "perturbation": "Perturbation",
+        "randomness": "derived_seed",
+        "release_plan": "Aggregate RoundDiscarded",
+        "sampling": "sampling_from_dict sampling_to_dict",
+        "shared_ledger": (
+            "Charge DoesNotCompose RunSpend charge note_uncovered spent_by_run total_spent"
+        ),
+        "theorems.dp2_fedsam": (
+            "dp2_fedsam_theorem2 dp2_fedsam_theorem2_noise_multiplier theorem2_of_plan"
+        ),
+        "theorems.dp_ditto": "dp_ditto_epsilon dp_ditto_guarantees dp_ditto_noise_stddev",
+        "theorems.uldp": (
+            "SECURE_SUM Weighting check_user_plan company_assumption uldp_avg_guarantees "
+            "uldp_closed_form uldp_naive_guarantees"
+        ),
+        "theorems.uldp_group": "group_loss_by_conversion group_loss_by_renyi uldp_group_guarantees",
+        "theorems.upcycled": (
+            "perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_2_delta "
+            "upcycled_theorem_6_3"
+        ),
+        "updates": "Update l2_norm",
+    }.items()
+    for name in names.split()
+}
+"""Where names are that were here before, for one release."""
+
+if not TYPE_CHECKING:  # so that type checkers refuse them
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MOVED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = f"{__name__}.{_MOVED[name]}"
+        warnings.warn(
+            f"{__name__}.{name} is in {module} now: import it from there",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module(module), name)

@@ -22,26 +22,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import array_api_compat as api
 import numpy as np
 
 from flower_ext.privacy.units import NeighboringRelation
-
-Update = Mapping[str, Any]
-"""Arrays by name: one unit's contribution to a sum, or the sum."""
-
+from flower_ext.privacy.updates import (
+    Update,
+    as_float64,
+    check_arrays,
+    check_like,
+    l2_norm,
+    laid_out,
+    scaled_norm,
+    taken_apart,
+)
 
 _MARGIN = 1.0 - 1e-9
 """Room for rounding in float64, whatever the order of summation: of the norm of up to 10⁷ numbers
 (2⁻⁵⁴ each), and of a sum in which one unit changes how all others are rounded, of up to a thousand
 units of one length (2⁻⁵² n² in all)."""
-
-
-class NonFiniteUpdate(ValueError):
-    """An update holds NaN or infinite values, which no norm bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,45 +81,6 @@ class BoundedSum:
         return self.bound * relation.sensitivity_factor
 
 
-def check_arrays(update: Update) -> None:
-    """Refuse what cannot be bounded and noised: not an array, or not real floating-point.
-
-    Raises
-    ------
-    TypeError
-        Names the array and what to do.
-    ValueError
-        The update holds no element at all.
-    """
-    for name, array in update.items():
-        if isinstance(array, np.ma.MaskedArray):  # norms and noise would leave out what is masked
-            raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
-        if not (isinstance(array, np.ndarray) or api.is_array_api_obj(array)):
-            raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
-        if not _is_real_float(array):
-            raise TypeError(
-                f"{name!r} has dtype {array.dtype}; only real floating-point arrays can be bounded "
-                "and noised. Leave counters and indices out of the update, or convert them."
-            )
-    if sum(_size(array) for array in update.values()) == 0:
-        raise ValueError("the update holds no numbers: name at least one non-empty array")
-
-
-def l2_norm(update: Update) -> float:
-    """L2 norm over all arrays together, as a float64.
-
-    Raises
-    ------
-    NonFiniteUpdate
-        Names the array that holds NaN or infinite values.
-    TypeError, ValueError
-        As `check_arrays`.
-    """
-    check_arrays(update)
-    largest, scaled = _scaled_norm(update)
-    return largest * scaled
-
-
 def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     """Scale an update onto the ball of radius ``clipping_norm``, if it lies outside.
 
@@ -134,7 +96,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     if not 0 < clipping_norm < math.inf:
         raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     check_arrays(update)
-    largest, scaled = _scaled_norm(update)
+    largest, scaled = scaled_norm(update)
     norm = largest * scaled
     target = clipping_norm * _MARGIN
     if norm <= target:
@@ -149,47 +111,6 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
-def in_float64(update: Update) -> dict[str, Any]:
-    """Copies of all arrays in float64."""
-    return {name: _as_float64(array) for name, array in update.items()}
-
-
-def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
-    """Arrays of ``update`` in the precision of those of the same name in ``like``.
-
-    Raises
-    ------
-    NonFiniteUpdate
-        A number is too large for it.
-    """
-    rounded = {}
-    with np.errstate(over="ignore"):
-        for name, array in update.items():
-            namespace = api.array_namespace(array)
-            rounded[name] = namespace.astype(array, like[name].dtype)
-            if not bool(namespace.all(namespace.isfinite(rounded[name]))):
-                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
-    return rounded
-
-
-def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
-    """Sum in float64; zeros like ``like`` when there are no updates.
-
-    Raises
-    ------
-    ValueError
-        Names or shapes differ from those of ``like``, or it is empty.
-    """
-    places, summed = _laid_out(like)
-    wide = summed * 0.0
-    for update in updates:
-        check_like(update, like)
-        for name, place in places.items():
-            wide[place] = update[name].reshape(-1)
-        summed += wide
-    return _taken_apart(summed, places, like)
-
-
 def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
     """Sum in float64 of `clip` of every update.
 
@@ -200,7 +121,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     """
     if not 0 < clipping_norm < math.inf:
         raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
-    places, summed = _laid_out(like)
+    places, summed = laid_out(like)
     wide = summed * 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
@@ -212,11 +133,11 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
             if 1e-100 < norm < 1e100:
                 wide *= _MARGIN / max(norm, _MARGIN)
             else:  # squares that overflow or vanish
-                bounded = clip(_taken_apart(wide, places, like), clipping_norm).value
+                bounded = clip(taken_apart(wide, places, like), clipping_norm).value
                 for name, place in places.items():
                     wide[place] = bounded[name].reshape(-1)
             summed += wide
-    value = _taken_apart(summed, places, like)
+    value = taken_apart(summed, places, like)
     return BoundedSum(value=value, bound=clipping_norm if updates else 0.0, count=len(updates))
 
 
@@ -253,11 +174,11 @@ def sum_clipped_rows(
         raise ValueError(f"weights={weights!r}: expected {count} numbers in [0, 1]")
     value = clip_rows(rows, clipping_norm, shares)
     if value is None:  # squares that overflow or vanish: with more care, one after the other
-        value = {name: _as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
+        value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
         for number, share in enumerate(shares):
             row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
             for name, array in row.value.items():
-                value[name] = value[name] + _as_float64(array) * share
+                value[name] = value[name] + as_float64(array) * share
     return BoundedSum(value=value, bound=clipping_norm, count=count)
 
 
@@ -315,7 +236,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
             for name, array in rows.items()
         }
     count = len(next(iter(rows.values())))
-    wide = {name: _as_float64(array) for name, array in rows.items()}
+    wide = {name: as_float64(array) for name, array in rows.items()}
     each = [
         clip({name: array[number, ...] for name, array in wide.items()}, clipping_norm).value
         for number in range(count)
@@ -327,7 +248,7 @@ def _flat_rows(rows: Update) -> dict[str, Any]:
     """In float64, each of shape (units, numbers)."""
     return {
         name: api.array_namespace(array).reshape(
-            _as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
+            as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
         )
         for name, array in rows.items()
     }
@@ -355,80 +276,9 @@ def _squares(rows: Any) -> Any:
     return namespace.linalg.vector_norm(rows, axis=1) ** 2
 
 
-def check_like(update: Update, like: Update) -> None:
-    """Refuse an update whose names or shapes are not those of ``like``."""
-    if set(update) != set(like):
-        differing = sorted(set(update) ^ set(like))
-        raise ValueError(f"array names differ from the expected ones: {differing}")
-    for name, array in like.items():
-        if tuple(update[name].shape) != tuple(array.shape):
-            raise ValueError(
-                f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
-            )
-
-
-def _is_real_float(array: Any) -> bool:
-    if isinstance(array, np.ndarray):  # as below, at a tenth of the time
-        return bool(array.dtype.kind == "f")
-    return bool(api.array_namespace(array).isdtype(array.dtype, "real floating"))
-
-
-def _size(array: Any) -> int:
-    return math.prod(array.shape)
-
-
-def _as_float64(array: Any) -> Any:
-    namespace = api.array_namespace(array)
-    return namespace.astype(array, namespace.float64)
-
-
-def _laid_out(like: Update) -> tuple[dict[str, slice], Any]:
-    """Where each array lies among all numbers, and zeros for them in float64, on one device."""
-    if not like:
-        raise ValueError("like={}: name at least one array")
-    first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
-    places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
-    namespace = api.array_namespace(first)
-    return places, namespace.zeros(ends[-1], dtype=namespace.float64, device=api.device(first))
-
-
-def _taken_apart(numbers: Any, places: Mapping[str, slice], like: Update) -> dict[str, Any]:
-    """Arrays of the shapes of ``like``, where it is; views if it is where ``numbers`` are."""
-    return {
-        name: api.to_device(numbers[places[name]].reshape(array.shape), api.device(array))
-        for name, array in like.items()
-    }
-
-
 def _precision(array: Any) -> float:
     return float(api.array_namespace(array).finfo(array.dtype).eps)
 
 
-def _scaled_norm(update: Update) -> tuple[float, float]:
-    """(m, s) with norm = m·s: m above 1 where squares might overflow."""
-    wide = {name: _as_float64(array) for name, array in update.items()}
-    if 1e-100 < (norm := _norm(wide)) < 1e100:
-        return 1.0, norm
-    largest = 0.0
-    for name, array in update.items():
-        if _size(array) == 0:
-            continue
-        namespace = api.array_namespace(array)
-        magnitude = float(namespace.max(namespace.abs(array)))
-        if not math.isfinite(magnitude):
-            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
-        largest = max(largest, magnitude)
-    if largest == 0.0:
-        return 0.0, 0.0
-    return largest, _norm({name: array / largest for name, array in wide.items()})
-
-
-def _norm(wide: Update) -> float:
-    """Over all arrays of float64; infinite or NaN where squares are, 0 where they vanish."""
-    flat = [array.reshape(-1) for array in wide.values()]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return math.sqrt(sum(float(array @ array) for array in flat))
-
-
 def _times(array: Any, factor: float) -> Any:
-    return api.array_namespace(array).astype(_as_float64(array) * factor, array.dtype)
+    return api.array_namespace(array).astype(as_float64(array) * factor, array.dtype)

@@ -1,23 +1,15 @@
 """From one record to all records of a user: group privacy of DP-SGD in several silos.
 
 Every silo trains by DP-SGD on its own records; a user has at most ``group_size`` records in all
-silos together. Three upper bounds on (ε, δ) of adding or removing all of them:
-
-=============================  ==================================================================
-`group_loss`                   tight: k records taken with rate γ move a step by Binomial(k, γ)
-                               clipping norms, a mixture of Gaussians (Ganesh 2024), through PLD
-`group_loss_by_renyi`          Lemma 9 of Uldp-FL (Mironov 2017, Proposition 2): groups of 2^c
-`group_loss_by_conversion`     Lemma 8 of Uldp-FL: (ε, δ) becomes (kε, k e^((k-1)ε) δ)
-=============================  ==================================================================
-
-The lemmas are there to compare with published numbers; the tight bound needs no power of two and is
-several times smaller.
+silos together. `group_loss` bounds (ε, δ) of adding or removing all of them tightly: k records
+taken with rate γ move a step by Binomial(k, γ) clipping norms, a mixture of Gaussians (Ganesh
+2024), accounted by PLD.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +22,6 @@ from flower_ext.privacy.accounting import (
     gaussian_loss,
     pld_epsilon,
 )
-from flower_ext.privacy.renyi import sampled_gaussian_renyi
 
 _NEGLIGIBLE = 1e-30
 """Probability below which a step's outcome is counted as the largest one instead."""
@@ -140,85 +131,6 @@ def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
         return math.inf
     shift = group_size * silo.sampling_rate * math.sqrt(silo.steps * math.expm1(exponent))
     return gaussian_loss(1 / shift, releases=1, delta=delta).epsilon
-
-
-# The lemmas of the paper ------------------------------------------------------------------------
-
-
-def group_loss_by_renyi(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
-    """Lemma 9 with ``group_size`` rounded up to a power of two.
-
-    (α, ρ) becomes (α/2^c, 3^c ρ) for α ≥ 2^(c+1), with c = ⌈log₂ k⌉ and the largest ρ of any silo.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
-    """
-    check_group(silos, group_size, delta)
-    doublings = (group_size - 1).bit_length()
-    epsilon, _ = lemma_9(silos, doublings, delta, orders=group_orders(2**doublings))
-    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP (group of 2^c records)")
-
-
-def group_loss_by_conversion(
-    silos: Sequence[DpSgd], *, group_size: int, delta: float
-) -> PrivacyLoss:
-    """Lemma 8 at the δ of one record that makes the group's δ the target.
-
-    At order α a record's ε grows by 1/(α-1) with log(1/δ), so the δ to start from solves a linear
-    equation for every α > k: no search, and no underflow.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
-    """
-    check_group(silos, group_size, delta)
-    orders = np.array([*range(group_size + 1, group_size + 33), *group_orders(group_size)])
-    losses = _renyi(silos, orders)
-    at_one = losses + np.log1p(-1 / orders) - np.log(orders) / (orders - 1)  # ε where δ = 1
-    others = group_size - 1
-    log_inverse = math.log(group_size) - math.log(delta) + others * at_one
-    log_inverse /= 1 - others / (orders - 1)
-    epsilon = group_size * (at_one + log_inverse / (orders - 1))
-    # Only a δ below 1 is one; for others the smallest ε, 0, says what there is to say.
-    usable = np.where(log_inverse > 0, np.maximum(epsilon, 0.0), np.inf)
-    return PrivacyLoss(
-        epsilon=float(usable.min()), delta=delta, accountant="RDP, (ε, δ) of one record times k"
-    )
-
-
-def group_orders(group: int) -> list[int]:
-    """Orders α ≥ 2·group, dense where large groups have their best one."""
-    first = range(2 * group, 2 * group + 32)
-    return sorted({*first, *(group * factor for factor in (3, 4, 5, 6, 8, 12, 16, 24, 32, 64))})
-
-
-def lemma_9(
-    silos: Sequence[DpSgd], doublings: int, delta: float, *, orders: Iterable[float]
-) -> tuple[float, float]:
-    """ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
-
-    The lemma holds for orders α ≥ 2^(doublings + 1); this function does not check.
-    """
-    alphas = np.array([order for order in orders if order > 2**doublings], dtype=np.float64)
-    losses = 3.0**doublings * _renyi(silos, alphas)
-    group = alphas / 2**doublings
-    epsilons = losses + np.log1p(-1 / group) - (math.log(delta) + np.log(group)) / (group - 1)
-    best = int(np.argmin(epsilons))
-    return max(0.0, float(epsilons[best])), float(alphas[best])
-
-
-def _renyi(silos: Sequence[DpSgd], orders: Iterable[float]) -> np.ndarray:
-    """The largest ρ of any silo at each order α, for one record: it lies in one silo only."""
-    alphas = tuple(float(order) for order in orders)
-    curves = [
-        silo.steps * sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, alphas)
-        for silo in set(silos)
-    ]
-    largest: np.ndarray = np.max(curves, axis=0)
-    return largest
 
 
 def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:

@@ -37,8 +37,8 @@ from typing import Any, Protocol
 import array_api_compat as api
 import numpy as np
 
-from flower_ext.privacy.bounds import NonFiniteUpdate, Update, check_arrays
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
+from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
 
 IMPROBABLE = 1e-12
 """Probability with which noise may exceed what it is expected to stay within."""

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.release_plan import NonPrivatePlan, PlainAverage, ReleasePlan
-from flower_ext.privacy.theorems.uldp import GroupPlan
-from flower_ext.privacy.theorems.upcycled import (
-    LocalObjective,
-    Perturbation,
-    epsilons,
-    perturbation_guarantees,
-)
+from flower_ext.privacy.perturbation import Perturbation
+from flower_ext.privacy.release_plan import PlainAverage
+from flower_ext.privacy.theorems.local_objective import LocalObjective
+from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +91,3 @@ class PerturbationPlan(PlainAverage):
             "epsilon_provable_mean": provable.mean() if provable.size else 0.0,
         }
         return {name: float(value) for name, value in spent.items() if np.isfinite(value)}
-
-
-Plan = ReleasePlan | PerturbationPlan | RecordLevelPlan | GroupPlan | NonPrivatePlan
-"""Who takes part in a round, and what protects them."""

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flower_ext.privacy.guarantee import Basis, Guarantee
-from flower_ext.privacy.release_plan import PlainAverage
-from flower_ext.privacy.sampling import FullParticipation, Sampling
-from flower_ext.privacy.theorems.dp_ditto import (
+from flower_ext.privacy.clipped_steps import (
     ClippedSteps,
     clipped_steps_guarantee,
     clipped_steps_noise_stddev,
     composed_noise_stddev,
-    dp_ditto_guarantees,
-    dp_ditto_noise_stddev,
 )
-from flower_ext.privacy.theorems.upcycled import OutputPerturbation
+from flower_ext.privacy.guarantee import Basis, Guarantee
+from flower_ext.privacy.perturbation import OutputPerturbation
+from flower_ext.privacy.release_plan import PlainAverage
+from flower_ext.privacy.sampling import FullParticipation, Sampling
+from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import array_api_compat as api
 
 from flower_ext.privacy.accounting import Accountant, Release
-from flower_ext.privacy.bounds import Update, sum_clipped, total
+from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.sampling import Sampling
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.updates import Update, total
 
 NoisePlacement = Literal["client", "server"]
 DropoutPolicy = Literal["top-up", "discard"]

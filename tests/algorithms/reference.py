@@ -11,7 +11,8 @@ import math
 import torch
 from torch.nn.functional import cross_entropy
 
-from flower_ext.privacy import SeededNoise, derived_seed, seeded_generator
+from flower_ext.privacy import SeededNoise, seeded_generator
+from flower_ext.privacy.randomness import derived_seed
 from tests.worlds import Net, client_data, task
 
 

@@ -37,9 +37,8 @@ from flower_ext.privacy import (
     ReleasePlan,
     gaussian_loss,
     privacy_loss_of,
-    uldp_avg_guarantees,
-    uldp_closed_form,
 )
+from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
 from tests.algorithms import uldp_reference as reference

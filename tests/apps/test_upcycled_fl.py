@@ -6,7 +6,8 @@ import pytest
 
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
-from flower_ext.privacy import AdversaryView, PreconditionFailed, PrivacyUnit
+from flower_ext.privacy import AdversaryView, PrivacyUnit
+from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.runs import RunDirectory
 from tests.apps.app import UPCYCLED_FL
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from flower_ext.algorithms.uldp import averaging
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
-from flower_ext.privacy import BoundedSum, SecureNoise, secure_generator, seeded_generator
-from flower_ext.privacy.bounds import BoundedUpdate, total
+from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
+from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.noise import _GeneratorNoise
+from flower_ext.privacy.updates import total
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
 ENORMOUS = 1e9
@@ -34,7 +35,7 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Wherever something is clipped."""
     patch.setattr("flower_ext.federation.protection.clip", _not_clipped)
-    patch.setattr("flower_ext.privacy.theorems.upcycled.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.release_plan.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
     made = ClippedGradient.__init__

@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.launch import LaunchFailed
 from flower_ext.cli.main import app
-from flower_ext.privacy import Ledger, spent_by_run, total_spent
+from flower_ext.privacy import Ledger
+from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
 from tests.apps.app import DP_DITTO
 

@@ -14,16 +14,11 @@ from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.main import app
 from flower_ext.planning import PilotEstimates
-from flower_ext.privacy import (
-    Budget,
-    Charge,
-    NeighboringRelation,
-    PrivacyUnit,
-    charge,
+from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
+from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
+from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
-    epsilon_text,
-    note_uncovered,
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.directory import NotARun

@@ -15,9 +15,8 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     privacy_loss_of,
-    spent_by_run,
-    total_spent,
 )
+from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
 from tests.worlds import task
 

@@ -29,8 +29,8 @@ from flower_ext.privacy import (
     PerturbationPlan,
     RecordLevelPlan,
     ReleasePlan,
-    largest_noised_norm,
 )
+from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.training import LocalTraining
 from tests.algorithms import test_uldp
 from tests.worlds import task

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from flower_ext.federation.population import Cohort, HiddenUsers, Population, UsersInSilos
-from flower_ext.privacy import FullParticipation, Participations, PoissonSampling
+from flower_ext.privacy import FullParticipation, PoissonSampling
+from flower_ext.privacy.participations import Participations
 
 UNITS, SILOS = 20, 3
 SOME = PoissonSampling(UNITS, 0.4)

@@ -31,7 +31,6 @@ from flower_ext.federation.protection import (
     record_level_facts,
 )
 from flower_ext.privacy import (
-    BoundedSum,
     ClippedSteps,
     FixedSizeSampling,
     FullParticipation,
@@ -40,15 +39,15 @@ from flower_ext.privacy import (
     ObjectivePerturbation,
     OutputPerturbation,
     PerturbationPlan,
-    PreconditionFailed,
     RecordLevelPlan,
     ReleasePlan,
     SeededNoise,
-    noise_grid,
-    perturbation_guarantees,
-    upcycled_theorem_6_3,
 )
 from flower_ext.privacy.accounting import gaussian_loss
+from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.guarantee import PreconditionFailed
+from flower_ext.privacy.noise import noise_grid
+from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
 from tests import worlds
 from tests.federation.test_strategy import Recorder, Tampering

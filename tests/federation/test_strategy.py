@@ -31,9 +31,9 @@ from flower_ext.privacy import (
     PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
-    calibrate_rounds,
     privacy_loss_of,
 )
+from flower_ext.privacy.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.worlds import FEATURES, Net, client_data, task

@@ -11,11 +11,15 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     Release,
-    participations_loss,
     privacy_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss, pld_epsilon
+from flower_ext.privacy.accounting import (
+    EXACT_GAUSSIAN,
+    gaussian_loss,
+    participations_loss,
+    pld_epsilon,
+)
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE

@@ -9,10 +9,12 @@ from flower_ext.privacy import (
     PoissonSampling,
     TargetOutOfReach,
     calibrate_noise_multiplier,
+    privacy_loss,
+)
+from flower_ext.privacy.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,
     default_relation,
-    privacy_loss,
 )
 
 

@@ -1,9 +1,7 @@
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
-from dp_accounting import rdp
 from scipy import stats
 
 from flower_ext.privacy import (
@@ -11,13 +9,14 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
-    group_loss,
+    privacy_loss,
+)
+from flower_ext.privacy.group_privacy import _binomial, group_loss
+from flower_ext.privacy.theorems.uldp_group import (
     group_loss_by_conversion,
     group_loss_by_renyi,
-    privacy_loss,
     uldp_group_guarantees,
 )
-from flower_ext.privacy.group_privacy import _binomial, _renyi
 
 FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 QUIET = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=100_000)
@@ -37,35 +36,6 @@ def conversion(silo, group_size, delta=DELTA):
     return group_loss_by_conversion([silo], group_size=group_size, delta=delta).epsilon
 
 
-def published(silo, group_size):
-    return uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0]
-
-
-# The numbers in the text of the paper: 2.85, 2100 and 11400; the others are what its code gives.
-@pytest.mark.parametrize(
-    ("group_size", "printed"),
-    [(1, 2.85), (2, 7.99), (4, 24.5), (8, 98.8), (16, 451), (32, 2_150), (64, 11_400)],
-)
-def test_the_published_epsilon_is_that_of_figure_2(group_size, printed):
-    claim = published(FIGURE_2, group_size)
-    assert claim.epsilon == pytest.approx(printed, rel=3e-3)
-    # From 16 records on, the lemma does not hold at the order that the figure uses.
-    valid = next(c for c in claim.conditions if "for which Lemma 9 holds" in c.text)
-    assert valid.holds == (group_size < 16)
-
-
-def test_the_published_epsilon_of_a_small_loss_is_at_the_authors_largest_orders():
-    small = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=1_000)
-    assert published(small, 2).epsilon == pytest.approx(0.1492, abs=5e-5)
-
-
-@pytest.mark.parametrize(
-    ("group_size", "provable"), [(8, 98.79), (16, 545.6), (32, 3_267), (64, 20_107)]
-)
-def test_figure_2_at_the_orders_for_which_lemma_9_holds(group_size, provable):
-    assert renyi(FIGURE_2, group_size) == pytest.approx(provable, rel=1e-3)
-
-
 @pytest.mark.parametrize("silo", [SMALL, FIGURE_2, QUIET], ids=["small", "figure 2", "quiet"])
 def test_one_record_is_the_group_of_one(silo):
     loss = privacy_loss(
@@ -81,20 +51,6 @@ def test_one_record_is_the_group_of_one(silo):
 def test_figure_2_at_one_record_is_above_what_is_tight():
     assert tight(FIGURE_2, 1) < 2.85
     assert renyi(SMALL, 1) == pytest.approx(conversion(SMALL, 1), rel=1e-9)
-
-
-@pytest.mark.parametrize("silo", [SMALL, FIGURE_2], ids=["small", "figure 2"])
-def test_larger_groups_lose_more_and_the_tight_bound_is_below_both_lemmas(silo):
-    before = 0.0
-    for group_size in (1, 2, 3, 5, 8, 20):
-        epsilon = tight(silo, group_size)
-        assert before < epsilon <= min(renyi(silo, group_size), conversion(silo, group_size))
-        before = epsilon
-
-
-def test_lemma_9_rounds_the_group_up_never_down():
-    for group_size, covering in ((3, 4), (5, 8), (33, 64)):
-        assert renyi(FIGURE_2, group_size) == renyi(FIGURE_2, covering)
 
 
 def test_without_sampling_a_group_of_k_is_a_gaussian_of_k_times_the_sensitivity():
@@ -160,21 +116,6 @@ def test_records_spread_over_two_silos_lose_no_more_than_in_one(split):
         assert max(added, removed) <= divergence(together, sum(split), epsilon)
 
 
-def test_lemma_8_is_what_a_search_for_the_records_delta_finds():
-    group_size, orders = 5, np.arange(2, 400)
-    curve = _renyi([SMALL], orders)
-
-    def of_one_record(log_delta):
-        return (curve + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)).min()
-
-    low, high = -1e5, math.log(DELTA)
-    for _ in range(200):
-        middle = (low + high) / 2
-        group = math.log(group_size) + (group_size - 1) * of_one_record(middle) + middle
-        low, high = (middle, high) if group < math.log(DELTA) else (low, middle)
-    assert conversion(SMALL, group_size) == pytest.approx(group_size * of_one_record(low), rel=1e-6)
-
-
 def test_silos_count_with_the_least_noise_the_highest_rate_and_the_most_steps():
     worst = DpSgd(noise_multiplier=1.0, sampling_rate=0.2, steps=50)
     silos = [
@@ -229,27 +170,6 @@ def test_what_is_negligible_is_counted_as_all_records_not_left_out(count, rate):
     for least in range(count + 1):
         expected = stats.binom.sf(least - 1, count, rate)
         assert probabilities[values >= least].sum() >= expected * (1 - 1e-9)
-
-
-def test_the_lemmas_without_sampling_are_those_of_gaussians_and_the_limit_of_sampling():
-    everyone = DpSgd(noise_multiplier=4.0, sampling_rate=1.0, steps=7)
-    nearly = DpSgd(noise_multiplier=4.0, sampling_rate=1 - 1e-9, steps=7)
-    orders = [2, 3, 10, 60]
-    np.testing.assert_allclose(_renyi([everyone], orders), [7 * a / (2 * 16) for a in orders])
-    np.testing.assert_allclose(_renyi([nearly], orders), _renyi([everyone], orders), rtol=1e-6)
-
-
-def test_the_moments_are_those_of_dp_accounting():
-    orders = [2, 3, 7, 40, 133]
-    for silo in (SMALL, FIGURE_2):
-        accountant = rdp.RdpAccountant(orders)
-        accountant.compose(
-            dp_accounting.PoissonSampledDpEvent(
-                silo.sampling_rate, dp_accounting.GaussianDpEvent(silo.noise_multiplier)
-            ),
-            silo.steps,
-        )
-        np.testing.assert_allclose(_renyi([silo], orders), accountant.rdp, rtol=1e-8)
 
 
 def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_in_every_step():

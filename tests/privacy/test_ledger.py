@@ -15,12 +15,12 @@ from flower_ext.privacy import (
     BudgetExhausted,
     Ledger,
     LedgerCorrupt,
-    LedgerLocked,
     NeighboringRelation,
     PoissonSampling,
     Release,
-    calibrate_rounds,
 )
+from flower_ext.privacy.calibration import calibrate_rounds
+from flower_ext.privacy.ledger import LedgerLocked
 
 SAMPLING = PoissonSampling(100, 0.1)
 RELEASE = Release(

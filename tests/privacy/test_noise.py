@@ -5,15 +5,9 @@ import pytest
 import torch
 from scipy import stats
 
-from flower_ext.privacy import (
-    NonFiniteUpdate,
-    SecureNoise,
-    SeededNoise,
-    clip,
-    noise_grid,
-    sum_clipped,
-)
-from flower_ext.privacy.noise import IMPROBABLE, _GeneratorNoise, largest_noised_norm
+from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip
+from flower_ext.privacy.bounds import sum_clipped
+from flower_ext.privacy.noise import IMPROBABLE, _GeneratorNoise, largest_noised_norm, noise_grid
 from tests.privacy.test_bounds import FLOATS, array_of
 
 DRAWS = 4_000_000

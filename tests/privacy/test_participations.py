@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from flower_ext.privacy import Participations
+from flower_ext.privacy.participations import Participations
 
 
 def test_the_most_exposed_unit_counts():

@@ -11,12 +11,14 @@ from flower_ext.privacy import (
     ObjectivePerturbation,
     OutputPerturbation,
     PerturbationPlan,
-    RoundDiscarded,
     SecureNoise,
+)
+from flower_ext.privacy.release_plan import RoundDiscarded
+from flower_ext.privacy.theorems.upcycled import (
+    epsilons,
     perturbation_guarantees,
     upcycled_theorem_6_2,
 )
-from flower_ext.privacy.theorems.upcycled import epsilons
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
 OBJECTIVE = ObjectivePerturbation(rate=4.0)

@@ -12,10 +12,9 @@ from flower_ext.privacy import (
     FullParticipation,
     RecordLevelPlan,
     SeededNoise,
-    clipped_steps_epsilon,
-    composed_epsilon,
-    dp_ditto_epsilon,
 )
+from flower_ext.privacy.clipped_steps import clipped_steps_epsilon, composed_epsilon
+from flower_ext.privacy.theorems.dp_ditto import dp_ditto_epsilon
 
 TARGET = {
     "epsilon": 10.0,

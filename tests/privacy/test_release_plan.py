@@ -11,11 +11,11 @@ from flower_ext.privacy import (
     NonFiniteUpdate,
     PoissonSampling,
     ReleasePlan,
-    RoundDiscarded,
     SecureNoise,
     SeededNoise,
     privacy_loss_of,
 )
+from flower_ext.privacy.release_plan import RoundDiscarded
 
 DIMENSION = 200_000
 LIKE = {"a": np.zeros(DIMENSION - 1, np.float32), "b": np.zeros((), np.float32)}

@@ -5,11 +5,10 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
-    sampling_from_dict,
-    sampling_to_dict,
     seeded_generator,
     size_for_rate,
 )
+from flower_ext.privacy.sampling import sampling_from_dict, sampling_to_dict
 
 SAMPLERS = [PoissonSampling(40, 0.3), FixedSizeSampling(40, 12), FullParticipation(40)]
 

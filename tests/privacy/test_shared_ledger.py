@@ -8,17 +8,19 @@ import pytest
 from flower_ext.privacy import (
     Budget,
     BudgetExhausted,
-    Charge,
-    DoesNotCompose,
     Ledger,
     LedgerCorrupt,
     NeighboringRelation,
     PoissonSampling,
     PrivacyUnit,
     Release,
+    privacy_loss_of,
+)
+from flower_ext.privacy.shared_ledger import (
+    Charge,
+    DoesNotCompose,
     charge,
     note_uncovered,
-    privacy_loss_of,
     spent_by_run,
     total_spent,
 )

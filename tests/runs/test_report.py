@@ -6,16 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.privacy import (
-    AdversaryView,
-    Ledger,
-    Participations,
-    PoissonSampling,
-    ReleasePlan,
-    client_level_guarantees,
-    epsilon_text,
-    theorem2_of_plan,
-)
+from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePlan, epsilon_text
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.report import table, to_html
 

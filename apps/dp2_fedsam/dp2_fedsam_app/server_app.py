@@ -32,9 +32,9 @@ from flower_ext.privacy import (
     ReleasePlan,
     Sampling,
     calibrate_noise_multiplier,
-    dp2_fedsam_theorem2_noise_multiplier,
     size_for_rate,
 )
+from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import LocalTraining, check_shareable

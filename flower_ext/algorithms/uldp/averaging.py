@@ -58,15 +58,13 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.federation.protection import per_unit
-from flower_ext.privacy import (
+from flower_ext.privacy import Guarantee, ReleasePlan
+from flower_ext.privacy.bounds import BoundedSum, sum_clipped_rows
+from flower_ext.privacy.theorems.uldp import (
     SECURE_SUM,
-    BoundedSum,
-    Guarantee,
-    ReleasePlan,
     Weighting,
     check_user_plan,
     company_assumption,
-    sum_clipped_rows,
     uldp_avg_guarantees,
 )
 from flower_ext.training import Job, LocalTraining, Params, Task, train_surely

@@ -28,13 +28,8 @@ from flower_ext.federation import (
     Steps,
     unmoved_by_errors,
 )
-from flower_ext.privacy import (
-    FullParticipation,
-    Guarantee,
-    ReleasePlan,
-    check_user_plan,
-    uldp_naive_guarantees,
-)
+from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
+from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining, Params
 
 

@@ -66,14 +66,8 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, HiddenUsers
-from flower_ext.privacy import (
-    Aggregate,
-    FullParticipation,
-    Guarantee,
-    ReleasePlan,
-    RoundDiscarded,
-    SecureNoise,
-)
+from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan, SecureNoise
+from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,

@@ -28,7 +28,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.failures import knowing_no_data, tellable
-from flower_ext.privacy import clip_each_row
+from flower_ext.privacy.bounds import clip_each_row
 from flower_ext.secure import (
     DrawOffer,
     EncryptedWeights,

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.privacy import PoissonSampling, ReleasePlan, Weighting
+from flower_ext.privacy import PoissonSampling, ReleasePlan
+from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.secure import ProtocolError, WeightingPlan
 
 

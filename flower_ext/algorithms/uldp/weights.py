@@ -26,7 +26,7 @@ from flwr.serverapp import Grid
 from flower_ext.data import ClientData, SiloData
 from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
 from flower_ext.federation.failures import knowing_no_data, tellable
-from flower_ext.privacy import Weighting
+from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import Params
 
 USERS = "users"

@@ -19,11 +19,8 @@ from flower_ext.federation.protection import (
     HiddenSum,
 )
 from flower_ext.federation.state.memory import ClientVault
-from flower_ext.privacy import (
-    BoundedSum,
-    NoiseSource,
-    SecureNoise,
-)
+from flower_ext.privacy import NoiseSource, SecureNoise
+from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.training import (
     ClippedJob,
     Job,

@@ -44,13 +44,10 @@ from flower_ext.federation.protection import (
     step_noise,
 )
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.privacy import (
-    BoundedSum,
-    NoiseSource,
-    SecureNoise,
-    derived_seed,
-    l2_norm,
-)
+from flower_ext.privacy import NoiseSource, SecureNoise
+from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.randomness import derived_seed
+from flower_ext.privacy.updates import l2_norm
 from flower_ext.training import (
     MEMORY_LIMIT,
     Params,

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from flower_ext.federation.records import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
-from flower_ext.privacy import Participations
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.files import append_line, sync_to_disk, whole_lines, write_whole
 

@@ -1,1 +1,1 @@
-"""What one paper claims, each next to what is provable."""
+"""Theorems of single papers: each published claim next to what is provable."""

@@ -1,13 +1,13 @@
-"""What Uldp-FL promises one user whose records lie in several silos.
+"""Promises of Uldp-FL to one user whose records lie in several silos: NAIVE, AVG and SGD.
 
-Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3, 4 and 5. As published, and what is provable.
+Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3 and 5. As published, and what is provable.
 
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
 σ, C                  ``noise_multiplier``, ``clipping_norm`` (of the plan)
 S, U, q               ``num_silos``, the plan's sampling of users
-T, k, γ               ``rounds``, ``group_size``, ``DpSgd.sampling_rate``
+T                     ``rounds``
 ====================  =====================================================
 
 NAIVE (Theorem 3) takes C for what one user can do to a silo's clipped update. Clipping is a
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -31,24 +31,22 @@ from flower_ext.privacy.accounting import (
     participations_loss,
     privacy_loss_of,
 )
-from flower_ext.privacy.group_privacy import DpSgd, check_group, group_loss, lemma_9
-from flower_ext.privacy.guarantee import (
+from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
     ON_A_GRID,
     WHOLE_UPLOADS,
-    Condition,
-    Guarantee,
     noise_assumption,
 )
-from flower_ext.privacy.release_plan import PlainAverage, ReleasePlan
+from flower_ext.privacy.guarantee import Condition, Guarantee
+from flower_ext.privacy.release_plan import ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
 """w_{s,u}: 1/|S| for everybody, or the user's share of records in the silo."""
 
-_ALWAYS = (
+OF_SILOS = (
     "the numbers of users, silos and rounds are public",
     "users have the same id in every silo",
     "silos train, clip and add noise as told, and do not collude",
@@ -57,7 +55,7 @@ _ALWAYS = (
 )
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
-_of_one_user = partial(
+of_one_user = partial(
     Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
 )
 SECURE_SUM = "secure aggregation: the server sees no silo's upload"
@@ -128,7 +126,7 @@ def uldp_naive_guarantees(
     published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
     loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
     return [
-        _of_one_user(
+        of_one_user(
             view=AdversaryView.SUM_ONLY,
             epsilon=published,
             delta=delta,
@@ -144,7 +142,7 @@ def uldp_naive_guarantees(
                 ),
             ),
         ),
-        _of_one_user(
+        of_one_user(
             view=AdversaryView.EACH_UPLOAD,
             epsilon=loss.epsilon,
             delta=delta,
@@ -152,136 +150,10 @@ def uldp_naive_guarantees(
             accountant=loss.accountant,
             source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
             "every silo's update",
-            assumptions=(*_ALWAYS, noise_assumption(secure_noise)),
+            assumptions=(*OF_SILOS, noise_assumption(secure_noise)),
             not_covered=tuple(not_covered),
         ),
     ]
-
-
-def uldp_group_guarantees(
-    silos: Sequence[DpSgd],
-    *,
-    group_size: int,
-    delta: float,
-    secure_noise: bool = True,
-    not_covered: Sequence[str] = (),
-) -> list[Guarantee]:
-    """ULDP-GROUP-k, where silos run DP-SGD on at most ``group_size`` records a user.
-
-    As published, for the largest power of two that is not above k, and at the orders that the
-    authors' figures use: some are below those for which Lemma 9 holds. Provable is `group_loss`.
-
-    Raises
-    ------
-    ValueError
-        As `group_loss`.
-    """
-    check_group(silos, group_size, delta)
-    doublings = group_size.bit_length() - 1
-    group = 2**doublings
-    epsilon, order = lemma_9(silos, doublings, delta, orders=_orders_of_the_figures(group))
-    loss = group_loss(silos, group_size=group_size, delta=delta)
-    return [
-        _of_one_user(
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=epsilon,
-            delta=delta,
-            basis="published",
-            accountant="RDP (group of 2^c records)",
-            source="Kato et al., Uldp-FL, Theorem 4",
-            conditions=(
-                Condition(
-                    f"groups of {group_size} records are covered (ε is that of {group})",
-                    group == group_size,
-                ),
-                Condition(
-                    f"the order is one for which Lemma 9 holds, α ≥ {2 * group} (α = {order:g})",
-                    order >= 2 * group,
-                ),
-                Condition(
-                    "which records are kept is decided privately (they are chosen from the exact "
-                    "numbers of records)",
-                    False,
-                ),
-            ),
-        ),
-        _of_one_user(
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=loss.epsilon,
-            delta=delta,
-            basis="provable",
-            accountant=loss.accountant,
-            source=f"group of {group_size} records, DP-SGD in {len(silos)} silos",
-            assumptions=(
-                *_ALWAYS,
-                f"each user has at most {group_size} records in all silos together, the same ones "
-                "in every round; which ones are kept depends on that user's records alone",
-                "the group size, the sampling rates and the numbers of steps are public",
-                "every step takes each record independently, in secret",
-                noise_assumption(secure_noise),
-            ),
-            not_covered=(
-                "which records are kept, and that the group size comes from the data where it is "
-                "their maximum or median",
-                *not_covered,
-            ),
-        ),
-    ]
-
-
-def _orders_of_the_figures(group: int) -> list[float]:
-    """Orders that the authors search: tenths from 2k on, and 20 points from k + 10 to 64k."""
-    tenths = (2 * group + tenth / 10 for tenth in range(100))
-    return [*tenths, *np.linspace(group + 10, 64 * group, 20).tolist()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupPlan(PlainAverage):
-    """ULDP-GROUP-k: silos protect records by DP-SGD; what they send is averaged as it is.
-
-    Parameters
-    ----------
-    sampling : FullParticipation
-        Of silos.
-    one_round : DpSgd
-        What every silo does in a round.
-    delta : float
-        δ at which the run reports ε.
-    """
-
-    sampling: FullParticipation
-    one_round: DpSgd
-    delta: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta={self.delta!r}: expected a number in (0, 1)")
-
-    def describe(self) -> str:
-        """For the log."""
-        one = self.one_round
-        return (
-            f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
-            f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
-        )
-
-    def guarantees(
-        self,
-        *,
-        group_size: int,
-        rounds: int,
-        secure_noise: bool = True,
-        not_covered: Sequence[str] = (),
-    ) -> list[Guarantee]:
-        """`uldp_group_guarantees` after ``rounds`` rounds."""
-        silo = replace(self.one_round, steps=self.one_round.steps * rounds)
-        return uldp_group_guarantees(
-            [silo] * self.sampling.population,
-            group_size=group_size,
-            delta=self.delta,
-            secure_noise=secure_noise,
-            not_covered=not_covered,
-        )
 
 
 def uldp_avg_guarantees(
@@ -356,7 +228,7 @@ def uldp_avg_guarantees(
     everyone = isinstance(plan.sampling, FullParticipation)
     drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
     common = (
-        *_ALWAYS,
+        *OF_SILOS,
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
         *filter(None, (company,)),
@@ -428,7 +300,7 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
         epsilon = privacy_loss_of(
             {replace(plan, sensitivity=1.0).release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
-    return _of_one_user(
+    return of_one_user(
         view=view,
         epsilon=epsilon,
         delta=plan.delta,

@@ -9,18 +9,18 @@ from flower_ext.privacy import (
     DpSgd,
     FixedSizeSampling,
     FullParticipation,
-    GroupPlan,
     Guarantee,
     PoissonSampling,
     PrivacyUnit,
     ReleasePlan,
     gaussian_loss,
-    group_loss,
+)
+from flower_ext.privacy.theorems.uldp import (
     uldp_avg_guarantees,
     uldp_closed_form,
-    uldp_group_guarantees,
     uldp_naive_guarantees,
 )
+from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -96,23 +96,6 @@ def test_a_user_moves_a_clipped_silo_update_by_2c_so_naive_has_half_the_noise_mu
         moved = 2 * math.sqrt(silos)
         assert 5.0 * math.sqrt(silos) / moved == 2.5
     assert provable.view is AdversaryView.EACH_UPLOAD
-
-
-def test_group_says_what_its_published_number_covers_and_proves_the_exact_group():
-    published, provable = by_basis(uldp_group_guarantees([SILO], group_size=40, delta=DELTA))
-    failed = [condition.text for condition in published.conditions if not condition.holds]
-    assert any("groups of 40 records are covered (ε is that of 32)" in text for text in failed)
-    assert any("Lemma 9 holds" in text for text in failed)
-    assert any("decided privately" in text for text in failed)
-    assert provable.epsilon == group_loss([SILO], group_size=40, delta=DELTA).epsilon
-    assert "which records are kept" in provable.statement()
-    assert any("at most 40 records" in text for text in provable.assumptions)
-    assert any("which records are kept" in text for text in provable.not_covered)
-
-
-def test_group_of_a_small_power_of_two_meets_all_but_the_privacy_of_the_choice():
-    published, _ = by_basis(uldp_group_guarantees([SILO], group_size=4, delta=DELTA))
-    assert [condition.holds for condition in published.conditions] == [True, True, False]
 
 
 def test_sampling_users_helps_only_against_those_who_do_not_see_the_sample():
@@ -246,20 +229,6 @@ def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weigh
     assert provable_by_view(far) == provable_by_view(near)
     same = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0), **run)
     assert far[0].epsilon == same[0].epsilon < near[0].epsilon
-
-
-def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
-    one_round = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20)
-    made = GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=DELTA)
-    told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
-    every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
-    expected = uldp_group_guarantees([every] * 3, delta=DELTA, **told)
-    assert made.guarantees(rounds=7, **told) == expected
-    assert "SIMULATION" in expected[1].statement()
-    assert "scores" in expected[1].not_covered
-    for delta in (0.0, 1.0):
-        with pytest.raises(ValueError, match="delta="):
-            GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=delta)
 
 
 def test_a_draw_that_nobody_knows_amplifies_against_the_server_too():

@@ -1,0 +1,39 @@
+"""Sentences that several guarantees print about their assumptions."""
+
+from __future__ import annotations
+
+from flower_ext.privacy.noise import IMPROBABLE
+
+
+def noise_assumption(secure: bool) -> str:
+    """Return the assumption about noise: from a cryptographic generator, or from a seed."""
+    if secure:
+        return "noise from a cryptographic generator keyed by the operating system"
+    return "SIMULATION: noise is reproducible from the seed, which clients are told"
+
+
+ON_A_GRID = (
+    "noise is rounded to a public grid with what it is added to, and the generator's Gaussian is "
+    "exact to the grid's resolution"
+)
+"""What is assumed of Gaussian noise in floating point (see `privacy.noise`)."""
+WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
+"""What is assumed where sums are protected by noise that their parts carry."""
+LOADS = "no single record keeps a client from loading its data (Task.data)"
+"""The assumption where one record must not show in whether its client answers."""
+TELLS = (
+    "the server's log and all of the run directory but the model tell it (metrics.jsonl, "
+    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, checkpoints, report and figures) "
+    "and stay with the server"
+)
+HIDDEN_DRAW = (
+    "neither who was drawn nor how many is known to the adversary: who is asked learns how many, "
+    f"and {TELLS}"
+)
+NOISE_OF_OTHERS = (
+    WHOLE_UPLOADS,
+    "the adversary is none of those who add noise: each could take its own share off",
+    f"no honest upload is refused for its norm: each is with probability {IMPROBABLE:g} at most, "
+    "which δ does not count",
+)
+"""What is assumed of released models where a server adds up noise that others made."""

@@ -1,0 +1,180 @@
+"""Provable guarantees of one client that uploads once a round, against each adversary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
+from flower_ext.privacy.assumptions import (
+    HIDDEN_DRAW,
+    NOISE_OF_OTHERS,
+    ON_A_GRID,
+    TELLS,
+    WHOLE_UPLOADS,
+    noise_assumption,
+)
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.release_plan import ReleasePlan
+from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+_ALWAYS = (
+    "the population and the planned rounds are public",
+    "clients' answers, and their absence, depend on no other client's data",
+    ON_A_GRID,
+)
+_HIDDEN_PLACES = f"who was drawn is not known to the adversary: {TELLS}"
+_DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
+_MEMORY = (
+    "clients remember something (a personal head), and what one sends does not tell who was drawn "
+    "before: not proven for cohorts of fixed size"
+)
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
+
+
+def client_level_guarantees(
+    plan: ReleasePlan,
+    participations: Participations,
+    *,
+    secure_noise: bool = True,
+    secure_cohorts: bool = True,
+    not_covered: Sequence[str] = (),
+    memory: bool = False,
+) -> list[Guarantee]:
+    """What is provable against each adversary for a run of ``plan``, one guarantee a view.
+
+    Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
+    Where clients remember something between rounds (``memory``), what they send depends on the
+    rounds that they were drawn in. With a fixed cohort size these tell something of who else was
+    drawn, which the amplification of each round by itself does not see: it is then assumed not to
+    matter. Under Poisson sampling clients are drawn independently.
+
+    * Released models: amplified by sampling, since who took part stays secret, and how many unless
+      their number is fixed.
+    * Sums only: no amplification; Gaussian composition over the realised participations, each
+      with the noise that clients really supplied (the server knows what it topped up itself).
+    * Each upload: one client's share of the noise alone, σ/√cohort.
+
+    Raises
+    ------
+    ValueError
+        The plan is not one of clients with one upload each (see `check_client_plan`).
+    """
+    check_client_plan(plan)
+    common = (*_ALWAYS, noise_assumption(secure_noise))
+    by_clients = plan.noise_placement == "client"
+    honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
+    relation = plan.release.relation
+    loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
+    hidden: tuple[str, ...] = ()
+    if not isinstance(plan.sampling, FullParticipation):
+        fixed = isinstance(plan.sampling, FixedSizeSampling)  # how many is public
+        hidden = (
+            _HIDDEN_PLACES if fixed else HIDDEN_DRAW,
+            _DRAWN if secure_cohorts else _DRAWN_BY_SEED,
+            *((_MEMORY,) if fixed and memory else ()),
+        )
+    models = Guarantee(
+        unit=plan.unit,
+        relation=relation,
+        view=AdversaryView.RELEASED_MODELS,
+        epsilon=loss.epsilon,
+        delta=plan.delta,
+        basis="provable",
+        accountant=loss.accountant,
+        source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
+        f"{participations.rounds} rounds"
+        + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
+        assumptions=(
+            *common,
+            *honest_clients,
+            *(NOISE_OF_OTHERS if by_clients else ()),
+            *hidden,
+            "the server follows the protocol and keeps uploads to itself",
+        ),
+        not_covered=tuple(not_covered),
+    )
+    if not by_clients:
+        return [models, *(_unprotected(plan, view) for view in _SERVER_VIEWS)]
+    sums = participations_loss(
+        noise_multiplier=plan.noise_multiplier,
+        participations=participations.in_sums,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+        delta=plan.delta,
+    )
+    uploads = participations_loss(
+        noise_multiplier=plan.noise_multiplier,
+        participations=participations.in_uploads,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+        delta=plan.delta,
+    )
+    return [
+        models,
+        Guarantee(
+            unit=plan.unit,
+            relation=NeighboringRelation.REPLACE_SPECIAL,
+            view=AdversaryView.SUM_ONLY,
+            epsilon=sums.epsilon,
+            delta=plan.delta,
+            basis="provable",
+            accountant=sums.accountant,
+            source=f"most exposed client: {participations.in_sums:.4g} sums' worth",
+            assumptions=(
+                *common,
+                *honest_clients,
+                WHOLE_UPLOADS,
+                "secure aggregation, which this run does not provide: the server sees no upload",
+            ),
+            not_covered=tuple(not_covered),
+        ),
+        Guarantee(
+            unit=plan.unit,
+            relation=NeighboringRelation.REPLACE_SPECIAL,
+            view=AdversaryView.EACH_UPLOAD,
+            epsilon=uploads.epsilon,
+            delta=plan.delta,
+            basis="provable",
+            accountant=uploads.accountant,
+            source="noise multiplier σ/√cohort of a single upload; most exposed client: "
+            f"{participations.in_uploads:.4g} sums' worth",
+            assumptions=(*common, *honest_clients),
+            not_covered=tuple(not_covered),
+        ),
+    ]
+
+
+def check_client_plan(plan: ReleasePlan) -> None:
+    """Refuse a plan of other units, or of clients that have a part in several uploads.
+
+    Raises
+    ------
+    ValueError
+        Names the setting.
+    """
+    if plan.unit is not PrivacyUnit.CLIENT:
+        raise ValueError(
+            f"unit={plan.unit.value!r} of the plan: expected 'client', as each client's update is "
+            "bounded as a whole"
+        )
+    if plan.sensitivity != 1:
+        raise ValueError(
+            f"sensitivity={plan.sensitivity!r} of the plan: expected 1, as a client has one upload"
+        )
+
+
+_SERVER_VIEWS = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
+
+
+def _unprotected(plan: ReleasePlan, view: AdversaryView) -> Guarantee:
+    return Guarantee(
+        unit=plan.unit,
+        relation=NeighboringRelation.REPLACE_SPECIAL,
+        view=view,
+        epsilon=math.inf,
+        delta=plan.delta,
+        basis="provable",
+        accountant="none",
+        source="the server adds the noise, after it has seen what it protects",
+    )

@@ -1,0 +1,215 @@
+"""Protection of one record of a client that uploads its whole local model in every round.
+
+Either the noise of the upload alone, or each record's gradient clipped inside the local steps, with
+or without noise in each of them. Gaussians compose without amplification, as everyone takes part in
+every round and the server sees each upload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
+from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
+from flower_ext.privacy.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.sampling import FullParticipation
+from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSteps:
+    """The local steps of one client in one round, each record's gradient clipped.
+
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. With noise in
+    every step, the whole round is protected; without, the two neighbouring models may run apart
+    from the second step on.
+
+    Parameters
+    ----------
+    learning_rate : float
+        η_G.
+    gradient_clipping_norm : float
+        G, of a single record's gradient.
+    num_examples : int
+        |D_n|, public.
+    local_steps : int
+    batch_size : int, optional
+        B; by default all records. Smaller batches run through the records in passes, in an order
+        that does not depend on them, and each round begins a new pass.
+    """
+
+    learning_rate: float
+    gradient_clipping_norm: float
+    num_examples: int
+    local_steps: int = 1
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("learning_rate", self.learning_rate)
+        require_positive("gradient_clipping_norm", self.gradient_clipping_norm)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("local_steps", self.local_steps)
+        if self.batch_size is not None and not 1 <= self.batch_size <= self.num_examples:
+            raise ValueError(
+                f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="
+                f"{self.num_examples}"
+            )
+
+    @property
+    def sensitivity(self) -> float:
+        """How far replacing one record moves a step that uses it (L2): 2ηG/B."""
+        return self._step * 2 / (self.batch_size or self.num_examples)
+
+    @property
+    def uses_per_round(self) -> int:
+        """The most steps of a round that use any one record."""
+        per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
+        return math.ceil(self.local_steps / per_pass)
+
+    @property
+    def upload_sensitivity(self) -> float:
+        """How far replacing one record moves the uploaded model, without noise in the steps (L2).
+
+        One step is `sensitivity`. After it nothing keeps the neighbours together, but no step moves
+        a model further than ηG.
+        """
+        return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
+
+    def upload_stddev(self, step_stddev: float) -> float:
+        """Standard deviation of each weight of the upload when every step adds ``step_stddev``.
+
+        Later steps on a convex loss only shrink what earlier ones added.
+        """
+        return math.sqrt(self.local_steps) * step_stddev
+
+    @property
+    def _step(self) -> float:
+        return self.learning_rate * self.gradient_clipping_norm
+
+
+def composed_noise_stddev(
+    *, sensitivity: float, epsilon: float, delta: float, releases: int
+) -> float:
+    """Noise of each of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
+
+    Exact composition, no amplification; never less than the target needs.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range.
+    """
+    require_positive("sensitivity", sensitivity)
+    check_target(epsilon, delta, releases)
+    return sensitivity * math.sqrt(releases) * _one_gaussian(epsilon, delta)
+
+
+def composed_epsilon(
+    *, sensitivity: float, noise_stddev: float, delta: float, releases: int
+) -> float:
+    """ε of ``releases`` Gaussians of ``noise_stddev`` that one record moves by ``sensitivity``.
+
+    Raises
+    ------
+    ValueError
+        A parameter is out of range.
+    """
+    require_positive("sensitivity", sensitivity)
+    require_positive("noise_stddev", noise_stddev)
+    check_target(1.0, delta, releases)
+    return gaussian_loss(noise_stddev / sensitivity, releases=releases, delta=delta).epsilon
+
+
+def clipped_steps_noise_stddev(
+    steps: ClippedSteps, *, epsilon: float, delta: float, rounds: int
+) -> float:
+    """Noise that every local step must add to each weight for (ε, δ) over ``rounds`` rounds."""
+    check_target(epsilon, delta, rounds)
+    return composed_noise_stddev(
+        sensitivity=steps.sensitivity,
+        epsilon=epsilon,
+        delta=delta,
+        releases=rounds * steps.uses_per_round,
+    )
+
+
+def clipped_steps_epsilon(
+    steps: ClippedSteps, *, noise_stddev: float, delta: float, rounds: int
+) -> float:
+    """ε of ``rounds`` rounds in which every local step adds ``noise_stddev`` to each weight."""
+    check_target(1.0, delta, rounds)
+    return composed_epsilon(
+        sensitivity=steps.sensitivity,
+        noise_stddev=noise_stddev,
+        delta=delta,
+        releases=rounds * steps.uses_per_round,
+    )
+
+
+def clipped_steps_guarantee(
+    steps: ClippedSteps,
+    *,
+    noise_stddev: float,
+    rounds: int,
+    delta: float,
+    secure_noise: bool = True,
+    not_covered: Sequence[str] = (),
+) -> Guarantee:
+    """What protects one record when every clipped local step adds its own noise."""
+    epsilon = clipped_steps_epsilon(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
+    source = (
+        f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
+        f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
+    )
+    return record_guarantee(epsilon, delta, source, secure_noise, not_covered)
+
+
+def record_guarantee(
+    epsilon: float, delta: float, source: str, secure_noise: bool, not_covered: Sequence[str]
+) -> Guarantee:
+    """Return what is provable for one record before a server that sees each upload."""
+    return Guarantee(
+        unit=PrivacyUnit.RECORD,
+        relation=NeighboringRelation.REPLACE_ONE,
+        view=AdversaryView.EACH_UPLOAD,
+        epsilon=epsilon,
+        delta=delta,
+        basis="provable",
+        accountant=EXACT_GAUSSIAN,
+        source=source,
+        assumptions=(
+            "clients train, clip and add noise as told",
+            "personal models, and whatever else depends on a client's records, stay on the client",
+            "the planned rounds and each client's number of examples are public",
+            "arithmetic in floating point stays within the margins of clipping",
+            LOADS,
+            ON_A_GRID,
+            noise_assumption(secure_noise),
+        ),
+        not_covered=tuple(not_covered),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _one_gaussian(epsilon: float, delta: float) -> float:
+    """Noise multiplier of one Gaussian release of sensitivity 1."""
+    return calibrate_noise_multiplier(
+        epsilon=epsilon,
+        delta=delta,
+        sampling=FullParticipation(1),
+        rounds=1,
+        relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
+        tolerance=1e-9,
+    )
+
+
+def check_target(epsilon: float, delta: float, rounds: int) -> None:
+    """Refuse a target, or a number of rounds, that is out of range."""
+    require_positive("epsilon", epsilon)
+    require_delta(delta)
+    require_at_least_one("rounds", rounds)

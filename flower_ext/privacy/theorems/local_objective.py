@@ -1,0 +1,150 @@
+"""Facts of a client's problem that Section 6 of Upcycled-FL rests on, and its conditions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flower_ext.privacy.guarantee import Condition, PreconditionFailed
+
+NEGLIGIBLE_DISTANCE = 1e-8
+"""A minimiser found to within this (L2) passes for exact, as floating point allows no better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalObjective:
+    """What is known of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
+
+    F_i is the mean over records of a loss F̂(w; d). The defaults say that nothing is known.
+    Bounds hold for every record that could be there, and for every w. The last four are facts of
+    the training, which a strategy fills in itself.
+
+    Parameters
+    ----------
+    convex : bool
+        F̂ is convex in w.
+    generalised_linear : bool
+        F̂ depends on w through ⟨w, x⟩ alone, x being the features, and is twice continuously
+        differentiable. Logistic regression of two classes is; softmax regression is not.
+    gradient_bound : float
+        u₁ ≥ ‖∇F̂‖₂.
+    curvature_bound : float
+        u₂ ≥ |F̂''|, the second derivative in ⟨w, x⟩.
+    feature_norm_bound : float
+        ‖x‖₂, a constant feature for the bias included.
+    proximal_weight : float
+        μ.
+    distance_to_minimiser : float
+        How far the trained model can be from the exact minimiser (L2); 0 for an exact one.
+    rounding : float
+        How far rounding to its own precision moves a trained model (L2), over its norm or the
+        clipping norm, whichever is less: 2⁻²⁴ in single precision, 2⁻¹¹ in half precision and 2⁻⁸
+        in bfloat16 (and what numbers below the smallest normal one lose, where that matters).
+    memoryless : bool
+        Beyond the records, the problem depends on what was sent to and from the client alone;
+        control variates and personal models that a client keeps break this.
+    """
+
+    convex: bool = False
+    generalised_linear: bool = False
+    gradient_bound: float = math.inf
+    curvature_bound: float = math.inf
+    feature_norm_bound: float = math.inf
+    proximal_weight: float = 0.0
+    distance_to_minimiser: float = math.inf
+    rounding: float = 2.0**-24
+    memoryless: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "gradient_bound",
+            "curvature_bound",
+            "feature_norm_bound",
+            "proximal_weight",
+            "distance_to_minimiser",
+            "rounding",
+        ):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+        if math.isinf(self.proximal_weight):
+            raise ValueError("proximal_weight=inf: expected a finite number >= 0")
+
+    def stability(self, num_examples: int) -> float:
+        """How far replacing one of |D_i| records moves the trained model (L2); infinite if unknown.
+
+        2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7), and
+        twice the distance to it.
+        """
+        if not (self.convex and self.memoryless and self.proximal_weight > 0):
+            return math.inf
+        exact = 2 * self.gradient_bound / (num_examples * self.proximal_weight)
+        return exact + 2 * self.distance_to_minimiser
+
+    def theorem_6_3_conditions(self) -> list[Condition]:
+        """What Theorem 6.3 asks of the loss, whatever the client."""
+        u1, u2, norm = self.gradient_bound, self.curvature_bound, self.feature_norm_bound
+        return [
+            Condition("the loss is a generalised linear model", self.generalised_linear),
+            Condition("the loss is convex", self.convex),
+            Condition(f"gradients of a record are bounded (u₁ = {u1:.4g})", math.isfinite(u1)),
+            Condition(f"curvature is bounded (u₂ = {u2:.4g})", math.isfinite(u2)),
+            Condition(f"features have norm at most 1 (at most {norm:.4g})", norm <= 1),
+            Condition(
+                f"the proximal weight is above 0 (μ = {self.proximal_weight:.4g})",
+                self.proximal_weight > 0,
+            ),
+        ]
+
+    def least_examples(self) -> int:
+        """The fewest examples with which u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
+
+        Raises
+        ------
+        PreconditionFailed
+            Another condition of the theorem fails already.
+        """
+        refuse_unless(self.theorem_6_3_conditions())
+        least = max(1, math.floor(2 * self.curvature_bound / self.proximal_weight))
+        while not large_enough(self, least).holds:  # the division may have been rounded
+            least += 1
+        return least
+
+    def solution_conditions(self) -> list[Condition]:
+        """What the proofs take for granted of the solver."""
+        distance = self.distance_to_minimiser
+        return [
+            Condition(
+                f"local models are exact minimisers (distance at most {distance:.4g})"
+                if math.isfinite(distance)
+                else "local models are exact minimisers (training by SGD bounds no distance)",
+                distance <= NEGLIGIBLE_DISTANCE,
+            ),
+            Condition("clients keep no state that depends on their records", self.memoryless),
+        ]
+
+
+def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
+    """Return the condition of Theorem 6.3 on the number of records."""
+    bound = 0.5 * num_examples * objective.proximal_weight
+    return Condition(
+        f"u₂ ≤ 0.5 |D_i| μ ({objective.curvature_bound:.4g} against {bound:.4g} of the smallest "
+        "client)",
+        num_examples > 0 and objective.curvature_bound <= bound,
+    )
+
+
+def refuse_unless(conditions: Sequence[Condition]) -> None:
+    """Refuse to apply Theorem 6.3 where a condition fails.
+
+    Raises
+    ------
+    PreconditionFailed
+        Names each that fails.
+    """
+    failed = [condition.text for condition in conditions if not condition.holds]
+    if failed:
+        raise PreconditionFailed(
+            "Theorem 6.3 (objective perturbation) does not apply; these do not hold: "
+            + "; ".join(failed)
+        )

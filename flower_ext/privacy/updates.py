@@ -1,0 +1,175 @@
+"""Arrays by name: what can be bounded and noised, its norm and its sum.
+
+Arrays may be NumPy or torch, on any device: they are handled through the array API, without
+importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
+precision can pass unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import array_api_compat as api
+import numpy as np
+
+Update = Mapping[str, Any]
+"""Arrays by name: one unit's contribution to a sum, or the sum."""
+
+
+class NonFiniteUpdate(ValueError):
+    """An update holds NaN or infinite values, which no norm bounds."""
+
+
+def check_arrays(update: Update) -> None:
+    """Refuse what cannot be bounded and noised: not an array, or not real floating-point.
+
+    Raises
+    ------
+    TypeError
+        Names the array and what to do.
+    ValueError
+        The update holds no element at all.
+    """
+    for name, array in update.items():
+        if isinstance(array, np.ma.MaskedArray):  # norms and noise would leave out what is masked
+            raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
+        if not (isinstance(array, np.ndarray) or api.is_array_api_obj(array)):
+            raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
+        if not _is_real_float(array):
+            raise TypeError(
+                f"{name!r} has dtype {array.dtype}; only real floating-point arrays can be bounded "
+                "and noised. Leave counters and indices out of the update, or convert them."
+            )
+    if sum(_size(array) for array in update.values()) == 0:
+        raise ValueError("the update holds no numbers: name at least one non-empty array")
+
+
+def l2_norm(update: Update) -> float:
+    """L2 norm over all arrays together, as a float64.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        Names the array that holds NaN or infinite values.
+    TypeError, ValueError
+        As `check_arrays`.
+    """
+    check_arrays(update)
+    largest, scaled = scaled_norm(update)
+    return largest * scaled
+
+
+def in_float64(update: Update) -> dict[str, Any]:
+    """Copies of all arrays in float64."""
+    return {name: as_float64(array) for name, array in update.items()}
+
+
+def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
+    """Arrays of ``update`` in the precision of those of the same name in ``like``.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        A number is too large for it.
+    """
+    rounded = {}
+    with np.errstate(over="ignore"):
+        for name, array in update.items():
+            namespace = api.array_namespace(array)
+            rounded[name] = namespace.astype(array, like[name].dtype)
+            if not bool(namespace.all(namespace.isfinite(rounded[name]))):
+                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
+    return rounded
+
+
+def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
+    """Sum in float64; zeros like ``like`` when there are no updates.
+
+    Raises
+    ------
+    ValueError
+        Names or shapes differ from those of ``like``, or it is empty.
+    """
+    places, summed = laid_out(like)
+    wide = summed * 0.0
+    for update in updates:
+        check_like(update, like)
+        for name, place in places.items():
+            wide[place] = update[name].reshape(-1)
+        summed += wide
+    return taken_apart(summed, places, like)
+
+
+def check_like(update: Update, like: Update) -> None:
+    """Refuse an update whose names or shapes are not those of ``like``."""
+    if set(update) != set(like):
+        differing = sorted(set(update) ^ set(like))
+        raise ValueError(f"array names differ from the expected ones: {differing}")
+    for name, array in like.items():
+        if tuple(update[name].shape) != tuple(array.shape):
+            raise ValueError(
+                f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
+            )
+
+
+def _is_real_float(array: Any) -> bool:
+    if isinstance(array, np.ndarray):  # as below, at a tenth of the time
+        return bool(array.dtype.kind == "f")
+    return bool(api.array_namespace(array).isdtype(array.dtype, "real floating"))
+
+
+def _size(array: Any) -> int:
+    return math.prod(array.shape)
+
+
+def as_float64(array: Any) -> Any:
+    """Return a copy in float64."""
+    namespace = api.array_namespace(array)
+    return namespace.astype(array, namespace.float64)
+
+
+def laid_out(like: Update) -> tuple[dict[str, slice], Any]:
+    """Return where each array lies among all numbers, and zeros for them in float64."""
+    if not like:
+        raise ValueError("like={}: name at least one array")
+    first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
+    places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
+    namespace = api.array_namespace(first)
+    return places, namespace.zeros(ends[-1], dtype=namespace.float64, device=api.device(first))
+
+
+def taken_apart(numbers: Any, places: Mapping[str, slice], like: Update) -> dict[str, Any]:
+    """Return arrays of the shapes of ``like``, where it is; views if ``numbers`` are there."""
+    return {
+        name: api.to_device(numbers[places[name]].reshape(array.shape), api.device(array))
+        for name, array in like.items()
+    }
+
+
+def scaled_norm(update: Update) -> tuple[float, float]:
+    """Return (m, s) with norm = m·s: m above 1 where squares might overflow."""
+    wide = {name: as_float64(array) for name, array in update.items()}
+    if 1e-100 < (norm := _norm(wide)) < 1e100:
+        return 1.0, norm
+    largest = 0.0
+    for name, array in update.items():
+        if _size(array) == 0:
+            continue
+        namespace = api.array_namespace(array)
+        magnitude = float(namespace.max(namespace.abs(array)))
+        if not math.isfinite(magnitude):
+            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
+        largest = max(largest, magnitude)
+    if largest == 0.0:
+        return 0.0, 0.0
+    return largest, _norm({name: array / largest for name, array in wide.items()})
+
+
+def _norm(wide: Update) -> float:
+    """Over all arrays of float64; infinite or NaN where squares are, 0 where they vanish."""
+    flat = [array.reshape(-1) for array in wide.values()]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.sqrt(sum(float(array @ array) for array in flat))

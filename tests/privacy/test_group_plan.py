@@ -1,0 +1,20 @@
+import pytest
+
+from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
+from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+
+DELTA = 1e-5
+
+
+def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
+    one_round = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=20)
+    made = GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=DELTA)
+    told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
+    every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
+    expected = uldp_group_guarantees([every] * 3, delta=DELTA, **told)
+    assert made.guarantees(rounds=7, **told) == expected
+    assert "SIMULATION" in expected[1].statement()
+    assert "scores" in expected[1].not_covered
+    for delta in (0.0, 1.0):
+        with pytest.raises(ValueError, match="delta="):
+            GroupPlan(sampling=FullParticipation(3), one_round=one_round, delta=delta)

@@ -1,0 +1,60 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from flower_ext.privacy import LocalObjective
+from flower_ext.privacy.theorems.local_objective import NEGLIGIBLE_DISTANCE, large_enough
+
+# An L2-regularised logistic regression of two classes, solved exactly: all is known of it.
+KNOWN = LocalObjective(
+    convex=True,
+    generalised_linear=True,
+    gradient_bound=1.0,
+    curvature_bound=0.25,
+    feature_norm_bound=1.0,
+    proximal_weight=0.1,
+    distance_to_minimiser=0.0,
+    memoryless=True,
+)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "gradient_bound",
+        "curvature_bound",
+        "feature_norm_bound",
+        "proximal_weight",
+        "distance_to_minimiser",
+    ],
+)
+@pytest.mark.parametrize("value", [-0.1, math.nan])
+def test_unfit_facts_of_an_objective_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        LocalObjective(**{field: value})
+
+
+def test_an_infinite_proximal_weight_is_refused():
+    with pytest.raises(ValueError, match="proximal_weight=inf"):
+        LocalObjective(proximal_weight=math.inf)
+
+
+def test_what_the_proof_takes_for_granted_of_the_solver_is_a_condition_of_its_own():
+    def unmet(**facts):
+        conditions = replace(KNOWN, **facts).solution_conditions()
+        return [condition.text for condition in conditions if not condition.holds]
+
+    assert unmet() == []
+    assert unmet(distance_to_minimiser=NEGLIGIBLE_DISTANCE) == []
+    (text,) = unmet(distance_to_minimiser=1e-3)
+    assert "distance at most 0.001" in text
+    (text,) = unmet(distance_to_minimiser=math.inf)
+    assert "SGD" in text
+    (text,) = unmet(memoryless=False)
+    assert "no state" in text
+
+
+def test_clients_and_server_agree_on_the_least_number_of_examples():
+    objective = replace(KNOWN, curvature_bound=0.11, proximal_weight=0.011)
+    assert large_enough(objective, objective.least_examples()).holds
