@@ -1,8 +1,8 @@
 """One module a method: Strategy and client side next to each other."""
 
 from flower_ext.algorithms.apple import Apple
+from flower_ext.algorithms.ditto import DPDitto
 from flower_ext.algorithms.dp2_fedsam import Centaur, DP2FedSAM
-from flower_ext.algorithms.dp_ditto import DPDitto
 from flower_ext.algorithms.dp_fedavg import DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT, Hosted
 from flower_ext.algorithms.fedala import FedALA
 from flower_ext.algorithms.fedamp import FedAMP

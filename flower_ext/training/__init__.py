@@ -29,7 +29,6 @@ from flower_ext.training.local import (
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
-from flower_ext.training.pilot import pilot_run
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each, evaluate_many
 from flower_ext.training.survival import cox_loss
@@ -67,7 +66,6 @@ __all__ = [
     "minimise",
     "newton",
     "part",
-    "pilot_run",
     "replace_batch_norm",
     "split",
     "tagged",

@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from dp_ditto_app.task import model_name, task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
+from flower_ext.algorithms.ditto import pilot_run
 from flower_ext.federation import (
     FederatedStrategy,
     clients_of,
@@ -27,7 +28,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
-from flower_ext.training import LocalTraining, Task, check_shareable, pilot_run
+from flower_ext.training import LocalTraining, Task, check_shareable
 from flower_ext.training.models import build, parameter_count
 
 WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")

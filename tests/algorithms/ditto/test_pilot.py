@@ -3,8 +3,9 @@ import pytest
 import torch
 from torch import nn
 
+from flower_ext.algorithms.ditto import pilot_run
 from flower_ext.data import Examples
-from flower_ext.training import Task, pilot_run
+from flower_ext.training import Task
 from tests.worlds import client_data
 from tests.worlds import task as network
 

@@ -1,0 +1,10 @@
+"""DP-Ditto: the method, and the pilot run that measures what its planner asks for.
+
+Source: Zhao, Cui, Li, Ni, Hossain, Sheng, Tao, Zhang, "Convergence-Privacy-Fairness Trade-Off in
+Personalized Federated Learning". The planner itself, formulas on numbers, is `flower_ext.planning`.
+"""
+
+from flower_ext.algorithms.ditto.dp_ditto import DPDitto
+from flower_ext.algorithms.ditto.pilot import pilot_run
+
+__all__ = ["DPDitto", "pilot_run"]
