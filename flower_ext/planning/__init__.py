@@ -8,7 +8,7 @@ from flower_ext.planning.convergence import (
 )
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.linear_world import LinearWorld
-from flower_ext.planning.pilot import PilotEstimates, estimate_problem
+from flower_ext.planning.loss_constants import PilotEstimates, estimate_problem
 from flower_ext.planning.search import (
     EmpiricalPlan,
     Outcome,

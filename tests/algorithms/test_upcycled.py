@@ -37,7 +37,7 @@ from flower_ext.algorithms import (
     Upcycled,
 )
 from flower_ext.algorithms.upcycled import Constant, Decaying, HalfLambda
-from flower_ext.algorithms.upcycled.strategy import Traffic, extrapolated
+from flower_ext.algorithms.upcycled.wrapper import Traffic, extrapolated
 from flower_ext.federation import InProcessGrid, Stragglers, client_app, records
 from flower_ext.privacy import (
     Budget,

@@ -11,12 +11,12 @@ from flower_ext.algorithms.upcycled.coefficients import (
     ProximalRatio,
     Schedule,
 )
-from flower_ext.algorithms.upcycled.convergence import (
+from flower_ext.algorithms.upcycled.gradient_norm import (
     ConvergenceConstants,
     convergence_constants,
     gradient_norm_bound,
 )
-from flower_ext.algorithms.upcycled.strategy import Traffic, Upcycled
+from flower_ext.algorithms.upcycled.wrapper import Traffic, Upcycled
 
 __all__ = [
     "Constant",
