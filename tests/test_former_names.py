@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext import privacy
+from flower_ext import privacy, training
+from flower_ext.algorithms import ditto
 
 ROOT = Path(__file__).parents[1]
 FORMER = """
@@ -30,6 +31,24 @@ def test_reporting_is_runs_and_says_so_once():
         [sys.executable, "-c", FORMER], capture_output=True, text=True, check=True
     )
     assert done.stdout.count("flower_ext.runs now") == 1
+
+
+def test_dp_ditto_is_in_ditto_and_says_so():
+    sys.modules.pop("flower_ext.algorithms.dp_ditto", None)  # a module warns when it is loaded
+    with pytest.warns(DeprecationWarning, match=r"flower_ext\.algorithms\.ditto now") as seen:
+        former = import_module("flower_ext.algorithms.dp_ditto")
+    assert len(seen) == 1
+    for name in former.__all__:
+        assert getattr(former, name) is getattr(import_module(f"{ditto.__name__}.dp_ditto"), name)
+
+
+def test_a_pilot_run_is_found_in_training_with_a_warning_and_nothing_else_is():
+    with pytest.warns(DeprecationWarning, match=r"in flower_ext\.algorithms\.ditto now") as seen:
+        former = training.pilot_run
+    assert former is ditto.pilot_run
+    assert seen[0].filename == __file__
+    with pytest.raises(AttributeError, match="no attribute 'pilot'"):
+        _ = training.pilot
 
 
 @pytest.mark.parametrize("name", sorted(privacy._MOVED))

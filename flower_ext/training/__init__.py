@@ -1,5 +1,9 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flower_ext.training.batched.many import (
     MEMORY_LIMIT,
     train_each,
@@ -80,3 +84,17 @@ __all__ = [
 ]
 
 products_are_reproducible()  # takes effect before MKL's first call alone
+
+if not TYPE_CHECKING:  # so that type checkers refuse it
+
+    def __getattr__(name: str) -> Any:
+        """Find ``pilot_run`` where it was, for one release: the one arrow that leads upwards."""
+        if name != "pilot_run":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = "flower_ext.algorithms.ditto"
+        warnings.warn(
+            f"{__name__}.{name} is in {module} now: import it from there",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return import_module(module).pilot_run
