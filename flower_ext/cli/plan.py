@@ -11,18 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from flower_ext.cli.ditto_plan import (
-    Answer,
-    PrivacyBudget,
-    answers,
-    curve_rows,
-    draw_plan,
-    finite_or_none,
-)
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.launch import LaunchFailed
+from flower_ext.cli.plan_curves import curve_rows, draw_plan
 from flower_ext.cli.screen import console, failed, titled_table
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
+from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
 from flower_ext.privacy import ClippedSteps, TargetOutOfReach, epsilon_text
 
 _BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"

@@ -1,23 +1,14 @@
-"""What ``flower-ext plan`` answers: (T*, λ*) for a privacy budget, as published and provable."""
+"""(T*, λ*) for a privacy budget, as published and provable: what ``flower-ext plan`` answers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from flower_ext.planning import (
-    DittoProblem,
-    LinearFairness,
-    TrainingPlan,
-    best_rounds,
-    joint_search,
-)
-from flower_ext.planning.convergence import LARGEST_WEIGHT
+from flower_ext.planning.convergence import DittoProblem
+from flower_ext.planning.fairness import LinearFairness
+from flower_ext.planning.search import TrainingPlan, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.clipped_steps import (
     clipped_steps_epsilon,
@@ -26,10 +17,6 @@ from flower_ext.privacy.clipped_steps import (
 )
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
-from flower_ext.runs.figures import Line, draw_lines
-
-CURVE_ROWS = 12
-"""How many numbers of rounds the printed table names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,64 +170,3 @@ def _one_full_step(steps: ClippedSteps | None) -> Condition:
         f"{steps.num_examples} records): h speaks of that, the noise of what was asked",
         steps.local_steps == 1 and batch == steps.num_examples,
     )
-
-
-def curve_rows(found: Sequence[Answer]) -> list[int]:
-    """Numbers of rounds worth printing: spread evenly in their logarithm, and each T*."""
-    last = int(found[0].plan.candidates[-1])
-    spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
-    return sorted({*spread, *(answer.plan.rounds for answer in found if answer.plan.rounds)})
-
-
-def draw_plan(
-    found: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
-) -> list[Path]:
-    """The curves, each an SVG with its numbers as CSV beside it."""
-    bounds: dict[str, Line] = {
-        answer.basis: (answer.plan.candidates.tolist(), answer.plan.convergence.tolist())
-        for answer in found
-    }
-    values = np.concatenate([answer.plan.convergence for answer in found])
-    with np.errstate(over="ignore"):  # the axis ends above what a diverging bound reaches
-        convergence = draw_lines(
-            folder,
-            "convergence",
-            "Bound h(T, λ) on the personal models' squared distance",
-            "h(T, λ)",
-            bounds,
-            xlabel="planned rounds T",
-            log=bool(values.min() > 0 and values.max() > 20 * values.min()),
-        )
-    drawn = [convergence]
-    if fairness is None:
-        return drawn
-    weights: dict[str, Line] = {
-        answer.basis: (answer.plan.candidates.tolist(), answer.plan.global_weights.tolist())
-        for answer in found
-    }
-    grid = np.linspace(0, LARGEST_WEIGHT, 201)
-    unfairness: dict[str, Line] = {}
-    for answer in found:
-        spread = fairness.unfairness(
-            grid, upload_variance=answer.noise_stddev**2, basis=answer.basis
-        )
-        unfairness[f"{answer.basis}, T = {answer.plan.rounds}"] = (grid.tolist(), spread.tolist())
-    return [
-        *drawn,
-        draw_lines(
-            folder,
-            "global_weight",
-            "Fairest λ under the noise that T rounds need",
-            "λ*(T)",
-            weights,
-            xlabel="planned rounds T",
-        ),
-        draw_lines(
-            folder,
-            "fairness",
-            "Variance over clients of ‖u* − v‖²",
-            "R(λ)",
-            unfairness,
-            xlabel="λ",
-        ),
-    ]
