@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext import privacy, training
-from flower_ext.algorithms import ditto
+from flower_ext import planning, privacy, training
+from flower_ext.algorithms import ditto, upcycled
 
 ROOT = Path(__file__).parents[1]
 FORMER = """
@@ -42,13 +42,25 @@ def test_dp_ditto_is_in_ditto_and_says_so():
         assert getattr(former, name) is getattr(import_module(f"{ditto.__name__}.dp_ditto"), name)
 
 
-def test_a_pilot_run_is_found_in_training_with_a_warning_and_nothing_else_is():
-    with pytest.warns(DeprecationWarning, match=r"in flower_ext\.algorithms\.ditto now") as seen:
-        former = training.pilot_run
-    assert former is ditto.pilot_run
+@pytest.mark.parametrize(
+    ("room", "name", "now"),
+    [
+        (planning, "TrainingPlan", "planning.Schedule"),
+        (planning, "EmpiricalPlan", "planning.EmpiricalSchedule"),
+        (training, "pilot_run", "algorithms.ditto.pilot_run"),
+        (upcycled, "Schedule", "algorithms.upcycled.Coefficient"),
+    ],
+)
+def test_a_name_that_moved_is_found_by_the_former_one_with_a_warning(room, name, now):
+    now = f"flower_ext.{now}"
+    with pytest.warns(DeprecationWarning, match=rf"\.{name} is {re.escape(now)} now") as seen:
+        former = getattr(room, name)
+    module, _, last = now.rpartition(".")
+    assert former is getattr(import_module(module), last)
     assert seen[0].filename == __file__
-    with pytest.raises(AttributeError, match="no attribute 'pilot'"):
-        _ = training.pilot
+    assert name not in room.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Plans'"):
+        _ = room.Plans
 
 
 @pytest.mark.parametrize("name", sorted(privacy._MOVED))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flower_ext.cli.launch import LaunchFailed, launch
-from flower_ext.planning import EmpiricalPlan, Outcome, alternating_search
+from flower_ext.planning import EmpiricalSchedule, Outcome, alternating_search
 from flower_ext.runs.directory import RunDirectory
 
 LOSS, SPREAD = "training_loss_mean", "training_loss_std"
@@ -23,7 +23,7 @@ def search_by_runs(
     seeds: Sequence[int],
     settings: Sequence[str] = (),
     folder: Path,
-) -> EmpiricalPlan:
+) -> EmpiricalSchedule:
     """Section V-C of DP-Ditto: T by the personal models' training loss, λ by its spread.
 
     Every pair is run once for each seed, with noise for just its rounds; means over seeds decide.

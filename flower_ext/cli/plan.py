@@ -289,10 +289,10 @@ def _options(names: list[str]) -> str:
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:
     """One row of the curves."""
-    plan = answer.plan
+    schedule = answer.schedule
     return {
-        "bound": float(plan.convergence[rounds - 1]),
-        "global_weight": float(plan.global_weights[rounds - 1]),
+        "bound": float(schedule.convergence[rounds - 1]),
+        "global_weight": float(schedule.global_weights[rounds - 1]),
     }
 
 
@@ -315,20 +315,20 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -
     columns = ("basis", "T*", "λ*", "h(T*, λ*)", "noise stddev σ_u", *(f"ε {k}" for k in kinds))
     table = titled_table("Rounds and global weight for the budget", columns)
     for answer in found:
-        plan = answer.plan
+        schedule = answer.schedule
         table.add_row(
             answer.basis,
-            str(plan.rounds),
-            f"{plan.global_weight:.4g}",
-            f"{float(plan.bound.after(plan.rounds)):.4g}",
-            f"{answer.noise_stddev:.4g}" if plan.rounds else "–",
-            *(epsilon_text(answer.epsilons[kind]) if plan.rounds else "–" for kind in kinds),
+            str(schedule.rounds),
+            f"{schedule.global_weight:.4g}",
+            f"{float(schedule.bound.after(schedule.rounds)):.4g}",
+            f"{answer.noise_stddev:.4g}" if schedule.rounds else "–",
+            *(epsilon_text(answer.epsilons[kind]) if schedule.rounds else "–" for kind in kinds),
         )
     console.print(table)
     for answer in found:
-        if answer.plan.rounds == 0:
+        if answer.schedule.rounds == 0:
             console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
-        if answer.plan.rounds == int(answer.plan.candidates[-1]):
+        if answer.schedule.rounds == int(answer.schedule.candidates[-1]):
             console.print(f"{answer.basis}: T* is --max-rounds; more may be better")
         for text in answer.not_met:
             console.print(f"  ✗ {answer.basis}: {text}")

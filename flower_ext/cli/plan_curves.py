@@ -18,9 +18,11 @@ CURVE_ROWS = 12
 
 def curve_rows(found: Sequence[Answer]) -> list[int]:
     """Numbers of rounds worth printing: spread evenly in their logarithm, and each T*."""
-    last = int(found[0].plan.candidates[-1])
+    last = int(found[0].schedule.candidates[-1])
     spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
-    return sorted({*spread, *(answer.plan.rounds for answer in found if answer.plan.rounds)})
+    return sorted(
+        {*spread, *(answer.schedule.rounds for answer in found if answer.schedule.rounds)}
+    )
 
 
 def draw_plan(
@@ -28,10 +30,10 @@ def draw_plan(
 ) -> list[Path]:
     """The curves, each an SVG with its numbers as CSV beside it."""
     bounds: dict[str, Line] = {
-        answer.basis: (answer.plan.candidates.tolist(), answer.plan.convergence.tolist())
+        answer.basis: (answer.schedule.candidates.tolist(), answer.schedule.convergence.tolist())
         for answer in found
     }
-    values = np.concatenate([answer.plan.convergence for answer in found])
+    values = np.concatenate([answer.schedule.convergence for answer in found])
     with np.errstate(over="ignore"):  # the axis ends above what a diverging bound reaches
         convergence = draw_lines(
             folder,
@@ -46,7 +48,7 @@ def draw_plan(
     if fairness is None:
         return drawn
     weights: dict[str, Line] = {
-        answer.basis: (answer.plan.candidates.tolist(), answer.plan.global_weights.tolist())
+        answer.basis: (answer.schedule.candidates.tolist(), answer.schedule.global_weights.tolist())
         for answer in found
     }
     grid = np.linspace(0, LARGEST_WEIGHT, 201)
@@ -55,7 +57,10 @@ def draw_plan(
         spread = fairness.unfairness(
             grid, upload_variance=answer.noise_stddev**2, basis=answer.basis
         )
-        unfairness[f"{answer.basis}, T = {answer.plan.rounds}"] = (grid.tolist(), spread.tolist())
+        unfairness[f"{answer.basis}, T = {answer.schedule.rounds}"] = (
+            grid.tolist(),
+            spread.tolist(),
+        )
     return [
         *drawn,
         draw_lines(

@@ -1,5 +1,8 @@
 """How many rounds to run and how much to personalise under a privacy budget. NumPy only."""
 
+from typing import TYPE_CHECKING
+
+from flower_ext._former import former_names
 from flower_ext.planning.convergence import (
     Coefficients,
     ConvergenceBound,
@@ -10,9 +13,9 @@ from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.linear_world import LinearWorld
 from flower_ext.planning.loss_constants import PilotEstimates, estimate_problem
 from flower_ext.planning.search import (
-    EmpiricalPlan,
+    EmpiricalSchedule,
     Outcome,
-    TrainingPlan,
+    Schedule,
     alternating_search,
     best_rounds,
     joint_search,
@@ -22,15 +25,24 @@ __all__ = [
     "Coefficients",
     "ConvergenceBound",
     "DittoProblem",
-    "EmpiricalPlan",
+    "EmpiricalSchedule",
     "LinearFairness",
     "LinearWorld",
     "Outcome",
     "PilotEstimates",
-    "TrainingPlan",
+    "Schedule",
     "alternating_search",
     "best_rounds",
     "convergence_bound",
     "estimate_problem",
     "joint_search",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse it
+    __getattr__ = former_names(
+        __name__,
+        {
+            "TrainingPlan": "flower_ext.planning.Schedule",
+            "EmpiricalPlan": "flower_ext.planning.EmpiricalSchedule",
+        },
+    )

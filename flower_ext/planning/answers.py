@@ -8,7 +8,7 @@ from typing import Any
 
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.planning.search import TrainingPlan, best_rounds, joint_search
+from flower_ext.planning.search import Schedule, best_rounds, joint_search
 from flower_ext.privacy import ClippedSteps, Condition, OutputPerturbation
 from flower_ext.privacy.clipped_steps import (
     clipped_steps_epsilon,
@@ -83,13 +83,13 @@ class PrivacyBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The plan of one basis, the noise it needs, and what that noise gives by every accounting.
+    """The schedule of one basis, the noise it needs, and what that noise gives by every accounting.
 
     With T* = 0 nothing is released, and there is neither noise nor ε.
     """
 
     basis: Basis
-    plan: TrainingPlan
+    schedule: Schedule
     noise_stddev: float
     epsilons: dict[str, float]
     not_met: tuple[str, ...]
@@ -98,9 +98,9 @@ class Answer:
         """JSON-ready form."""
         return {
             "basis": self.basis,
-            "rounds": self.plan.rounds,
-            "global_weight": self.plan.global_weight,
-            "bound": finite_or_none(float(self.plan.bound.after(self.plan.rounds))),
+            "rounds": self.schedule.rounds,
+            "global_weight": self.schedule.global_weight,
+            "bound": finite_or_none(float(self.schedule.bound.after(self.schedule.rounds))),
             "noise_stddev": self.noise_stddev,
             "epsilon": dict(self.epsilons),
             "conditions_not_met": list(self.not_met),
@@ -141,19 +141,19 @@ def answers(
         }
         if fairness is None:
             assert global_weight is not None
-            plan = best_rounds(problem, global_weight=global_weight, **facts)
+            schedule = best_rounds(problem, global_weight=global_weight, **facts)
         else:
-            plan = joint_search(problem, fairness, **facts)
-        conditions = [*plan.bound.conditions, _one_full_step(budget.steps)]
+            schedule = joint_search(problem, fairness, **facts)
+        conditions = [*schedule.bound.conditions, _one_full_step(budget.steps)]
         if fairness is not None:
             conditions.append(fairness.uniqueness(clipping_norm=budget.clipping_norm, basis=basis))
-        stddev = budget.noise_stddev(plan.rounds, basis) if plan.rounds else 0.0
+        stddev = budget.noise_stddev(schedule.rounds, basis) if schedule.rounds else 0.0
         found.append(
             Answer(
                 basis=basis,
-                plan=plan,
+                schedule=schedule,
                 noise_stddev=stddev,
-                epsilons=budget.epsilons(stddev, plan.rounds) if plan.rounds else {},
+                epsilons=budget.epsilons(stddev, schedule.rounds) if schedule.rounds else {},
                 not_met=tuple(one.text for one in conditions if not one.holds),
             )
         )

@@ -28,7 +28,7 @@ from flower_ext.privacy.guarantee import Basis
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingPlan:
+class Schedule:
     """(T*, λ*) and the curves it was read from.
 
     Parameters
@@ -60,13 +60,13 @@ def best_rounds(
     variance_per_round: float,
     max_rounds: int,
     basis: Basis = "provable",
-) -> TrainingPlan:
+) -> Schedule:
     """T* for a λ that is given."""
     bound = convergence_bound(
         problem, global_weight=global_weight, variance_per_round=variance_per_round, basis=basis
     )
     candidates = np.arange(1, max_rounds + 1)
-    return TrainingPlan(
+    return Schedule(
         rounds=bound.best_rounds(max_rounds),
         global_weight=global_weight,
         bound=bound,
@@ -83,7 +83,7 @@ def joint_search(
     variance_per_round: float,
     max_rounds: int,
     basis: Basis = "provable",
-) -> TrainingPlan:
+) -> Schedule:
     """(T*, λ*) of Eqn 33, among 1 to ``max_rounds`` rounds.
 
     The bound T′ of Section IV holds for one λ only, so all T are compared.
@@ -114,7 +114,7 @@ def joint_search(
         values[row] = bound_at(weights[row]).after(rounds)
     best = int(np.argmin(values))
     improves = values[best] < problem.initial_distance
-    return TrainingPlan(
+    return Schedule(
         rounds=int(candidates[best]) if improves else 0,
         global_weight=float(weights[best]),
         bound=bound_at(float(weights[best])),
@@ -136,7 +136,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmpiricalPlan:
+class EmpiricalSchedule:
     """(T*, λ*) from runs.
 
     ``settled`` says that neither search wanted to move any more; where they go round in a circle,
@@ -155,7 +155,7 @@ def alternating_search(
     rounds: Sequence[int],
     global_weights: Sequence[float],
     start: float | None = None,
-) -> EmpiricalPlan:
+) -> EmpiricalSchedule:
     """T by loss and λ by fairness in turns, until both stay: Section V-C.
 
     Parameters
@@ -201,7 +201,7 @@ def alternating_search(
         if (T, weight) in visited:
             circle = visited[visited.index((T, weight)) :]
             best_T, best_weight = min(circle, key=loss)
-            return EmpiricalPlan(
+            return EmpiricalSchedule(
                 rounds=best_T,
                 global_weight=best_weight,
                 settled=len(circle) == 1,

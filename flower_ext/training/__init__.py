@@ -1,9 +1,8 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
-import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flower_ext._former import former_names
 from flower_ext.training.batched.many import (
     MEMORY_LIMIT,
     train_each,
@@ -86,15 +85,4 @@ __all__ = [
 products_are_reproducible()  # takes effect before MKL's first call alone
 
 if not TYPE_CHECKING:  # so that type checkers refuse it
-
-    def __getattr__(name: str) -> Any:
-        """Find ``pilot_run`` where it was, for one release: the one arrow that leads upwards."""
-        if name != "pilot_run":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = "flower_ext.algorithms.ditto"
-        warnings.warn(
-            f"{__name__}.{name} is in {module} now: import it from there",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return import_module(module).pilot_run
+    __getattr__ = former_names(__name__, {"pilot_run": "flower_ext.algorithms.ditto.pilot_run"})

@@ -8,11 +8,11 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import (
+    Coefficient,
     Constant,
     Decaying,
     HalfLambda,
     ProximalRatio,
-    Schedule,
 )
 from flower_ext.federation import (
     FederatedStrategy,
@@ -82,7 +82,7 @@ def main(grid: Grid, context: Context) -> None:
         save_outcome(run, base, result)
 
 
-def schedule_of(config: UserConfig) -> Schedule:
+def schedule_of(config: UserConfig) -> Coefficient:
     """The coefficient of the even rounds."""
     value = number(config, "coefficient")
     names = ("constant", "decaying", "half-lambda", "proximal-ratio")

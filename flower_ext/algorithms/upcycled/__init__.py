@@ -4,12 +4,15 @@ Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Informat
 Computation" (TMLR 2024).
 """
 
+from typing import TYPE_CHECKING
+
+from flower_ext._former import former_names
 from flower_ext.algorithms.upcycled.coefficients import (
+    Coefficient,
     Constant,
     Decaying,
     HalfLambda,
     ProximalRatio,
-    Schedule,
 )
 from flower_ext.algorithms.upcycled.gradient_norm import (
     ConvergenceConstants,
@@ -19,14 +22,17 @@ from flower_ext.algorithms.upcycled.gradient_norm import (
 from flower_ext.algorithms.upcycled.wrapper import Traffic, Upcycled
 
 __all__ = [
+    "Coefficient",
     "Constant",
     "ConvergenceConstants",
     "Decaying",
     "HalfLambda",
     "ProximalRatio",
-    "Schedule",
     "Traffic",
     "Upcycled",
     "convergence_constants",
     "gradient_norm_bound",
 ]
+
+if not TYPE_CHECKING:  # so that type checkers refuse it
+    __getattr__ = former_names(__name__, {"Schedule": "flower_ext.algorithms.upcycled.Coefficient"})

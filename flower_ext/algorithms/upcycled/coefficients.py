@@ -3,7 +3,7 @@
 The paper writes one free coefficient in two ways; the theory speaks of `ProximalRatio`.
 
 ====================  ==================================  ================================
-schedule              c_m                                 source
+coefficient           c_m                                 source
 ====================  ==================================  ================================
 ``Constant(c)``       c                                   the experiments' tuned parameter
 ``ProximalRatio``     μ / (μ + λ)                         Eq. 6
@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Schedule = Callable[[int], float]
+Coefficient = Callable[[int], float]
 """c_m by m = 1, 2, …: finite and not negative."""
 
 

@@ -18,7 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
-from flower_ext.algorithms.upcycled.coefficients import Constant, Schedule
+from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.records import Arrays, payload_bytes, to_arrays, to_record
 
@@ -66,12 +66,12 @@ class Upcycled(Strategy):
     base : Strategy
         Any Flower strategy, or one of this package that sends all clients one model (FedAMP and
         APPLE do not).
-    coefficient : float | Schedule
+    coefficient : float | Coefficient
         c_m of the m-th even round; a number is a constant. The experiments of the paper tune it
         in {0.1, 0.3, 0.5, 0.7, 0.9}.
     """
 
-    def __init__(self, base: Strategy, coefficient: float | Schedule = 0.5) -> None:
+    def __init__(self, base: Strategy, coefficient: float | Coefficient = 0.5) -> None:
         if not isinstance(base, Strategy):
             raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
         if isinstance(base, Upcycled):
@@ -85,7 +85,9 @@ class Upcycled(Strategy):
         self.base = base
         if not callable(coefficient) and not isinstance(coefficient, int | float):
             raise TypeError(f"coefficient={coefficient!r}: expected a number or a function of m")
-        self.coefficient: Schedule = coefficient if callable(coefficient) else Constant(coefficient)
+        self.coefficient: Coefficient = (
+            coefficient if callable(coefficient) else Constant(coefficient)
+        )
         self.traffic: dict[int, Traffic] = {}
         self._before = self._after = ArrayRecord()
         # Bound now: while the base runs its own loop, these names lead to this wrapper.
