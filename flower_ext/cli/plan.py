@@ -13,7 +13,7 @@ import typer
 
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.launch import LaunchFailed
-from flower_ext.cli.plan_curves import curve_rows, draw_plan
+from flower_ext.cli.plan_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
 from flower_ext.cli.screen import console, failed, titled_table
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
@@ -105,6 +105,14 @@ def plan(
     model_variance: Annotated[
         float | None, typer.Option(help="ζ²: between clients' models.", rich_help_panel=_WEIGHT)
     ] = None,
+    worlds: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Check R(λ) on so many federations, drawn from that model.",
+            rich_help_panel=_WEIGHT,
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(help="Where figures and CSV files go.")] = Path("plan"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -130,6 +138,8 @@ def plan(
             "give either --global-weight or all of --feature-energy, --label-variance and "
             "--model-variance"
         )
+    if worlds is not None and missing:
+        raise typer.BadParameter(f"--worlds needs {_options(missing)}")
     if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
         raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
     try:
@@ -186,9 +196,10 @@ def plan(
             global_weight=global_weight,
             fairness=fairness,
         )
+        drawn = fairness_rows(found, fairness, worlds) if fairness and worlds else []
     except (ValueError, TargetOutOfReach) as error:
         raise typer.BadParameter(str(error)) from error
-    drawn = draw_plan(found, output, fairness=fairness)
+    figures = draw_plan(found, output, fairness=fairness)
     if as_json:
         facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
         target = {"epsilon": epsilon, "delta": budget.delta}
@@ -203,12 +214,15 @@ def plan(
                     **target,
                     "plans": [answer.to_dict() for answer in found],
                     "curves": curves,
-                    "figures": [str(path) for path in drawn],
+                    "figures": [str(path) for path in figures],
+                    **({"worlds": [vars(row) for row in drawn]} if drawn else {}),
                 }
             )
         )
         return
-    _print_plan(budget, found, drawn)
+    _print_plan(budget, found, figures)
+    if drawn:
+        _print_worlds(worlds, drawn)
     unknown = [name for name in ("gradient_bound", "model_spread") if math.isinf(losses[name])]
     if unknown:
         console.print(f"No published plan: its bound needs {_options(unknown)} as well")
@@ -300,7 +314,7 @@ def _json_at(answer: Answer, rounds: int) -> dict[str, float | None]:
     return {name: finite_or_none(value) for name, value in _at(answer, rounds).items()}
 
 
-def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -> None:
+def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path]) -> None:
     console.print(
         f"Unit: one record of {budget.num_examples} on a client, replace-one, each upload seen · "
         f"N = {budget.num_clients} · ε = {budget.epsilon:g} · δ = {budget.delta:.3g}"
@@ -340,5 +354,19 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], drawn: list[Path]) -
         numbers = [f"{cell[name]:.4g}" for cell in cells for name in ("bound", "global_weight")]
         curves.add_row(str(rounds), *numbers)
     console.print(curves)
-    for path in drawn:
+    for path in figures:
         console.print(f"Figure: {path} (numbers: {path.with_suffix('.csv').name})", soft_wrap=True)
+
+
+def _print_worlds(worlds: int | None, rows: list[FairnessRow]) -> None:
+    columns = ("noise", "σ_u", "λ", "R as published", "R provable", "R drawn", "±")
+    title = f"R, the variance over clients of ‖u* − v‖², in {worlds} drawn federations (seed 0)"
+    table = titled_table(title, columns)
+    for row in rows:
+        numbers = (row.noise_stddev, row.global_weight, row.published, row.provable)
+        seen = f"{row.drawn:.4g}", f"{row.standard_error:.2g}"
+        table.add_row(row.noise, *(f"{number:.4g}" for number in numbers), *seen)
+    console.print(table)
+    console.print(
+        "The smaller R, the more alike personal models serve all clients; ± is a standard error"
+    )

@@ -1,8 +1,9 @@
-"""The curves that ``flower-ext plan`` prints and draws."""
+"""The curves that ``flower-ext plan`` prints and draws, and what it checks on drawn federations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from flower_ext.planning import LinearFairness
 from flower_ext.planning.answers import Answer
 from flower_ext.planning.convergence import LARGEST_WEIGHT
+from flower_ext.planning.linear_world import drawn_unfairness
+from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12
@@ -80,3 +83,54 @@ def draw_plan(
             xlabel="λ",
         ),
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FairnessRow:
+    """R at one λ under the noise of one basis: by both formulas, and in drawn federations."""
+
+    noise: Basis
+    noise_stddev: float
+    global_weight: float
+    published: float
+    provable: float
+    drawn: float
+    standard_error: float
+
+
+def fairness_rows(
+    found: Sequence[Answer], fairness: LinearFairness, worlds: int
+) -> list[FairnessRow]:
+    """Local models, λ*, models half way and the shared one, under the noise of each basis.
+
+    Raises
+    ------
+    ValueError
+        Fewer examples than dimensions: no such federation can be drawn.
+    """
+    rows = []
+    for answer in found:
+        weights = sorted({0.0, answer.schedule.global_weight, LARGEST_WEIGHT / 2, LARGEST_WEIGHT})
+        drawn, errors = drawn_unfairness(
+            fairness,
+            weights,
+            upload_stddev=answer.noise_stddev,
+            worlds=worlds,
+            rng=np.random.default_rng(0),
+        )
+        variance = answer.noise_stddev**2
+        for weight, mean, error in zip(weights, drawn, errors, strict=True):
+            rows.append(
+                FairnessRow(
+                    noise=answer.basis,
+                    noise_stddev=answer.noise_stddev,
+                    global_weight=weight,
+                    published=float(
+                        fairness.unfairness(weight, upload_variance=variance, basis="published")
+                    ),
+                    provable=float(fairness.unfairness(weight, upload_variance=variance)),
+                    drawn=float(mean),
+                    standard_error=float(error),
+                )
+            )
+    return rows

@@ -10,12 +10,13 @@ v_n*(λ)               ``personal_models``
 ====================  =====================================================
 
 Every loss F_n(u) = ‖X_n u − Y_n‖²/b has the curvature 2ρ/b in all directions, and its gradients are
-cheap and exact: theory and pilot runs can be checked on it.
+cheap and exact: theory and pilot runs can be checked on it. ``flower-ext plan --worlds`` does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.planning.fairness import LinearFairness
 
 Array = NDArray[np.float64]
 
@@ -111,3 +113,49 @@ class LinearWorld:
         local, shared = self.local_models, (self.local_models + noise).mean(axis=-2, keepdims=True)
         own = (LARGEST_WEIGHT - global_weight) / 2 * self.curvature
         return np.asarray((own * local + global_weight * shared) / (own + global_weight))
+
+
+def drawn_unfairness(
+    fairness: LinearFairness,
+    global_weights: Sequence[float],
+    *,
+    upload_stddev: float,
+    worlds: int,
+    rng: np.random.Generator,
+) -> tuple[Array, Array]:
+    """R(λ) as drawn federations show it, for each λ, and its standard error.
+
+    Parameters
+    ----------
+    fairness : LinearFairness
+        Says what federations are drawn; its two moments are not used.
+    global_weights : Sequence[float]
+        Each λ, in [0, 2].
+    upload_stddev : float
+        σ_u of the noise on every upload.
+    worlds : int
+        How many federations, at least 2.
+
+    Raises
+    ------
+    ValueError
+        Too few worlds, or fewer examples than dimensions.
+    """
+    if worlds < 2:
+        raise ValueError(f"worlds={worlds!r}: expected an integer >= 2")
+    seen = np.empty((worlds, len(global_weights)))
+    for row in range(worlds):
+        world = LinearWorld.draw(
+            rng,
+            num_clients=fairness.num_clients,
+            num_examples=fairness.num_examples,
+            dimension=fairness.dimension,
+            feature_energy=fairness.feature_energy,
+            label_variance=fairness.label_variance,
+            model_variance=fairness.model_variance,
+        )
+        noise = upload_stddev * rng.normal(size=world.true_models.shape)
+        for column, weight in enumerate(global_weights):
+            apart = world.true_models - world.personal_models(weight, noise)
+            seen[row, column] = np.square(apart).sum(axis=1).var()
+    return seen.mean(axis=0), seen.std(axis=0, ddof=1) / math.sqrt(worlds)

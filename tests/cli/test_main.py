@@ -382,6 +382,39 @@ def test_a_bound_beyond_any_number_is_null_in_json_and_its_plan_has_no_rounds(tm
     assert found["curves"][-1]["provable"]["bound"] > 0
 
 
+def test_drawn_federations_have_the_provable_unfairness_and_not_the_published_one(tmp_path):
+    rows = json.loads(plan(tmp_path, *linear(), "--worlds", "400", "--json").output)["worlds"]
+    assert {row["noise"] for row in rows} == {"published", "provable"}
+    assert {0.0, 1.0, 2.0} < {row["global_weight"] for row in rows}
+    for row in rows:
+        assert row["standard_error"] < 0.05 * row["drawn"]
+        assert abs(row["drawn"] - row["provable"]) < 4 * row["standard_error"]
+    off = [abs(row["drawn"] - row["published"]) / row["standard_error"] for row in rows]
+    assert max(off) > 20
+
+
+def test_drawn_federations_are_a_table_in_words_and_none_without_being_asked_for(tmp_path):
+    done = plan(tmp_path, *linear(), "--worlds", "2")
+    assert done.exit_code == 0, done.output
+    for words in ("in 2 drawn federations", "variance over clients", "R as published", "R drawn"):
+        assert words in done.output
+    assert "drawn federations" not in plan(tmp_path, *linear()).output
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "said"),
+    [
+        ({"global_weight": "1"}, [], "--worlds needs --feature-energy, --label-variance"),
+        ({"examples": "9"}, LINEAR, "num_examples=9: expected at least 10"),
+    ],
+)
+def test_federations_that_cannot_be_drawn_are_refused(tmp_path, changes, more, said):
+    facts = [word for pair in dict(more).items() for word in pair]
+    done = plan(tmp_path, "--worlds", "5", *facts, **changes)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
 def test_without_gradient_bounds_only_the_provable_plan_is_made(tmp_path):
     done = plan(tmp_path, "--json", global_weight="0.5", gradient_bound=None)
     assert [one["basis"] for one in json.loads(done.output)["plans"]] == ["provable"]
