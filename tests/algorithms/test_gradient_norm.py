@@ -1,6 +1,8 @@
 """Lemma 5.5's constants and Theorem 5.6's bound, next to the paper and to real descents."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 
+ROOT = Path(__file__).parents[2]
 USUAL = {
     "smoothness": 0.1,
     "dissimilarity": 1.1,
@@ -242,6 +245,19 @@ def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
     }
     assert excess["published"] > 0.01
     assert excess["provable"] <= 0
+    page = (ROOT / "docs" / "upcycled-errata.md").read_text()
+    start = problem.value(case["after"])
+    assert f"F = {problem.value(problem.proximal_steps(case['after'])[0]):.5f}." in page
+    for basis in ("published", "provable"):
+        c1 = of_problem(problem, basis=basis, **case).c1
+        assert f"{start:g} − {c1:.5f} = {start - c1:.5f}" in page
+
+
+def test_the_guide_runs_as_it_is_written_and_prints_what_it_says(capsys):
+    page = (ROOT / "docs" / "upcycled-errata.md").read_text()
+    ((code, said),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("seed", range(5))
