@@ -90,11 +90,6 @@ class LinearWorld:
         products = np.einsum("nbd,nb->nd", self.features, self.targets)
         return np.asarray(products / self.feature_energy)
 
-    @property
-    def global_model(self) -> Array:
-        """The minimiser of the mean loss, Eqn 26."""
-        return np.asarray(self.local_models.mean(axis=0))
-
     def losses(self, models: Array) -> Array:
         """F_n of one model for all clients, or of one row a client."""
         rows = np.broadcast_to(models, self.true_models.shape)

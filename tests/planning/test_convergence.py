@@ -261,7 +261,7 @@ def test_theorem_1_bounds_runs_of_dp_ditto_in_the_linear_world(weight, variance)
     )
     start, eta, draws = np.full(d, 2.0), 0.1, 400
     best = world.personal_models(weight, np.zeros((N, d)))
-    local, shared = world.local_models, world.global_model
+    local, shared = world.local_models, world.local_models.mean(axis=0)  # Eqn 26
     personal_start = np.broadcast_to(start, (N, d))
     for T in (1, 10, 40):
         w = np.broadcast_to(start, (draws, 1, d))
