@@ -1,4 +1,4 @@
-"""How many rounds to run and how much to personalise under a privacy budget. NumPy only."""
+"""DP-Ditto's planner: how many rounds to run, how much to personalise for a budget. NumPy only."""
 
 from typing import TYPE_CHECKING
 
