@@ -396,7 +396,7 @@ def test_drawn_federations_have_the_provable_unfairness_and_not_the_published_on
 def test_drawn_federations_are_a_table_in_words_and_none_without_being_asked_for(tmp_path):
     done = plan(tmp_path, *linear(), "--worlds", "2")
     assert done.exit_code == 0, done.output
-    for words in ("in 2 drawn federations", "variance over clients", "R as published", "R drawn"):
+    for words in ("in 2 drawn federations", "variance over clients", "The smaller R, the more"):
         assert words in done.output
     assert "drawn federations" not in plan(tmp_path, *linear()).output
 
