@@ -36,7 +36,7 @@ from benchmarks.faults.engine import Outcome, run_case
 from benchmarks.faults.noise import Measured, measure
 from benchmarks.faults.wire import Searched, search
 from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE
-from flower_ext.privacy.release_plan import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
 from flower_ext.runs.report import table
 
 DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)

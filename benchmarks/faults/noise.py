@@ -14,7 +14,7 @@ from benchmarks.faults.worlds import DATA, Net, initial
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import records
 from flower_ext.privacy import FullParticipation, ReleasePlan
-from flower_ext.privacy.release_plan import DropoutPolicy, NoisePlacement
+from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
 from flower_ext.training import LocalTraining, Task
 
 COHORT = 10

@@ -67,7 +67,8 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import Cohort, HiddenUsers
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan, SecureNoise
-from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,
@@ -305,12 +306,17 @@ class PrivateUldpAvg(UldpAvg):
         """Never: keys, blinds and dither are secret, whatever the seed."""
         return False
 
-    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
-        """And what they need of the users' records, unless silos see to it by themselves."""
-        guarantees = super().provable_guarantees(plan)
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """And what the provable ones need of the users' records, unless silos see to it."""
+        claims = super().claims(run)
         if not (assumed := self.protocol.assumed_totals):
-            return guarantees
-        return [replace(one, assumptions=(*one.assumptions, assumed)) for one in guarantees]
+            return claims
+        return [
+            replace(one, assumptions=(*one.assumptions, assumed))
+            if one.basis == "provable"
+            else one
+            for one in claims
+        ]
 
     @property
     def secure_sum(self) -> str:
