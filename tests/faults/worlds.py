@@ -12,8 +12,6 @@ from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from benchmarks.faults.grid import Rates, times
-from benchmarks.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
 from flower_ext.algorithms import (
     Apple,
     Centaur,
@@ -38,6 +36,8 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.faults.grid import Rates, times
+from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
 
 CLIENTS, SILOS, USERS, SEED = 8, 3, 12, 5
 CLASSES, FEATURES, RECORDS = 3, 5, 20

@@ -1,4 +1,4 @@
-"""Faults on a real SuperLink and real SuperNodes: ``python -m benchmarks.faults.processes``.
+"""Faults on a real SuperLink and real SuperNodes: ``python -m tests.faults.processes``.
 
 Four SuperNodes with registered keys, TLS, and runs of DP-FedAvg in which everyone is asked in every
 round. Each round of the plan below meets its faults while it is under way. Afterwards

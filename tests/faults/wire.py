@@ -9,8 +9,8 @@ import numpy as np
 from flwr.app import ArrayRecord, Message
 from flwr.clientapp import ClientApp
 
-from benchmarks.faults.worlds import CLIENTS, initial, task
 from flower_ext.federation import FederatedStrategy, InProcessGrid, records
+from tests.faults.worlds import CLIENTS, initial, task
 
 WINDOW = 12
 """Bytes that must be found together: three neighbouring parameters."""

@@ -30,14 +30,14 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.faults import kill, processes
-from benchmarks.faults.clients import Asked, everyone
-from benchmarks.faults.engine import Outcome, run_case
-from benchmarks.faults.noise import Measured, measure
-from benchmarks.faults.wire import Searched, search
-from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE
 from flower_ext.privacy.plan import DropoutPolicy, NoisePlacement
 from flower_ext.runs.report import table
+from tests.faults import kill, processes
+from tests.faults.clients import Asked, everyone
+from tests.faults.engine import Outcome, run_case
+from tests.faults.noise import Measured, measure
+from tests.faults.wire import Searched, search
+from tests.faults.worlds import CASES, PERSONALISED, PRIVATE
 
 DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 

@@ -11,8 +11,8 @@ import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from benchmarks.faults.malformed import EVALUATE, Mutation, copied, malformed
 from flower_ext.federation import InProcessGrid, records
+from tests.faults.malformed import EVALUATE, Mutation, copied, malformed
 
 
 @dataclass(frozen=True, kw_only=True)

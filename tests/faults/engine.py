@@ -14,8 +14,6 @@ import numpy as np
 from dp_accounting import pld
 from flwr.app import ArrayRecord, Message
 
-from benchmarks.faults.grid import Delivered, FaultyGrid
-from benchmarks.faults.worlds import SEED, SILOS, Case, initial
 from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -27,6 +25,8 @@ from flower_ext.privacy import (
     seeded_generator,
 )
 from flower_ext.runs import RunDirectory
+from tests.faults.grid import Delivered, FaultyGrid
+from tests.faults.worlds import SEED, SILOS, Case, initial
 
 
 @dataclass

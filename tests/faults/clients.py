@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from flwr.app import ConfigRecord, Message
 
-from benchmarks.faults.malformed import malformed, requests
-from benchmarks.faults.worlds import CASES, PRIVATE, Case, initial, task
 from flower_ext.federation import InProcessGrid, records
+from tests.faults.malformed import malformed, requests
+from tests.faults.worlds import CASES, PRIVATE, Case, initial, task
 
 
 @dataclass

@@ -9,13 +9,13 @@ import numpy as np
 from flwr.app import ArrayRecord, Message
 from scipy import stats
 
-from benchmarks.faults.grid import NOTHING, FaultyGrid
-from benchmarks.faults.worlds import DATA, Net, initial
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import records
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.privacy.plan import DropoutPolicy, NoisePlacement
 from flower_ext.training import LocalTraining, Task
+from tests.faults.grid import NOTHING, FaultyGrid
+from tests.faults.worlds import DATA, Net, initial
 
 COHORT = 10
 NORM, MULTIPLIER = 0.5, 2.0

@@ -1,6 +1,6 @@
 """Runs that are killed at any point, resumed, and held against what really happened.
 
-    python -m benchmarks.faults.kill --points 100
+    python -m tests.faults.kill --points 100
 
 An app runs in a process of its own, which gets SIGKILL at a random time, or right after one of its
 files has changed. Then it is resumed, killed again, and at last left to end. A seeded run has to
