@@ -33,9 +33,9 @@ from flower_ext.secure import (
     ZeroPool,
     estimate_round,
 )
-from flower_ext.secure.multiexp import FixedBaseProducts, choose_windows
-from flower_ext.secure.paillier import PrivateKey, generate_key
 from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 
 BASE = WeightingPlan(
     run="benchmark",

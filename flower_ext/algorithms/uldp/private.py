@@ -85,7 +85,7 @@ from flower_ext.secure import (
     WeightingServer,
     estimate_round,
 )
-from flower_ext.secure.oblivious import ELEMENT_BYTES
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
 
 log = getLogger("flwr")
 

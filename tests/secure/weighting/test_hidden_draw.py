@@ -16,8 +16,8 @@ from flower_ext.secure import (
     SealedWeights,
     WeightingSilo,
 )
-from flower_ext.secure.oblivious import SEAL_BYTES
-from tests.secure.worlds import World, draw_counts, key, plan
+from flower_ext.secure.weighting.oblivious import SEAL_BYTES
+from tests.secure.weighting.worlds import World, draw_counts, key, plan
 
 ROUNDS = 4
 
@@ -118,7 +118,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
 def test_where_the_server_put_the_weights_says_nothing_of_who_was_drawn(monkeypatch, rng):
     """Even a server that always puts them first draws every user as often."""
     monkeypatch.setattr(
-        "flower_ext.secure.server.SystemRandom",
+        "flower_ext.secure.weighting.server.SystemRandom",
         lambda: type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])}),
     )
     world = World(facts(users=8, silos=2), np.full((2, 8), 3))

@@ -6,12 +6,13 @@ from gmpy2 import invert, mpz, powmod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_ext.secure.multiexp import (
+from flower_ext.secure import inverses
+from flower_ext.secure.weighting import multiexp
+from flower_ext.secure.weighting.multiexp import (
     LARGEST_EXPONENT,
     FixedBaseProducts,
     Windows,
     choose_windows,
-    invert_all,
 )
 
 MODULUS = mpz(2) ** 127 - 1
@@ -118,9 +119,11 @@ def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
         def __mod__(self, modulus):
             return Counted(self.value % modulus)
 
-    monkeypatch.setattr("flower_ext.secure.multiexp.mpz", lambda x: Counted(mpz(x)))
+    for module in (multiexp, inverses):
+        monkeypatch.setattr(module, "mpz", lambda x: Counted(mpz(x)))
     monkeypatch.setattr(
-        "flower_ext.secure.multiexp.gmpy2.invert", lambda x, n: Counted(invert(x.value, n))
+        "flower_ext.secure.weighting.multiexp.gmpy2.invert",
+        lambda x, n: Counted(invert(x.value, n)),
     )
     rng = np.random.default_rng(0)
     bases = [Counted(mpz(int(x))) for x in rng.integers(2, 2**62, 60)]
@@ -134,14 +137,6 @@ def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
     products.of(rng.integers(-largest, largest, (60, columns)))
     expected = columns * products.windows.column_multiplications(60)
     assert 0.95 * expected < Counted.done <= expected
-
-
-def test_many_inverses_for_one_inversion():
-    values = [mpz(x) for x in range(1, 50)]
-    assert invert_all(values, MODULUS) == [invert(x, MODULUS) for x in values]
-    assert invert_all([], MODULUS) == []
-    with pytest.raises(ZeroDivisionError):
-        invert_all([mpz(3), mpz(0)], MODULUS)
 
 
 def test_progress_ends_at_the_number_of_products():

@@ -20,8 +20,8 @@ import numpy as np
 from gmpy2 import mpz
 from phe.paillier import generate_paillier_keypair
 
-from flower_ext.secure.multiexp import FixedBaseProducts
 from flower_ext.secure.threads import Progress, map_slices
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 
 SECURE_KEY_BITS = 3072
 """128-bit security for factoring (NIST SP 800-57)."""

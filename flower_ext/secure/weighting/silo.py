@@ -11,10 +11,11 @@ from enum import Enum, auto
 from gmpy2 import mpz
 from numpy.typing import ArrayLike
 
-from flower_ext.secure.blinds import user_blinds, user_order
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.masks import PairKeys, derive
-from flower_ext.secure.messages import (
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.blinds import user_blinds, user_order
+from flower_ext.secure.weighting.messages import (
     BlindedCounts,
     DrawAnswer,
     DrawOffer,
@@ -28,11 +29,10 @@ from flower_ext.secure.messages import (
     from_bytes,
     to_bytes,
 )
-from flower_ext.secure.oblivious import SEAL_BYTES, Receiver
-from flower_ext.secure.paillier import PublicKey, ZeroPool
-from flower_ext.secure.plan import WeightingPlan
-from flower_ext.secure.sums import EncryptedSums
-from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver
+from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
+from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.sums import EncryptedSums
 
 _SEED = "seed"
 _COUNTS = "counts"

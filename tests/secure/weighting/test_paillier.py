@@ -4,8 +4,8 @@ import pytest
 from gmpy2 import gcd, invert, mpz, next_prime, powmod, primorial
 from scipy import stats
 
-from flower_ext.secure.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
-from tests.secure.worlds import key
+from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
+from tests.secure.weighting.worlds import key
 
 
 def root(private: PrivateKey, ciphertext: mpz) -> mpz:

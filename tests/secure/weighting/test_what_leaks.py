@@ -11,9 +11,9 @@ from scipy import stats
 from flower_ext.secure import BlindedCounts, EncryptedWeights, MaskedSum, WeightingSilo
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
-from flower_ext.secure.sums import EncryptedSums
-from tests.secure.test_paillier import root
-from tests.secure.worlds import World, key, plan
+from flower_ext.secure.weighting.sums import EncryptedSums
+from tests.secure.weighting.test_paillier import root
+from tests.secure.weighting.worlds import World, key, plan
 
 ROUNDS = 3
 
@@ -176,7 +176,8 @@ def test_a_server_cannot_guess_counts_from_their_ratios():
 def test_the_same_guess_succeeds_where_users_share_a_blind(monkeypatch):
     n = key().public.n
     monkeypatch.setattr(
-        "flower_ext.secure.silo.user_blinds", lambda seed, users, n: [mpz(2) ** 300 + 1] * 4
+        "flower_ext.secure.weighting.silo.user_blinds",
+        lambda seed, users, n: [mpz(2) ** 300 + 1] * 4,
     )
     _, totals = blinded(world_of(COUNTS))
     assert ratio_is_small(totals[0] * invert(totals[1], n), n, 180)

@@ -6,7 +6,14 @@ import pytest
 from gmpy2 import mpz
 from scipy import stats
 
-from flower_ext.secure.oblivious import ELEMENT_BYTES, ORDER, PRIME, SEAL_BYTES, Receiver, Sender
+from flower_ext.secure.weighting.oblivious import (
+    ELEMENT_BYTES,
+    ORDER,
+    PRIME,
+    SEAL_BYTES,
+    Receiver,
+    Sender,
+)
 
 KEY = bytes(range(32))
 

@@ -25,6 +25,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
+from flower_ext.secure.inverses import invert_all
 from flower_ext.secure.threads import Progress, map_slices
 
 DEFAULT_TABLE_MEMORY = 512 * 2**20
@@ -109,25 +110,6 @@ def choose_windows(
         fitting,
         key=lambda w: w.table_multiplications(bases) + products * w.column_multiplications(bases),
     )
-
-
-def invert_all(values: Sequence[mpz], modulus: mpz) -> list[mpz]:
-    """Inverses modulo ``modulus`` for one inversion and three multiplications each (Montgomery).
-
-    Raises
-    ------
-    ZeroDivisionError
-        A value is no unit.
-    """
-    prefixes = [mpz(1)]
-    for value in values:
-        prefixes.append(prefixes[-1] * value % modulus)
-    rest = gmpy2.invert(prefixes.pop(), modulus)
-    inverses = []
-    for value, prefix in zip(reversed(values), reversed(prefixes), strict=True):
-        inverses.append(rest * prefix % modulus)
-        rest = rest * value % modulus
-    return inverses[::-1]
 
 
 class FixedBaseProducts:

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from flower_ext.secure import MaskedSum, WeightingPlan, WeightingServer, WeightingSilo
-from flower_ext.secure.paillier import PrivateKey, generate_key
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 
 KEY_BITS = 512
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flower_ext.secure import ZeroPool, estimate_round
-from tests.secure.worlds import World, plan
+from tests.secure.weighting.worlds import World, plan
 
 
 def test_bytes_are_those_of_the_messages():
@@ -26,7 +26,9 @@ def test_parts_add_up_and_those_that_do_not_happen_take_no_time():
 
 
 def test_ten_times_the_coordinates_are_ten_times_the_operations(monkeypatch):
-    monkeypatch.setattr("flower_ext.secure.estimate._seconds", lambda work, *arguments: 1.0)
+    monkeypatch.setattr(
+        "flower_ext.secure.weighting.estimate._seconds", lambda work, *arguments: 1.0
+    )
     few, many = (
         estimate_round(plan(coordinates=count, coordinates_per_plaintext=1))
         for count in (30_000, 300_000)

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.secure.worlds import plan
+from tests.secure.weighting.worlds import plan
 
 
 @pytest.mark.parametrize(

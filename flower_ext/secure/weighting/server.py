@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
-from flower_ext.secure.messages import (
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.messages import (
     BlindedCounts,
     DrawAnswer,
     DrawOffer,
@@ -28,10 +29,9 @@ from flower_ext.secure.messages import (
     from_bytes,
     to_bytes,
 )
-from flower_ext.secure.oblivious import Sender
-from flower_ext.secure.paillier import PrivateKey, generate_key
-from flower_ext.secure.plan import WeightingPlan
-from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.oblivious import Sender
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
+from flower_ext.secure.weighting.settings import WeightingPlan
 
 
 class WeightingServer:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from flower_ext.secure.fixed_point import FixedPoint
-from flower_ext.secure.multiexp import DEFAULT_TABLE_MEMORY
-from flower_ext.secure.packing import Packing
-from flower_ext.secure.paillier import SECURE_KEY_BITS, check_key_bits
+from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
+from flower_ext.secure.weighting.packing import Packing
+from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 
 _MOST_RECORDS = 2**24
 """Up to it silos look for factors of the modulus within a second."""

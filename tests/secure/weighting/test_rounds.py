@@ -16,7 +16,7 @@ from flower_ext.secure import (
     WeightingServer,
     WeightingSilo,
 )
-from tests.secure.worlds import World, draw_counts, key, plan
+from tests.secure.weighting.worlds import World, draw_counts, key, plan
 
 
 @pytest.fixture

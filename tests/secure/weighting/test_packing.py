@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_ext.secure.packing import Packing
+from flower_ext.secure.weighting.packing import Packing
 
 
 @given(st.data(), st.integers(1, 2**90), st.integers(1, 6))
