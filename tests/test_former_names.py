@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 FORMER = """
 import warnings
 with warnings.catch_warnings(record=True) as seen:
@@ -21,3 +23,11 @@ def test_reporting_is_runs_and_says_so_once():
         [sys.executable, "-c", FORMER], capture_output=True, text=True, check=True
     )
     assert done.stdout.count("flower_ext.runs now") == 1
+
+
+def test_the_settings_of_a_weighting_are_still_found_as_its_plan():
+    from flower_ext import secure
+
+    with pytest.warns(DeprecationWarning, match="WeightingSettings now"):
+        former = secure.WeightingPlan
+    assert former is secure.WeightingSettings

@@ -4,6 +4,8 @@
 pairs, numbers as integers, threads.
 """
 
+import warnings
+
 try:
     import cryptography as _cryptography  # noqa: F401
     import gmpy2 as _gmpy2  # noqa: F401
@@ -28,7 +30,7 @@ from flower_ext.secure.weighting.messages import (
 )
 from flower_ext.secure.weighting.paillier import ZeroPool
 from flower_ext.secure.weighting.server import WeightingServer
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
 from flower_ext.secure.weighting.silo import WeightingSilo
 
 __all__ = [
@@ -43,9 +45,20 @@ __all__ = [
     "SealedSeed",
     "SealedWeights",
     "SiloKey",
-    "WeightingPlan",
     "WeightingServer",
+    "WeightingSettings",
     "WeightingSilo",
     "ZeroPool",
     "estimate_round",
 ]
+
+
+def __getattr__(name: str) -> type[WeightingSettings]:
+    if name != "WeightingPlan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "flower_ext.secure.WeightingPlan is WeightingSettings now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return WeightingSettings

@@ -7,10 +7,10 @@ not collude.
 paper                 here
 ====================  =====================================================================
 n_su, N_u, N_max      ``counts``, their sum over silos, ``max_records_per_user``
-C_LCM                 `WeightingPlan.common_multiple`
+C_LCM                 `WeightingSettings.common_multiple`
 R, r_u                the silos' seed; `user_blinds`
 Δ̃^{s,u}, z_s          ``updates``, ``noise``
-P                     `WeightingPlan.precision`, of the whole sum
+P                     `WeightingSettings.precision`, of the whole sum
 ====================  =====================================================================
 
 Where this departs from the paper:

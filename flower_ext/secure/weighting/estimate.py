@@ -14,7 +14,7 @@ from gmpy2 import mpz
 from flower_ext.secure.weighting.multiexp import choose_windows
 from flower_ext.secure.weighting.oblivious import ORDER, PRIME, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import ZeroPool
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
 
 _REPEATS = 3
 _MULTIPLICATIONS = 2000
@@ -62,9 +62,9 @@ class RoundEstimate:
 
 
 def estimate_round(
-    plan: WeightingPlan, *, users_per_silo: int | None = None, prepared: bool = True
+    settings: WeightingSettings, *, users_per_silo: int | None = None, prepared: bool = True
 ) -> RoundEstimate:
-    """Estimate a round of ``plan`` in less than a second of measuring.
+    """Estimate a round of ``settings`` in less than a second of measuring.
 
     Parameters
     ----------
@@ -73,39 +73,41 @@ def estimate_round(
     prepared : bool
         Whether silos call `WeightingSilo.prepare`.
     """
-    bits = plan.key_bits
-    users = plan.users if users_per_silo is None else users_per_silo
+    bits = settings.key_bits
+    users = settings.users if users_per_silo is None else users_per_silo
     modulus, prime_squared = _odd(2 * bits), _odd(bits)
     multiplication = _multiplication_seconds(modulus)
     exponentiation = _seconds(gmpy2.powmod, _odd(2 * bits - 1), _odd(bits), modulus)
     half = _seconds(gmpy2.powmod, _odd(bits - 1), _odd(bits // 2), prime_squared)
     windows = choose_windows(
         bases=max(1, users),
-        products=plan.coordinates,
-        lowest=-plan.encoding.largest,
-        highest=plan.encoding.largest,
+        products=settings.coordinates,
+        lowest=-settings.encoding.largest,
+        highest=settings.encoding.largest,
         modulus_bits=2 * bits,
-        table_memory_limit=plan.table_memory_limit,
+        table_memory_limit=settings.table_memory_limit,
     )
-    transfer = _seconds(gmpy2.powmod, mpz(2), ORDER // 3, PRIME) if plan.draw_choices else 0.0
-    choices = plan.draw_choices or 1
-    seal = SEAL_BYTES if plan.draw_choices else 0
+    transfer = _seconds(gmpy2.powmod, mpz(2), ORDER // 3, PRIME) if settings.draw_choices else 0.0
+    choices = settings.draw_choices or 1
+    seal = SEAL_BYTES if settings.draw_choices else 0
     pool = ZeroPool.size(bits)
-    share = math.ceil(plan.ciphertexts / plan.silos)
+    share = math.ceil(settings.ciphertexts / settings.silos)
     return RoundEstimate(
-        choose=3 * plan.users * transfer,
+        choose=3 * settings.users * transfer,
         fold=users * exponentiation,
         tables=windows.table_multiplications(users) * multiplication,
-        products=plan.coordinates * windows.column_multiplications(users) * multiplication,
-        pack=(plan.coordinates - plan.ciphertexts) * plan.packing.slot_bits * multiplication,
+        products=settings.coordinates * windows.column_multiplications(users) * multiplication,
+        pack=(settings.coordinates - settings.ciphertexts)
+        * settings.packing.slot_bits
+        * multiplication,
         rerandomise=share * (pool * multiplication if prepared else exponentiation),
-        encrypt=plan.users * (2 * choices * half + transfer),
-        decrypt=plan.ciphertexts * (2 * half + plan.silos * multiplication),
+        encrypt=settings.users * (2 * choices * half + transfer),
+        decrypt=settings.ciphertexts * (2 * half + settings.silos * multiplication),
         prepare=pool * exponentiation + ZeroPool.table_multiplications(bits) * multiplication
         if prepared
         else 0.0,
-        download_bytes=plan.users * choices * (plan.ciphertext_bytes + seal),
-        upload_bytes=plan.ciphertexts * plan.ciphertext_bytes,
+        download_bytes=settings.users * choices * (settings.ciphertext_bytes + seal),
+        upload_bytes=settings.ciphertexts * settings.ciphertext_bytes,
     )
 
 

@@ -9,7 +9,7 @@ from gmpy2 import mpz
 
 from flower_ext.secure.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.weighting.paillier import PublicKey
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def from_bytes(data: bytes, size: int, count: int, *, name: str) -> list[mpz]:
 
 
 def ciphertexts_from(
-    data: bytes, plan: WeightingPlan, public: PublicKey, *, count: int | None = None
+    data: bytes, settings: WeightingSettings, public: PublicKey, *, count: int | None = None
 ) -> list[mpz]:
     """Ciphertexts under ``public``: as many as a silo uploads, or ``count``.
 
@@ -106,8 +106,8 @@ def ciphertexts_from(
     ValueError
         A wrong length, or something that is no ciphertext.
     """
-    expected = plan.ciphertexts if count is None else count
-    ciphertexts = from_bytes(data, plan.ciphertext_bytes, expected, name="ciphertexts")
+    expected = settings.ciphertexts if count is None else count
+    ciphertexts = from_bytes(data, settings.ciphertext_bytes, expected, name="ciphertexts")
     for ciphertext in ciphertexts:
         public.check_ciphertext(ciphertext)
     return ciphertexts

@@ -31,33 +31,33 @@ from flower_ext.secure.weighting.messages import (
 )
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 class WeightingServer:
     """The party that relays, inverts blinded totals, and decrypts the sum. It holds the secret key.
 
     Call `public_key`, `relay_keys`, `relay_seed`, `receive_counts` once, in this order, then
-    `open_round` and `close_round` for every round. Where the plan draws users whom nobody knows, a
-    round opens with `offer_draw` and `open_drawn_round`.
+    `open_round` and `close_round` for every round. Where the settings draw users whom nobody knows,
+    a round opens with `offer_draw` and `open_drawn_round`.
 
     Parameters
     ----------
-    plan : WeightingPlan
+    settings : WeightingSettings
     key : PrivateKey, optional
-        Fresh by default, of ``plan.key_bits`` bits.
+        Fresh by default, of ``settings.key_bits`` bits.
     workers : int
         Threads.
     """
 
     def __init__(
-        self, plan: WeightingPlan, *, key: PrivateKey | None = None, workers: int = 1
+        self, settings: WeightingSettings, *, key: PrivateKey | None = None, workers: int = 1
     ) -> None:
-        self.plan = plan
+        self.settings = settings
         self._key = key or generate_key(
-            plan.key_bits, allow_insecure_key_size=plan.allow_insecure_key_size
+            settings.key_bits, allow_insecure_key_size=settings.allow_insecure_key_size
         )
-        self._key.public.check(plan.key_bits, coprime_to=plan.max_records_per_user)
+        self._key.public.check(settings.key_bits, coprime_to=settings.max_records_per_user)
         self._workers = workers
         self._keys_relayed = self._seed_relayed = False
         self._inverses: list[mpz] | None = None
@@ -67,12 +67,12 @@ class WeightingServer:
         self._drawing: tuple[int, Sender] | None = None
 
     def __repr__(self) -> str:
-        return f"WeightingServer(run={self.plan.run!r}, last_round={self._last_round})"
+        return f"WeightingServer(run={self.settings.run!r}, last_round={self._last_round})"
 
     @property
     def public_key(self) -> bytes:
         """The Paillier modulus, for all silos."""
-        return to_bytes([self._key.public.n], self.plan.residue_bytes)
+        return to_bytes([self._key.public.n], self.settings.residue_bytes)
 
     def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
         """Silos' public keys, for all silos.
@@ -86,7 +86,7 @@ class WeightingServer:
         """
         if self._keys_relayed:
             raise ProtocolError("public keys were relayed before")
-        check_senders([key.silo for key in keys], range(self.plan.silos))
+        check_senders([key.silo for key in keys], range(self.settings.silos))
         self._keys_relayed = True
         return tuple(sorted(keys, key=lambda key: key.silo))
 
@@ -102,7 +102,7 @@ class WeightingServer:
         """
         if not self._keys_relayed or self._seed_relayed:
             raise ProtocolError("the seed is relayed once, after the public keys")
-        check_senders([seed.receiver for seed in seeds], range(1, self.plan.silos))
+        check_senders([seed.receiver for seed in seeds], range(1, self.settings.silos))
         self._seed_relayed = True
         return tuple(sorted(seeds, key=lambda seed: seed.receiver))
 
@@ -120,12 +120,12 @@ class WeightingServer:
         """
         if not self._seed_relayed or self._inverses is not None:
             raise ProtocolError("counts are received once, after the seed was relayed")
-        check_all_there([message.silo for message in messages], self.plan.silos)
+        check_all_there([message.silo for message in messages], self.settings.silos)
         n = self._key.public.n
-        totals = [mpz(0)] * self.plan.users
+        totals = [mpz(0)] * self.settings.users
         for message in messages:
             counts = from_bytes(
-                message.counts, self.plan.residue_bytes, self.plan.users, name="counts"
+                message.counts, self.settings.residue_bytes, self.settings.users, name="counts"
             )
             if any(count >= n for count in counts):
                 raise ValueError(f"counts of silo {message.silo}: expected numbers below n")
@@ -158,24 +158,24 @@ class WeightingServer:
         Raises
         ------
         ProtocolError
-            Before the counts, the round is not above the last, or the plan has users drawn by
+            Before the counts, the round is not above the last, or the settings have users drawn by
             `open_drawn_round`.
         ValueError
             ``sampled`` names no user.
         """
         inverses = self._ready_for(round_number)
-        if self.plan.draw_choices is not None:
-            raise ProtocolError("open_round: the plan's draw_choices ask for open_drawn_round")
-        everyone = range(self.plan.users)
+        if self.settings.draw_choices is not None:
+            raise ProtocolError("open_round: the settings' draw_choices ask for open_drawn_round")
+        everyone = range(self.settings.users)
         drawn = set(everyone if sampled is None else sampled)
         if not drawn <= set(everyone):
-            raise ValueError(f"sampled: expected integers from 0 to {self.plan.users - 1}")
+            raise ValueError(f"sampled: expected integers from 0 to {self.settings.users - 1}")
         self._last_round = self._open_round = round_number
         if sampled is None and self._weights_of_all is not None:
             return EncryptedWeights(round_number=round_number, weights=self._weights_of_all)
         messages = [x if place in drawn else mpz(0) for place, x in enumerate(inverses)]
         encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
-        weights = to_bytes(encrypted, self.plan.ciphertext_bytes)
+        weights = to_bytes(encrypted, self.settings.ciphertext_bytes)
         if sampled is None:
             self._weights_of_all = weights
         return EncryptedWeights(round_number=round_number, weights=weights)
@@ -186,11 +186,13 @@ class WeightingServer:
         Raises
         ------
         ProtocolError
-            As `open_round`, or the plan has no ``draw_choices``.
+            As `open_round`, or the settings have no ``draw_choices``.
         """
         self._ready_for(round_number)
-        if self.plan.draw_choices is None:
-            raise ProtocolError("offer_draw: the plan has no draw_choices; open_round draws users")
+        if self.settings.draw_choices is None:
+            raise ProtocolError(
+                "offer_draw: the settings have no draw_choices; open_round draws users"
+            )
         sender = Sender()
         self._drawing = round_number, sender
         return DrawOffer(round_number=round_number, public=sender.public)
@@ -213,14 +215,14 @@ class WeightingServer:
         if self._drawing is None or self._drawing[0] != message.round_number:
             raise ProtocolError(f"draw of round {message.round_number}: expected an offer before")
         (number, sender), self._drawing = self._drawing, None
-        inverses, choices = self._ready_for(number), self.plan.draw_choices or 1
+        inverses, choices = self._ready_for(number), self.settings.draw_choices or 1
         self._last_round = self._open_round = number
-        messages = [mpz(0)] * (self.plan.users * choices)
+        messages = [mpz(0)] * (self.settings.users * choices)
         for user, inverse in enumerate(inverses):
-            for place in SystemRandom().sample(range(choices), self.plan.draw_hits):
+            for place in SystemRandom().sample(range(choices), self.settings.draw_hits):
                 messages[user * choices + place] = inverse
         encrypted = self._key.encrypt(messages, workers=self._workers, progress=progress)
-        texts = [to_bytes([one], self.plan.ciphertext_bytes) for one in encrypted]
+        texts = [to_bytes([one], self.settings.ciphertext_bytes) for one in encrypted]
         of_users = [texts[at : at + choices] for at in range(0, len(texts), choices)]
         sealed = sender.seal(message.answer, of_users, workers=self._workers)
         joined = b"".join(text for of_user in sealed for text in of_user)
@@ -250,26 +252,30 @@ class WeightingServer:
             self._check_round(message)
         if self._open_round is None:
             raise ProtocolError("no round is open")
-        check_all_there([message.silo for message in messages], self.plan.silos)
+        check_all_there([message.silo for message in messages], self.settings.silos)
         public = self._key.public
-        totals = [mpz(1)] * self.plan.ciphertexts
+        totals = [mpz(1)] * self.settings.ciphertexts
         for message in messages:
             for at, ciphertext in enumerate(
-                ciphertexts_from(message.ciphertexts, self.plan, public)
+                ciphertexts_from(message.ciphertexts, self.settings, public)
             ):
                 totals[at] = totals[at] * ciphertext % public.n_squared
         self._open_round = None
         decrypted = self._key.decrypt(totals, workers=self._workers, progress=progress)
         plaintexts = [from_residue(message, public.n) for message in decrypted]
         try:
-            coordinates = self.plan.packing.unpack(plaintexts, self.plan.coordinates)
+            coordinates = self.settings.packing.unpack(plaintexts, self.settings.coordinates)
         except OverflowError as error:
             raise OverflowError(
                 "the sum is out of bounds: expected at most "
-                f"max_records_per_user={self.plan.max_records_per_user} records for every user"
-                + (f", and one of {self.plan.allowed_totals}" if self.plan.allowed_totals else "")
+                f"max_records_per_user={self.settings.max_records_per_user} records for every user"
+                + (
+                    f", and one of {self.settings.allowed_totals}"
+                    if self.settings.allowed_totals
+                    else ""
+                )
             ) from error
-        return self.plan.encoding.decode(coordinates, scale=self.plan.common_multiple)
+        return self.settings.encoding.decode(coordinates, scale=self.settings.common_multiple)
 
     def check_sum(self, message: MaskedSum) -> None:
         """Refuse a silo's sum by itself, before others are there.
@@ -282,7 +288,7 @@ class WeightingServer:
             Malformed: a wrong length, or something that is no ciphertext.
         """
         self._check_round(message)
-        ciphertexts_from(message.ciphertexts, self.plan, self._key.public)
+        ciphertexts_from(message.ciphertexts, self.settings, self._key.public)
 
     def _ready_for(self, round_number: int) -> list[mpz]:
         if self._inverses is None:

@@ -18,7 +18,7 @@ _MOST_RECORDS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightingPlan:
+class WeightingSettings:
     """Public facts of one run of the protocol. Checked at construction, before any encryption.
 
     Parameters
@@ -180,7 +180,7 @@ class WeightingPlan:
 
     @cached_property
     def context(self) -> bytes:
-        """Hash of all fields. Keys and masks derive from it: parties of different plans fail."""
+        """Hash of all fields. Keys and masks derive from it: parties of different settings fail."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     def record_limit(self, silo: int) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 
 from gmpy2 import mpz
 from numpy.typing import ArrayLike
 
 from flower_ext.secure.errors import ProtocolError
-from flower_ext.secure.masks import PairKeys, derive
+from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting import draw
 from flower_ext.secure.weighting.blinds import user_blinds, user_order
 from flower_ext.secure.weighting.messages import (
     BlindedCounts,
@@ -29,9 +28,9 @@ from flower_ext.secure.weighting.messages import (
     from_bytes,
     to_bytes,
 )
-from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
+from flower_ext.secure.weighting.silo_state import SiloState, Stage
 from flower_ext.secure.weighting.sums import EncryptedSums
 
 _SEED = "seed"
@@ -40,23 +39,16 @@ _SUM = "sum"
 _SEEDING_SILO = 0
 
 
-class _Stage(Enum):
-    NEW = auto()
-    KEYED = auto()
-    SEEDED = auto()
-    COUNTED = auto()
-
-
 class WeightingSilo:
     """One silo. Everything it holds is secret but what its methods return.
 
     Call `key`, `receive_keys`, then `seal_seed` (silo 0) or `open_seed` (the others), then
-    `blind_counts`, and `weigh` for every round. Where the plan draws users whom nobody knows, one
-    silo calls `answer_draw` before all of them weigh.
+    `blind_counts`, and `weigh` for every round. Where the settings draw users whom nobody knows,
+    one silo calls `answer_draw` before all of them weigh.
 
     Parameters
     ----------
-    plan : WeightingPlan
+    settings : WeightingSettings
     index : int
         Its place among the silos, from zero.
     save : callable, optional
@@ -68,20 +60,20 @@ class WeightingSilo:
 
     def __init__(
         self,
-        plan: WeightingPlan,
+        settings: WeightingSettings,
         index: int,
         *,
         save: Callable[[bytes], None] | None = None,
         workers: int = 1,
     ) -> None:
-        if not 0 <= index < plan.silos:
-            raise ValueError(f"index={index!r}: expected an integer from 0 to {plan.silos - 1}")
-        self.plan = plan
+        if not 0 <= index < settings.silos:
+            raise ValueError(f"index={index!r}: expected an integer from 0 to {settings.silos - 1}")
+        self.settings = settings
         self.index = index
         self._save = save
         self._workers = workers
-        self._pairs = PairKeys(context=plan.context, index=index)
-        self._stage = _Stage.NEW
+        self._pairs = PairKeys(context=settings.context, index=index)
+        self._stage = Stage.NEW
         self._received: EncryptedSums | None = None
         self._silo_keys: dict[int, bytes] = {}
         self._seed = b""
@@ -113,16 +105,16 @@ class WeightingSilo:
         ValueError
             A key is missing or unfit.
         """
-        self._expect(_Stage.NEW)
-        (n,) = from_bytes(server_key, self.plan.residue_bytes, 1, name="public key")
+        self._expect(Stage.NEW)
+        (n,) = from_bytes(server_key, self.settings.residue_bytes, 1, name="public key")
         public = PublicKey(n)
-        public.check(self.plan.key_bits, coprime_to=self.plan.max_records_per_user)
-        check_senders([key.silo for key in silo_keys], range(self.plan.silos))
+        public.check(self.settings.key_bits, coprime_to=self.settings.max_records_per_user)
+        check_senders([key.silo for key in silo_keys], range(self.settings.silos))
         keys = {key.silo: key.public for key in silo_keys}
         self._pairs.agree(keys, server_key=server_key)
         self._silo_keys = keys
-        self._received = EncryptedSums(self.plan, public, workers=self._workers)
-        self._stage = _Stage.KEYED
+        self._received = EncryptedSums(self.settings, public, workers=self._workers)
+        self._stage = Stage.KEYED
 
     def seal_seed(self) -> list[SealedSeed]:
         """Draw the silos' seed and seal it for every other silo. Silo 0 only.
@@ -132,13 +124,13 @@ class WeightingSilo:
         ProtocolError
             Out of order, or not silo 0.
         """
-        self._expect(_Stage.KEYED)
+        self._expect(Stage.KEYED)
         if self.index != _SEEDING_SILO:
             raise ProtocolError(f"silo {self.index} opens a seed; silo {_SEEDING_SILO} seals it")
         self._set_seed(secrets.token_bytes(32))
         return [
             SealedSeed(receiver=silo, sealed=self._pairs.seal(silo, _SEED, self._seed))
-            for silo in range(1, self.plan.silos)
+            for silo in range(1, self.settings.silos)
         ]
 
     def open_seed(self, message: SealedSeed) -> None:
@@ -151,7 +143,7 @@ class WeightingSilo:
         ValueError
             For another silo, or not sealed by silo 0 in this run.
         """
-        self._expect(_Stage.KEYED)
+        self._expect(Stage.KEYED)
         if self.index == _SEEDING_SILO:
             raise ProtocolError(f"silo {_SEEDING_SILO} seals the seed; it opens none")
         if message.receiver != self.index:
@@ -178,23 +170,23 @@ class WeightingSilo:
         ValueError
             Wrong length, negative, or above this silo's limit.
         """
-        self._expect(_Stage.SEEDED)
+        self._expect(Stage.SEEDED)
         counts = [operator.index(count) for count in counts]
-        limit = self.plan.record_limit(self.index)
-        if len(counts) != self.plan.users:
-            raise ValueError(f"counts of {len(counts)} users: expected {self.plan.users}")
+        limit = self.settings.record_limit(self.index)
+        if len(counts) != self.settings.users:
+            raise ValueError(f"counts of {len(counts)} users: expected {self.settings.users}")
         if not all(0 <= count <= limit for count in counts):
             raise ValueError(f"counts: expected 0 to {limit} records of each user in this silo")
         self._counts = counts
-        self._stage = _Stage.COUNTED
+        self._stage = Stage.COUNTED
         self._store()
         n = self._sums.public.n
-        masks = self._pairs.additive_masks(_COUNTS, 0, self.plan.users, n)
+        masks = self._pairs.additive_masks(_COUNTS, 0, self.settings.users, n)
         blinded = [
             (self._blinds[user] * counts[user] + mask) % n
             for user, mask in zip(self._order, masks, strict=True)
         ]
-        return BlindedCounts(silo=self.index, counts=to_bytes(blinded, self.plan.residue_bytes))
+        return BlindedCounts(silo=self.index, counts=to_bytes(blinded, self.settings.residue_bytes))
 
     def prepare(
         self, pool: ZeroPool | None = None, *, progress: Progress | None = None
@@ -212,13 +204,14 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            Out of order, the plan has no ``draw_choices``, or the round is not above the last.
+            Out of order, the settings have no ``draw_choices``, or the round is not above the last.
         ValueError
             The offer is malformed.
         """
-        self._expect(_Stage.COUNTED)
+        self._expect(Stage.COUNTED)
         check_later(message.round_number, self._last_round)
-        choices = self._choices(message.round_number, message.public)
+        number, public = message.round_number, message.public
+        choices = draw.chooser(self.settings, self._seed, number, public, workers=self._workers)
         return DrawAnswer(round_number=message.round_number, answer=choices.answer)
 
     def weigh(
@@ -235,7 +228,7 @@ class WeightingSilo:
         ----------
         updates : Mapping[int, ArrayLike]
             Clipped update of every user that has records here, by user; each of shape
-            (coordinates,) and within ``plan.update_bound``.
+            (coordinates,) and within ``settings.update_bound``.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
         progress : callable, optional
@@ -244,14 +237,14 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            Out of order, the round is not above the last, or weights are sealed where the plan has
-            no ``draw_choices``, or the other way round.
+            Out of order, the round is not above the last, or weights are sealed where the
+            settings have no ``draw_choices``, or the other way round.
         ValueError
             Malformed weights; updates of other users than those with records here; wrong shapes;
             values that are not finite or out of bounds. Nothing has left then, and the round can be
             tried again.
         """
-        self._expect(_Stage.COUNTED)
+        self._expect(Stage.COUNTED)
         check_later(message.round_number, self._last_round)
         users = [user for user, count in enumerate(self._counts) if count]
         encoded = self._sums.encode_updates(updates, users)
@@ -266,7 +259,7 @@ class WeightingSilo:
         return MaskedSum(
             round_number=message.round_number,
             silo=self.index,
-            ciphertexts=to_bytes(own, self.plan.ciphertext_bytes),
+            ciphertexts=to_bytes(own, self.settings.ciphertext_bytes),
         )
 
     def export_state(self) -> bytes:
@@ -274,23 +267,23 @@ class WeightingSilo:
 
         Holds secrets in the clear: store it where others cannot read, and send it nowhere.
         """
-        state = {
-            "context": self.plan.context.hex(),
-            "index": self.index,
-            "stage": self._stage.name,
-            "private": self._pairs.private.hex(),
-            "silo_keys": [key.hex() for _, key in sorted(self._silo_keys.items())],
-            "n": hex(self._received.public.n) if self._received is not None else "",
-            "seed": self._seed.hex(),
-            "counts": self._counts,
-            "last_round": self._last_round,
-        }
-        return json.dumps(state).encode()
+        received = self._received
+        state = SiloState(
+            index=self.index,
+            stage=self._stage,
+            private=self._pairs.private,
+            silo_keys=tuple(key for _, key in sorted(self._silo_keys.items())),
+            modulus=None if received is None else int(received.public.n),
+            seed=self._seed,
+            counts=self._counts,
+            last_round=self._last_round,
+        )
+        return state.encode(self.settings)
 
     @classmethod
     def from_state(
         cls,
-        plan: WeightingPlan,
+        settings: WeightingSettings,
         state: bytes,
         *,
         save: Callable[[bytes], None] | None = None,
@@ -301,32 +294,22 @@ class WeightingSilo:
         Raises
         ------
         ValueError
-            Not a state of this plan.
+            Not a state of these settings.
         """
-        try:
-            facts = json.loads(state)
-            if facts["context"] != plan.context.hex():
-                raise ValueError("state: expected one that was exported under the same plan")
-            silo = cls(plan, facts["index"], workers=workers)
-            silo._pairs = PairKeys(
-                context=plan.context, index=silo.index, private=bytes.fromhex(facts["private"])
-            )
-            stage = _Stage[facts["stage"]]
-            if stage is not _Stage.NEW:
-                silo._silo_keys = {
-                    index: bytes.fromhex(key) for index, key in enumerate(facts["silo_keys"])
-                }
-                public = PublicKey(mpz(facts["n"], 16))
-                server_key = to_bytes([public.n], plan.residue_bytes)
-                silo._pairs.agree(silo._silo_keys, server_key=server_key)
-                silo._received = EncryptedSums(plan, public, workers=workers)
-            if stage in (_Stage.SEEDED, _Stage.COUNTED):
-                silo._set_seed(bytes.fromhex(facts["seed"]))
-            silo._counts = list(facts["counts"])
-            silo._last_round = int(facts["last_round"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError("state: expected bytes from export_state") from error
-        silo._stage = stage
+        kept = SiloState.decode(state, settings)
+        silo = cls(settings, kept.index, workers=workers)
+        silo._pairs = PairKeys(context=settings.context, index=kept.index, private=kept.private)
+        if kept.stage is not Stage.NEW:
+            silo._silo_keys = dict(enumerate(kept.silo_keys))
+            public = PublicKey(mpz(kept.modulus))
+            server_key = to_bytes([public.n], settings.residue_bytes)
+            silo._pairs.agree(silo._silo_keys, server_key=server_key)
+            silo._received = EncryptedSums(settings, public, workers=workers)
+        if kept.stage in (Stage.SEEDED, Stage.COUNTED):
+            silo._set_seed(kept.seed)
+        silo._counts = kept.counts
+        silo._last_round = kept.last_round
+        silo._stage = kept.stage
         silo._save = save
         return silo
 
@@ -360,7 +343,7 @@ class WeightingSilo:
             raise ProtocolError("the server's public key has not arrived")
         return self._received
 
-    def _expect(self, stage: _Stage) -> None:
+    def _expect(self, stage: Stage) -> None:
         if self._stage is not stage:
             raise ProtocolError(
                 f"silo {self.index} is {self._stage.name.lower()}: "
@@ -373,42 +356,21 @@ class WeightingSilo:
 
     def _set_seed(self, seed: bytes) -> None:
         self._seed = seed
-        self._blinds = user_blinds(seed, self.plan.users, self._sums.public.n)
-        self._order = user_order(seed, self.plan.users)
-        self._stage = _Stage.SEEDED
+        self._blinds = user_blinds(seed, self.settings.users, self._sums.public.n)
+        self._order = user_order(seed, self.settings.users)
+        self._stage = Stage.SEEDED
 
     def _opened(self, message: EncryptedWeights | SealedWeights) -> bytes:
         """One ciphertext a user, by place in the secret order."""
         if isinstance(message, EncryptedWeights):
-            if self.plan.draw_choices is not None:
+            if self.settings.draw_choices is not None:
                 raise ProtocolError("weights of drawn users: expected them to be sealed")
             return message.weights
-        receiver = self._choices(message.round_number, message.public)
-        size, choices = self.plan.ciphertext_bytes + SEAL_BYTES, self.plan.draw_choices or 1
-        if len(message.sealed) != size * choices * self.plan.users:
-            raise ValueError(
-                f"sealed weights of {len(message.sealed)} bytes: expected {choices} of {size} "
-                f"bytes for each of {self.plan.users} users"
-            )
-        texts = [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
-        return b"".join(
-            receiver.open([texts[at : at + choices] for at in range(0, len(texts), choices)])
-        )
-
-    def _choices(self, round_number: int, public: bytes) -> Receiver:
-        if self.plan.draw_choices is None:
-            raise ProtocolError("the plan has no draw_choices: expected weights of known users")
-        return Receiver(
-            public,
-            derive(self._seed, "draw", round_number),
-            transfers=self.plan.users,
-            choices=self.plan.draw_choices,
-            workers=self._workers,
-        )
+        return draw.opened(self.settings, self._seed, message, workers=self._workers)
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
         """n_su · r_u · C_LCM of each of ``users``, by the user's place in the secret order."""
-        n, multiple = self._sums.public.n, self.plan.common_multiple
+        n, multiple = self._sums.public.n, self.settings.common_multiple
         place = {user: at for at, user in enumerate(self._order)}
         return {
             place[user]: self._counts[user] * self._blinds[user] * multiple % n for user in users
@@ -423,5 +385,5 @@ class WeightingSilo:
 
     def _rerandomise_share(self, ciphertexts: list[mpz], round_number: int) -> None:
         """Re-randomise, in place, the ciphertexts that are this silo's turn in this round."""
-        first = (self.index - round_number) % self.plan.silos
-        self._sums.rerandomise(ciphertexts, range(first, len(ciphertexts), self.plan.silos))
+        first = (self.index - round_number) % self.settings.silos
+        self._sums.rerandomise(ciphertexts, range(first, len(ciphertexts), self.settings.silos))

@@ -15,7 +15,7 @@ from flower_ext.secure.threads import Progress, map_slices
 from flower_ext.secure.weighting.messages import ciphertexts_from
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
-from flower_ext.secure.weighting.settings import WeightingPlan
+from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 class EncryptedSums:
@@ -23,15 +23,15 @@ class EncryptedSums:
 
     Parameters
     ----------
-    plan : WeightingPlan
+    settings : WeightingSettings
     public : PublicKey
         The server's.
     workers : int
         Threads.
     """
 
-    def __init__(self, plan: WeightingPlan, public: PublicKey, *, workers: int = 1) -> None:
-        self.plan = plan
+    def __init__(self, settings: WeightingSettings, public: PublicKey, *, workers: int = 1) -> None:
+        self.settings = settings
         self.public = public
         self.zeros: ZeroPool | None = None
         self._workers = workers
@@ -63,9 +63,9 @@ class EncryptedSums:
                 f"updates of users {wrong[:10]}: expected one of every user with records here, "
                 "and of no other"
             )
-        encoded = np.zeros((len(users), self.plan.coordinates), dtype=np.int64)
+        encoded = np.zeros((len(users), self.settings.coordinates), dtype=np.int64)
         for row, user in enumerate(users):
-            encoded[row] = self._encode("updates", self.plan.encoding, updates[user])
+            encoded[row] = self._encode("updates", self.settings.encoding, updates[user])
         return encoded
 
     def encode_noise(self, noise: ArrayLike) -> NDArray[np.int64]:
@@ -76,7 +76,7 @@ class EncryptedSums:
         ValueError
             Of wrong shape, not finite, or out of bounds.
         """
-        return self._encode("noise", self.plan.noise_encoding, noise)
+        return self._encode("noise", self.settings.noise_encoding, noise)
 
     def fold(self, weights: bytes, factors: Mapping[int, mpz]) -> FixedBaseProducts:
         """The ciphertext at each place to the power of its factor, ready to be raised further.
@@ -91,8 +91,8 @@ class EncryptedSums:
         """
         if self._powers is not None and (weights, factors) == self._folded:
             return self._powers
-        plan, n_squared = self.plan, self.public.n_squared
-        received = ciphertexts_from(weights, plan, self.public, count=plan.users)
+        settings, n_squared = self.settings, self.public.n_squared
+        received = ciphertexts_from(weights, settings, self.public, count=settings.users)
 
         def fold(places: Sequence[int]) -> list[mpz]:
             return [gmpy2.powmod(received[at], factors[at], n_squared) for at in places]
@@ -100,10 +100,10 @@ class EncryptedSums:
         self._powers = FixedBaseProducts(
             map_slices(fold, list(factors), workers=self._workers),
             n_squared,
-            lowest=-plan.encoding.largest,
-            highest=plan.encoding.largest,
-            expected_products=plan.coordinates,
-            table_memory_limit=plan.table_memory_limit,
+            lowest=-settings.encoding.largest,
+            highest=settings.encoding.largest,
+            expected_products=settings.coordinates,
+            table_memory_limit=settings.table_memory_limit,
             workers=self._workers,
         )
         self._folded = weights, factors
@@ -118,7 +118,7 @@ class EncryptedSums:
     ) -> list[mpz]:
         """Ciphertexts of the weighted sum of encoded ``updates``, plus noise and dither."""
         products = powers.of(updates, workers=self._workers, progress=progress)
-        noises = self.plan.packing.pack([self.dithered(int(value)) for value in noise])
+        noises = self.settings.packing.pack([self.dithered(int(value)) for value in noise])
         n_squared = self.public.n_squared
         return [
             product * self.public.plain(noise_) % n_squared
@@ -127,7 +127,7 @@ class EncryptedSums:
 
     def dithered(self, encoded: int) -> int:
         """Encoded noise times C_LCM, moved by less than half a step, uniformly."""
-        multiple = self.plan.common_multiple
+        multiple = self.settings.common_multiple
         return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
 
     def rerandomise(self, ciphertexts: list[mpz], share: range) -> None:
@@ -146,15 +146,15 @@ class EncryptedSums:
 
     def _encode(self, name: str, encoding: FixedPoint, values: ArrayLike) -> NDArray[np.int64]:
         encoded = encoding.encode(values, name=name)
-        if encoded.shape != (self.plan.coordinates,):
+        if encoded.shape != (self.settings.coordinates,):
             raise ValueError(
-                f"{name} of shape {encoded.shape}: expected ({self.plan.coordinates},)"
+                f"{name} of shape {encoded.shape}: expected ({self.settings.coordinates},)"
             )
         return encoded
 
     def _pack(self, products: Sequence[mpz]) -> list[mpz]:
         """Ciphertexts of packed plaintexts from ciphertexts of single coordinates."""
-        packing, n_squared = self.plan.packing, self.public.n_squared
+        packing, n_squared = self.settings.packing, self.public.n_squared
         shift = mpz(1) << packing.slot_bits
 
         def join(starts: Sequence[int]) -> list[mpz]:

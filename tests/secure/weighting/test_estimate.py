@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from flower_ext.secure import ZeroPool, estimate_round
-from tests.secure.weighting.worlds import World, plan
+from tests.secure.weighting.worlds import World, weighting_settings
 
 
 def test_bytes_are_those_of_the_messages():
-    facts = plan(coordinates=7, coordinates_per_plaintext=2)
+    facts = weighting_settings(coordinates=7, coordinates_per_plaintext=2)
     world = World(facts, np.ones((3, 4), dtype=int))
     message = world.server.open_round(1)
     sums = world.weigh(message, *world.draw(np.random.default_rng(0)))
@@ -19,7 +19,9 @@ def test_bytes_are_those_of_the_messages():
 
 
 def test_parts_add_up_and_those_that_do_not_happen_take_no_time():
-    estimate = estimate_round(plan(coordinates_per_plaintext=1), users_per_silo=0, prepared=False)
+    estimate = estimate_round(
+        weighting_settings(coordinates_per_plaintext=1), users_per_silo=0, prepared=False
+    )
     assert (estimate.fold, estimate.tables, estimate.pack, estimate.prepare) == (0, 0, 0, 0)
     assert estimate.silo == pytest.approx(estimate.products + estimate.rerandomise)
     assert estimate.server == pytest.approx(estimate.encrypt + estimate.decrypt)
@@ -30,7 +32,7 @@ def test_ten_times_the_coordinates_are_ten_times_the_operations(monkeypatch):
         "flower_ext.secure.weighting.estimate._seconds", lambda work, *arguments: 1.0
     )
     few, many = (
-        estimate_round(plan(coordinates=count, coordinates_per_plaintext=1))
+        estimate_round(weighting_settings(coordinates=count, coordinates_per_plaintext=1))
         for count in (30_000, 300_000)
     )
     assert many.decrypt == pytest.approx(10 * few.decrypt)
@@ -41,7 +43,8 @@ def test_ten_times_the_coordinates_are_ten_times_the_operations(monkeypatch):
 
 def test_packing_trades_decryptions_and_bytes_for_squarings():
     alone, packed = (
-        estimate_round(plan(coordinates=300, coordinates_per_plaintext=slots)) for slots in (1, 2)
+        estimate_round(weighting_settings(coordinates=300, coordinates_per_plaintext=slots))
+        for slots in (1, 2)
     )
     assert packed.upload_bytes * 2 == alone.upload_bytes
     assert packed.pack > alone.pack == 0

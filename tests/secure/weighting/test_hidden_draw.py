@@ -16,14 +16,15 @@ from flower_ext.secure import (
     SealedWeights,
     WeightingSilo,
 )
+from flower_ext.secure.weighting.draw import chooser
 from flower_ext.secure.weighting.oblivious import SEAL_BYTES
-from tests.secure.weighting.worlds import World, draw_counts, key, plan
+from tests.secure.weighting.worlds import World, draw_counts, key, weighting_settings
 
 ROUNDS = 4
 
 
 def facts(**changes):
-    return plan(**{"users": 5, "draw_choices": 3, **changes})
+    return weighting_settings(**{"users": 5, "draw_choices": 3, **changes})
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def rng():
 
 def opened(world, message, silo=0):
     """What a silo takes from ``message``, decrypted, by place."""
-    size = world.plan.ciphertext_bytes
+    size = world.settings.ciphertext_bytes
     data = world.silos[silo]._opened(message)
     taken = [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
     return key().decrypt(taken)
@@ -94,7 +95,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
     """One ciphertext a user, all different, none of them one that was sent in another round."""
     world = World(facts(), np.full((3, 5), 2))
     messages = [drawn(world, number) for number in (1, 2)]
-    size = world.plan.ciphertext_bytes
+    size = world.settings.ciphertext_bytes
     taken = [
         world.silos[1]._opened(message)[at : at + size]
         for message in messages
@@ -104,7 +105,8 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
     sealed = messages[0].sealed
     assert len(sealed) == 5 * 3 * (size + SEAL_BYTES)
     assert not any(text in sealed for text in taken)
-    receiver = world.silos[1]._choices(1, messages[0].public)
+    silo, public = world.silos[1], messages[0].public
+    receiver = chooser(silo.settings, silo._seed, 1, public, workers=1)
     texts = [sealed[at : at + size + SEAL_BYTES] for at in range(0, len(sealed), size + SEAL_BYTES)]
     for user in range(5):
         own = texts[3 * user : 3 * user + 3]
@@ -168,13 +170,16 @@ def test_weights_that_were_sealed_for_another_answer_are_refused_before_the_roun
     assert np.isfinite(world.server.close_round(world.weigh(message, updates, noise))).all()
 
 
-def test_plans_with_and_without_a_hidden_draw_do_not_mix(rng):
-    hidden, known = World(facts(), np.ones((3, 5), int)), World(plan(users=5), np.ones((3, 5), int))
+def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
+    hidden, known = (
+        World(facts(), np.ones((3, 5), int)),
+        World(weighting_settings(users=5), np.ones((3, 5), int)),
+    )
     with pytest.raises(ProtocolError, match="ask for open_drawn_round"):
         hidden.server.open_round(1)
-    with pytest.raises(ProtocolError, match="the plan has no draw_choices"):
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.server.offer_draw(1)
-    with pytest.raises(ProtocolError, match="the plan has no draw_choices"):
+    with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer_draw(DrawOffer(round_number=1, public=b""))
     with pytest.raises(ProtocolError, match="expected an offer before"):
         known.server.open_drawn_round(DrawAnswer(round_number=1, answer=b""))
@@ -191,7 +196,7 @@ def test_plans_with_and_without_a_hidden_draw_do_not_mix(rng):
 @pytest.mark.parametrize(("choices", "hits"), [(1, 1), (3, 0), (3, 3), (0, 0)])
 def test_a_draw_that_is_none_is_refused(choices, hits):
     with pytest.raises(ValueError, match="draw_hits="):
-        plan(draw_choices=choices, draw_hits=hits)
+        weighting_settings(draw_choices=choices, draw_hits=hits)
 
 
 def test_every_number_of_drawn_rounds_is_fresh(rng):
@@ -202,15 +207,15 @@ def test_every_number_of_drawn_rounds_is_fresh(rng):
     pieces = []
     for message in world.sent:
         if isinstance(message, SealedWeights):
-            size = world.plan.ciphertext_bytes + SEAL_BYTES
+            size = world.settings.ciphertext_bytes + SEAL_BYTES
             pieces += [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
         if isinstance(message, MaskedSum):
-            size = world.plan.ciphertext_bytes
+            size = world.settings.ciphertext_bytes
             pieces += [
                 message.ciphertexts[at : at + size]
                 for at in range(0, len(message.ciphertexts), size)
             ]
         if isinstance(message, DrawOffer):
             pieces.append(message.public)
-    assert len(pieces) == 3 * (15 + 3 * world.plan.ciphertexts + 1)
+    assert len(pieces) == 3 * (15 + 3 * world.settings.ciphertexts + 1)
     assert len(set(pieces)) == len(pieces)

@@ -16,7 +16,7 @@ from flower_ext.secure import (
     WeightingServer,
     WeightingSilo,
 )
-from tests.secure.weighting.worlds import World, draw_counts, key, plan
+from tests.secure.weighting.worlds import World, draw_counts, key, weighting_settings
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def rng():
 
 @pytest.fixture
 def world(rng):
-    return World(plan(), draw_counts(rng, plan()))
+    return World(weighting_settings(), draw_counts(rng, weighting_settings()))
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
     """20 rounds of 50 random worlds: a thousand cases."""
     rng = np.random.default_rng(seed)
-    facts = plan(
+    facts = weighting_settings(
         users=int(rng.integers(1, 9)),
         silos=int(rng.integers(2, 6)),
         coordinates=int(rng.integers(1, 12)),
@@ -61,7 +61,9 @@ def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
 
 
 def test_extremes_of_every_bound_add_up_exactly():
-    facts = plan(users=6, silos=4, update_bound=2.0, noise_bound=3.0, max_records_per_user=40)
+    facts = weighting_settings(
+        users=6, silos=4, update_bound=2.0, noise_bound=3.0, max_records_per_user=40
+    )
     world = World(facts, np.full((4, 6), 10))
     for number, sign in enumerate((1.0, -1.0), start=1):
         updates = np.full((4, 6, facts.coordinates), sign * 2.0)
@@ -71,7 +73,7 @@ def test_extremes_of_every_bound_add_up_exactly():
 
 
 def test_neighbouring_slots_of_opposite_sign_do_not_touch(rng):
-    facts = plan(coordinates=12, coordinates_per_plaintext=2)
+    facts = weighting_settings(coordinates=12, coordinates_per_plaintext=2)
     world = World(facts, draw_counts(rng, facts))
     updates, noise = world.draw(rng)
     noise[:] = np.where(np.arange(12) % 2, -10.0, 10.0)
@@ -81,7 +83,7 @@ def test_neighbouring_slots_of_opposite_sign_do_not_touch(rng):
 
 
 def test_n_max_is_reached_exactly_and_one_record_more_is_refused(rng):
-    facts = plan()  # N_max = 60
+    facts = weighting_settings()  # N_max = 60
     counts = np.array([[20, 1, 60, 0], [20, 0, 0, 0], [20, 0, 0, 0]])
     world = World(facts, counts)
     updates, noise = world.draw(rng)
@@ -89,13 +91,13 @@ def test_n_max_is_reached_exactly_and_one_record_more_is_refused(rng):
     assert result == pytest.approx(world.plain(updates, noise), abs=1e-10)
     counts[0, 0] += 1
     for slots in (1, None):
-        world = World(plan(coordinates_per_plaintext=slots), counts)
+        world = World(weighting_settings(coordinates_per_plaintext=slots), counts)
         with pytest.raises(OverflowError, match="max_records_per_user=60"):
             world.run_round(1, updates, noise)
 
 
 def test_totals_that_are_not_allowed_are_refused(rng):
-    facts = plan(max_records_per_user=100, allowed_totals=(10, 100))
+    facts = weighting_settings(max_records_per_user=100, allowed_totals=(10, 100))
     world = World(facts, np.array([[4, 50, 0, 10], [5, 30, 0, 0], [1, 20, 0, 0]]))
     updates, noise = world.draw(rng)
     assert world.run_round(1, updates, noise) == pytest.approx(
@@ -108,17 +110,17 @@ def test_totals_that_are_not_allowed_are_refused(rng):
 
 def test_limits_of_silos_keep_n_max_before_anything_is_sent():
     with pytest.raises(ValueError, match="0 to 20 records"):
-        World(plan(silo_record_limits=(20, 20, 20)), np.full((3, 4), 21))
+        World(weighting_settings(silo_record_limits=(20, 20, 20)), np.full((3, 4), 21))
     with pytest.raises(ValueError, match="0 to 60 records"):
-        World(plan(), np.full((3, 4), 61))
+        World(weighting_settings(), np.full((3, 4), 61))
     with pytest.raises(ValueError, match="0 to 60 records"):
-        World(plan(), np.full((3, 4), -1))
+        World(weighting_settings(), np.full((3, 4), -1))
     with pytest.raises(TypeError):
-        World(plan(), np.full((3, 4), 1.5))
+        World(weighting_settings(), np.full((3, 4), 1.5))
     with pytest.raises(ValueError, match="5 users: expected 4"):
-        World(plan(), np.full((3, 5), 1))
+        World(weighting_settings(), np.full((3, 5), 1))
     with pytest.raises(ValueError, match="at least one user"):
-        World(plan(), np.zeros((3, 4), dtype=int))
+        World(weighting_settings(), np.zeros((3, 4), dtype=int))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_limits_of_silos_keep_n_max_before_anything_is_sent():
     ],
 )
 def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
-    world = World(plan(), np.ones((3, 4), dtype=int))
+    world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     message = world.server.open_round(1)
     updates, noise = world.draw(rng)
     own, own_noise = world.own(0, updates), noise[0].copy()
@@ -148,7 +150,7 @@ def test_unfit_values_are_refused_before_the_round_is_used(rng, change, match):
 
 
 def test_noise_of_another_shape_is_refused(rng):
-    world = World(plan(), np.ones((3, 4), dtype=int))
+    world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, _ = world.draw(rng)
     with pytest.raises(ValueError, match=r"noise of shape \(\)"):
         world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), 0.0)
@@ -190,7 +192,7 @@ def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
     updates, noise = world.draw(rng)
     good = world.weigh(world.server.open_round(1), updates, noise)
     public = key().public
-    size = world.plan.ciphertext_bytes
+    size = world.settings.ciphertext_bytes
     tail = good[0].ciphertexts[size:]
 
     def with_first(number):
@@ -217,7 +219,7 @@ def test_malformed_sums_are_refused_and_the_round_stays_open(world, rng):
 def test_malformed_weights_are_refused(world, rng):
     updates, noise = world.draw(rng)
     good = world.server.open_round(1)
-    size = world.plan.ciphertext_bytes
+    size = world.settings.ciphertext_bytes
     for weights in (
         b"",
         good.weights[:-size],
@@ -233,7 +235,7 @@ def test_malformed_weights_are_refused(world, rng):
 
 
 def test_steps_out_of_order_are_refused(rng):
-    facts = plan()
+    facts = weighting_settings()
     server = WeightingServer(facts, key=key())
     silos = [WeightingSilo(facts, i) for i in range(3)]
     keys = [silo.key for silo in silos]
@@ -298,7 +300,7 @@ def test_steps_out_of_order_are_refused(rng):
 @pytest.mark.parametrize("changes", [{}, {"allowed_totals": (10,)}])
 def test_silos_refuse_a_modulus_whose_factors_a_total_may_have(changes):
     """Else the key holder reads the total's part of that factor from the blinded total."""
-    facts = plan(**changes)
+    facts = weighting_settings(**changes)
     silo, other = WeightingSilo(facts, 0), WeightingSilo(facts, 1)
     keys = [silo.key, other.key, WeightingSilo(facts, 2).key]
     modulus = 59 * next_prime(mpz(63) << 500)
@@ -308,7 +310,7 @@ def test_silos_refuse_a_modulus_whose_factors_a_total_may_have(changes):
 
 
 def test_silos_that_were_told_different_moduli_cannot_share_a_seed():
-    facts = plan()
+    facts = weighting_settings()
     silos = [WeightingSilo(facts, i) for i in range(3)]
     keys = [silo.key for silo in silos]
     for silo, number in zip(silos, (0, 0, 1), strict=True):
@@ -322,7 +324,7 @@ def test_silos_that_were_told_different_moduli_cannot_share_a_seed():
 
 
 def test_only_silo_0_seals_and_it_opens_nothing(rng):
-    facts = plan()
+    facts = weighting_settings()
     server = WeightingServer(facts, key=key())
     silos = [WeightingSilo(facts, i) for i in range(3)]
     relayed = server.relay_keys([silo.key for silo in silos])
@@ -336,9 +338,11 @@ def test_only_silo_0_seals_and_it_opens_nothing(rng):
         WeightingSilo(facts, 3)
 
 
-def test_parties_of_different_plans_cannot_share_a_seed():
-    server = WeightingServer(plan(), key=key())
-    silos = [WeightingSilo(plan(run="other" if i == 2 else "test"), i) for i in range(3)]
+def test_parties_of_different_settings_cannot_share_a_seed():
+    server = WeightingServer(weighting_settings(), key=key())
+    silos = [
+        WeightingSilo(weighting_settings(run="other" if i == 2 else "test"), i) for i in range(3)
+    ]
     relayed = server.relay_keys([silo.key for silo in silos])
     for silo in silos:
         silo.receive_keys(server.public_key, relayed)
@@ -350,7 +354,7 @@ def test_parties_of_different_plans_cannot_share_a_seed():
 
 def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     saved = []
-    facts = plan()
+    facts = weighting_settings()
     world = World(facts, draw_counts(rng, facts), save=saved.append)
     assert len(saved) == facts.silos  # before counts left
     updates, noise = world.draw(rng)
@@ -370,13 +374,13 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
 def restarted(silo):
     """From its state, and nothing else; its state is what it was."""
     state = silo.export_state()
-    again = WeightingSilo.from_state(silo.plan, state)
+    again = WeightingSilo.from_state(silo.settings, state)
     assert again.export_state() == state
     return again
 
 
 def test_a_silo_may_restart_after_every_step(rng):
-    facts = plan()
+    facts = weighting_settings()
     counts = draw_counts(rng, facts)
     world = World(facts, counts)
     world.server = server = WeightingServer(facts, key=key())
@@ -414,7 +418,7 @@ def test_a_restarted_silo_may_take_over_its_own_tables_and_no_others(world, rng)
     with pytest.raises(ValueError, match="expected this silo"):
         again[0].adopt(world.silos[1])
     with pytest.raises(ValueError, match="expected this silo"):
-        again[0].adopt(World(plan(), world.counts).silos[0])
+        again[0].adopt(World(weighting_settings(), world.counts).silos[0])
     world.silos = again
     assert world.run_round(2, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
@@ -439,35 +443,43 @@ def test_nothing_leaves_when_the_state_cannot_be_saved(rng):
     def fail(state):
         raise OSError("disk is full")
 
-    world = World(plan(), np.ones((3, 4), dtype=int))
+    world = World(weighting_settings(), np.ones((3, 4), dtype=int))
     updates, noise = world.draw(rng)
     world.silos[0]._save = fail
     with pytest.raises(OSError, match="disk is full"):
         world.silos[0].weigh(world.server.open_round(1), world.own(0, updates), noise[0])
 
 
-def test_states_of_other_plans_and_other_bytes_are_refused(world):
+def test_states_of_other_settings_and_other_bytes_are_refused(world):
     state = world.silos[0].export_state()
-    with pytest.raises(ValueError, match="same plan"):
-        WeightingSilo.from_state(plan(run="other"), state)
-    for wrong in (b"", b"{}", b"[]", state[:-1], b'{"context": "' + plan().context.hex().encode()):
+    with pytest.raises(ValueError, match="same settings"):
+        WeightingSilo.from_state(weighting_settings(run="other"), state)
+    for wrong in (
+        b"",
+        b"{}",
+        b"[]",
+        state[:-1],
+        b'{"context": "' + weighting_settings().context.hex().encode(),
+    ):
         with pytest.raises(ValueError, match="state"):
-            WeightingSilo.from_state(plan(), wrong)
+            WeightingSilo.from_state(weighting_settings(), wrong)
 
 
 def test_pools_of_another_key_are_refused(world):
-    other = World(plan(key_bits=256, max_records_per_user=10), np.ones((3, 4), dtype=int))
+    other = World(
+        weighting_settings(key_bits=256, max_records_per_user=10), np.ones((3, 4), dtype=int)
+    )
     with pytest.raises(ValueError, match="this server's key"):
         world.silos[0].prepare(other.silos[0].prepare())
 
 
 def test_a_server_of_another_key_size_is_refused():
     with pytest.raises(ValueError, match="public key of 256 bits: expected 512"):
-        WeightingServer(plan(), key=key(256))
+        WeightingServer(weighting_settings(), key=key(256))
 
 
 def test_a_silo_without_records_and_users_without_records_take_part(rng):
-    world = World(plan(), np.array([[0, 0, 0, 0], [0, 3, 0, 0], [0, 1, 0, 2]]))
+    world = World(weighting_settings(), np.array([[0, 0, 0, 0], [0, 3, 0, 0], [0, 1, 0, 2]]))
     updates, noise = world.draw(rng)
     assert world.run_round(1, updates, noise) == pytest.approx(
         world.plain(updates, noise), abs=1e-10
@@ -483,7 +495,7 @@ def test_progress_is_reported(world, rng):
         noise[0],
         progress=lambda *at: seen.append(at),
     )
-    assert seen[-1] == (world.plan.coordinates, world.plan.coordinates)
+    assert seen[-1] == (world.settings.coordinates, world.settings.coordinates)
 
 
 def test_messages_hold_bytes_and_integers_only(world, rng):

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.secure.weighting.worlds import plan
+from tests.secure.weighting.worlds import weighting_settings
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from tests.secure.weighting.worlds import plan
 )
 def test_unfit_fields_are_refused_by_name(changes, match):
     with pytest.raises(ValueError, match=match):
-        plan(**changes)
+        weighting_settings(**changes)
 
 
 def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
@@ -40,14 +40,14 @@ def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
     facts |= {"max_records_per_user": 1, "coordinates_per_plaintext": 1}
     # 2 · largest + 2 · (1 + 1) must be below 2**63 / 2
     largest = 2**60
-    assert plan(**facts, update_bound=float(largest)).sum_bound == 2 * largest + 4
+    assert weighting_settings(**facts, update_bound=float(largest)).sum_bound == 2 * largest + 4
     with pytest.raises(ValueError, match="fewer records per user"):
-        plan(**facts | {"max_records_per_user": 4}, update_bound=float(largest))
+        weighting_settings(**facts | {"max_records_per_user": 4}, update_bound=float(largest))
     for multiple in range(1, 7):
         sum_bound = math.lcm(*range(1, multiple + 1)) * (2 * 10**17 + 4)
         accepted = sum_bound < 2**62
         try:
-            plan(**facts | {"max_records_per_user": multiple}, update_bound=1e17)
+            weighting_settings(**facts | {"max_records_per_user": multiple}, update_bound=1e17)
         except ValueError:
             assert not accepted
         else:
@@ -56,12 +56,12 @@ def test_the_sum_must_stay_below_half_the_modulus_whatever_the_key():
 
 def test_n_max_of_the_paper_fits_3072_bits_and_2200_does_not():
     facts = {"users": 100, "key_bits": 3072, "allow_insecure_key_size": False}
-    fitting = plan(**facts, max_records_per_user=2000, noise_bound=64.0)
+    fitting = weighting_settings(**facts, max_records_per_user=2000, noise_bound=64.0)
     assert fitting.common_multiple.bit_length() == 2878
     assert fitting.packing.slots == 1
     for most in (2100, 2200):
         with pytest.raises(ValueError, match="fewer records per user"):
-            plan(**facts, max_records_per_user=most, noise_bound=64.0)
+            weighting_settings(**facts, max_records_per_user=most, noise_bound=64.0)
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_n_max_of_the_paper_fits_3072_bits_and_2200_does_not():
 def test_numbers_of_records_that_no_key_fits_are_refused_at_once(changes):
     began = time.monotonic()
     with pytest.raises(ValueError, match="fewer records per user"):
-        plan(**changes)
+        weighting_settings(**changes)
     assert time.monotonic() - began < 1.0
 
 
 def test_a_small_common_multiple_packs_many_coordinates():
     facts = {"users": 100, "key_bits": 3072, "max_records_per_user": 10**4, "noise_bound": 64.0}
-    few = plan(**facts, allowed_totals=(10, 100, 1000, 10_000), coordinates=1000)
+    few = weighting_settings(**facts, allowed_totals=(10, 100, 1000, 10_000), coordinates=1000)
     assert few.common_multiple == 10**4
     assert few.packing.slots > 40
     assert few.ciphertexts == math.ceil(1000 / few.packing.slots)
-    bits = plan(users=100, key_bits=3072, max_records_per_user=120, noise_bound=64.0)
+    bits = weighting_settings(users=100, key_bits=3072, max_records_per_user=120, noise_bound=64.0)
     assert bits.common_multiple.bit_length() == 170
     assert bits.packing.slots == 13
 
 
 def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bound():
     """With as coarse a step as the update is long, over every fraction of the rest."""
-    facts = plan(users=1, silos=2, coordinates=40, precision=0.5, update_bound=1.0)
+    facts = weighting_settings(users=1, silos=2, coordinates=40, precision=0.5, update_bound=1.0)
     rng = np.random.default_rng(0)
     furthest = 0.0
     for _ in range(2000):
@@ -104,17 +104,17 @@ def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bou
         moved = np.floor(rest + weighted + dither) - np.floor(rest + dither)
         furthest = max(furthest, float(np.linalg.norm(moved * facts.step)))
     assert furthest <= facts.contribution_bound(1.0)
-    assert plan(coordinates=1).contribution_bound(1.0) == pytest.approx(1.0)
+    assert weighting_settings(coordinates=1).contribution_bound(1.0) == pytest.approx(1.0)
 
 
-def test_plans_that_differ_in_any_field_have_different_contexts():
-    plans = [
-        plan(),
-        plan(run="other"),
-        plan(users=5),
-        plan(precision=1e-9),
-        plan(silo_record_limits=(20, 20, 20)),
-        plan(coordinates_per_plaintext=1),
+def test_settings_that_differ_in_any_field_have_different_contexts():
+    several = [
+        weighting_settings(),
+        weighting_settings(run="other"),
+        weighting_settings(users=5),
+        weighting_settings(precision=1e-9),
+        weighting_settings(silo_record_limits=(20, 20, 20)),
+        weighting_settings(coordinates_per_plaintext=1),
     ]
-    assert len({p.context for p in plans}) == len(plans)
-    assert plan().context == plan().context
+    assert len({p.context for p in several}) == len(several)
+    assert weighting_settings().context == weighting_settings().context

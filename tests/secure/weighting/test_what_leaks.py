@@ -13,7 +13,7 @@ from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.weighting.sums import EncryptedSums
 from tests.secure.weighting.test_paillier import root
-from tests.secure.weighting.worlds import World, key, plan
+from tests.secure.weighting.worlds import World, key, weighting_settings
 
 ROUNDS = 3
 
@@ -24,7 +24,7 @@ def numbers(data: bytes, size: int) -> list[mpz]:
 
 def world_of(counts, **changes) -> World:
     counts = np.array(counts)
-    return World(plan(silos=len(counts), users=counts.shape[1], **changes), counts)
+    return World(weighting_settings(silos=len(counts), users=counts.shape[1], **changes), counts)
 
 
 def ratio_is_small(value: mpz, modulus: mpz, largest: int) -> bool:
@@ -49,7 +49,7 @@ def of_kind(world, kind):
 
 def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcript):
     world, _, _ = transcript
-    facts = world.plan
+    facts = world.settings
     sent = []
     for message in of_kind(world, BlindedCounts):
         sent += numbers(message.counts, facts.residue_bytes)
@@ -64,7 +64,7 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
 def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
     """Neither as a residue nor within a ciphertext that the server can decrypt."""
     world, _, _ = transcript
-    n, facts = key().public.n, world.plan
+    n, facts = key().public.n, world.settings
     silo = world.silos[0]
     totals = world.counts.sum(0)
     secret = {mpz(int(x)) for x in np.unique([*world.counts.ravel(), *totals])}
@@ -96,7 +96,7 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
 
 def test_no_silos_own_sum_can_be_decrypted(transcript):
     world, updates, noise = transcript
-    facts, public = world.plan, key().public
+    facts, public = world.settings, key().public
     for message in of_kind(world, MaskedSum):
         ciphertexts = numbers(message.ciphertexts, facts.ciphertext_bytes)
         own = noise[message.silo].copy()
@@ -113,7 +113,7 @@ def test_no_silos_own_sum_can_be_decrypted(transcript):
 
 def test_sums_of_some_silos_stay_masked(transcript):
     world, _, _ = transcript
-    facts, public = world.plan, key().public
+    facts, public = world.settings, key().public
     sums = of_kind(world, MaskedSum)[:3]
     for some in itertools.combinations(sums, 2):
         product = mpz(1)
@@ -129,7 +129,7 @@ def test_uploads_are_uniform_to_the_server():
     sums = world.weigh(world.server.open_round(1), np.zeros((2, 2, 400)), np.zeros((2, 400)))
     private = key()
     for message in sums:
-        ciphertexts = numbers(message.ciphertexts, world.plan.ciphertext_bytes)
+        ciphertexts = numbers(message.ciphertexts, world.settings.ciphertext_bytes)
         randomness = [root(private, ciphertext) for ciphertext in ciphertexts]
         for values, modulus in (
             (ciphertexts, private.public.n_squared),
@@ -148,14 +148,14 @@ def test_all_users_get_the_same_encryptions_in_every_round_and_uploads_are_fresh
     first, second = of_kind(world, EncryptedWeights)
     assert first.weights == second.weights
     uploads = of_kind(world, MaskedSum)
-    size = world.plan.ciphertext_bytes
+    size = world.settings.ciphertext_bytes
     sent = [x for message in uploads for x in numbers(message.ciphertexts, size)]
     assert len(set(sent)) == len(sent)
 
 
 def blinded(world) -> tuple[list[list[mpz]], list[mpz]]:
     """What the server has: blinded counts of each silo, and their totals, by place."""
-    n, size = key().public.n, world.plan.residue_bytes
+    n, size = key().public.n, world.settings.residue_bytes
     counts = [numbers(message.counts, size) for message in of_kind(world, BlindedCounts)]
     return counts, [sum(column) % n for column in zip(*counts, strict=True)]
 
@@ -215,7 +215,7 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
     It made the encryptions, so it knows their randomness. With a guess of counts it has the blinds.
     From both and a guess of the updates it predicts the randomness of the product of all uploads.
     """
-    private, facts = key(), world.plan
+    private, facts = key(), world.settings
     n, size = private.public.n, facts.ciphertext_bytes
     made = [root(private, x) for x in numbers(message.weights, size)]
     _, totals = blinded(world)
@@ -237,7 +237,7 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
 
 def decrypted(world, number: int) -> list[mpz]:
     """The integers that the server decrypts in a round without packing."""
-    private, facts = key(), world.plan
+    private, facts = key(), world.settings
     updates, noise = world.draw(np.random.default_rng(number))
     sums = world.weigh(world.server.open_round(number), updates, noise)
     product = [mpz(1)] * facts.ciphertexts
@@ -249,13 +249,13 @@ def decrypted(world, number: int) -> list[mpz]:
 
 def denominator(world, sums: list[mpz]) -> int:
     """Of the sums as fractions of C_LCM in lowest terms: a multiple of nothing but the N_u."""
-    multiple = world.plan.common_multiple
+    multiple = world.settings.common_multiple
     return math.lcm(*(multiple // math.gcd(int(x), multiple) for x in sums))
 
 
 def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
     monkeypatch.setattr(
-        EncryptedSums, "dithered", lambda self, encoded: encoded * self.plan.common_multiple
+        EncryptedSums, "dithered", lambda self, encoded: encoded * self.settings.common_multiple
     )
     world = world_of([[10, 4, 25], [3, 21, 24]], coordinates=20, coordinates_per_plaintext=1)
     assert denominator(world, decrypted(world, 1)) == math.lcm(13, 25, 49)
@@ -264,7 +264,7 @@ def test_without_a_dither_the_sum_shows_the_factors_of_all_totals(monkeypatch):
 def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
     for counts in ([[10, 4, 25], [3, 21, 24]], [[1, 1, 1], [0, 0, 0]]):
         world = world_of(counts, coordinates=300, coordinates_per_plaintext=1)
-        multiple = world.plan.common_multiple
+        multiple = world.settings.common_multiple
         sums = decrypted(world, 1)
         shares = [float(x % multiple / mpz(multiple)) for x in sums]
         assert stats.kstest(shares, "uniform").pvalue > 1e-6
@@ -273,7 +273,7 @@ def test_with_the_dither_the_sum_modulo_c_lcm_is_uniform_whatever_the_totals():
 
 
 def test_a_dither_moves_by_half_a_step_at_most_and_by_nothing_in_the_mean():
-    facts = world_of([[10, 4, 25], [3, 21, 24]]).plan
+    facts = world_of([[10, 4, 25], [3, 21, 24]]).settings
     sums, multiple = EncryptedSums(facts, key().public), facts.common_multiple
     for encoded in (-7, 0, 10**6):
         moved = [sums.dithered(encoded) - encoded * multiple for _ in range(2_000)]

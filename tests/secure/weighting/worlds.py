@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from flower_ext.secure import MaskedSum, WeightingPlan, WeightingServer, WeightingSilo
+from flower_ext.secure import MaskedSum, WeightingServer, WeightingSettings, WeightingSilo
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 
 KEY_BITS = 512
@@ -22,7 +22,7 @@ def _key(bits: int, number: int) -> PrivateKey:
     return generate_key(bits, allow_insecure_key_size=True)
 
 
-def plan(**changes) -> WeightingPlan:
+def weighting_settings(**changes) -> WeightingSettings:
     facts = {
         "run": "test",
         "users": 4,
@@ -34,16 +34,16 @@ def plan(**changes) -> WeightingPlan:
         "key_bits": KEY_BITS,
         "allow_insecure_key_size": True,
     }
-    return WeightingPlan(**facts | changes)
+    return WeightingSettings(**facts | changes)
 
 
-def draw_counts(rng: np.random.Generator, plan: WeightingPlan) -> np.ndarray:
+def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.ndarray:
     """Records of each user in each silo, N_max of them at most; some users have none."""
-    totals = rng.integers(0, plan.max_records_per_user + 1, plan.users)
+    totals = rng.integers(0, settings.max_records_per_user + 1, settings.users)
     if not totals.any():
         totals[0] = 1
     return np.array(
-        [rng.multinomial(total, rng.dirichlet(np.ones(plan.silos))) for total in totals]
+        [rng.multinomial(total, rng.dirichlet(np.ones(settings.silos))) for total in totals]
     ).T
 
 
@@ -51,14 +51,16 @@ def draw_counts(rng: np.random.Generator, plan: WeightingPlan) -> np.ndarray:
 class World:
     """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
 
-    plan: WeightingPlan
+    settings: WeightingSettings
     counts: np.ndarray
     save: Callable[[bytes], None] | None = None
     sent: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.server = WeightingServer(self.plan, key=key(self.plan.key_bits))
-        self.silos = [WeightingSilo(self.plan, i, save=self.save) for i in range(self.plan.silos)]
+        self.server = WeightingServer(self.settings, key=key(self.settings.key_bits))
+        self.silos = [
+            WeightingSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
+        ]
         relayed = self.server.relay_keys([silo.key for silo in self.silos])
         for silo in self.silos:
             silo.receive_keys(self.server.public_key, relayed)
@@ -71,10 +73,10 @@ class World:
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Updates of shape (silos, users, coordinates) and noise of shape (silos, coordinates)."""
-        plan = self.plan
-        shape = (plan.silos, plan.users, plan.coordinates)
-        updates = rng.uniform(-plan.update_bound, plan.update_bound, shape)
-        noise = rng.uniform(-plan.noise_bound, plan.noise_bound, shape[::2])
+        settings = self.settings
+        shape = (settings.silos, settings.users, settings.coordinates)
+        updates = rng.uniform(-settings.update_bound, settings.update_bound, shape)
+        noise = rng.uniform(-settings.noise_bound, settings.noise_bound, shape[::2])
         return updates, noise
 
     def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
@@ -87,7 +89,7 @@ class World:
         ]
 
     def run_round(self, number, updates, noise, sampled=None) -> np.ndarray:
-        if self.plan.draw_choices is None:
+        if self.settings.draw_choices is None:
             message = self.server.open_round(number, sampled=sampled)
         else:
             offer = self.server.offer_draw(number)
@@ -100,9 +102,9 @@ class World:
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
         """The same sum in the open, one product at a time."""
-        total = np.zeros(self.plan.coordinates)
-        for silo in range(self.plan.silos):
-            for user in range(self.plan.users) if users is None else users:
+        total = np.zeros(self.settings.coordinates)
+        for silo in range(self.settings.silos):
+            for user in range(self.settings.users) if users is None else users:
                 if self.counts[silo, user]:
                     weight = self.counts[silo, user] / self.counts[:, user].sum()
                     total = total + weight * updates[silo, user]
