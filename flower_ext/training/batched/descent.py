@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.batched.stacked import (
-    Loss,
-    MappedModel,
-    NotStackable,
-    StackedModel,
-    Target,
-)
+from flower_ext.training.batched.form import Form, Loss, Target
+from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.batched.stacked import NotStackable, StackedModel
 from flower_ext.training.local import Job, batch_rows, spared
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
@@ -51,13 +47,13 @@ def kind_of(task: Task, job: Job) -> Kind:
     return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
 
 
-def form_for(task: Task, job: Job) -> StackedModel | MappedModel:
+def form_for(task: Task, job: Job) -> Form:
     """How several models of a job's kind are computed at once."""
     return _form(kind_of(task, job))
 
 
 @lru_cache(maxsize=64)
-def _form(kind: Kind) -> StackedModel | MappedModel:
+def _form(kind: Kind) -> Form:
     """How K models of this kind are computed at once."""
 
     def model() -> nn.Module:

@@ -21,7 +21,7 @@ from flower_ext.training import (
 )
 from flower_ext.training.batched import many as module
 from flower_ext.training.batched.many import together, train_groups, train_many, trains_apart
-from flower_ext.training.batched.stacked import MappedModel
+from flower_ext.training.batched.mapped import MappedModel
 from tests.training.jobs import (
     ALIKE,
     SGD,
