@@ -26,7 +26,7 @@ import numpy as np
 log = getLogger("flwr")
 
 _HERE = Path(__file__).parent
-_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py")]
+_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py", "products.py")]
 _CHECKSUM = hashlib.sha256().digest_size
 _LONGEST = 600.0
 """Seconds that compiling may take: it takes some twenty."""
