@@ -1,13 +1,33 @@
-"""K models computed at once: what every form of them has, and where their gradients go."""
+"""What every form of many trainings has, and what every form of many models at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from flower_ext.training.local import Job
+from flower_ext.training.params import Params
+
+
+class Form(Protocol):
+    """A way to train jobs whose examples have one shape and type."""
+
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
+        """Yield the indices of those jobs that it trains, as groups to train together."""
+
+    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """Return what `local.train` makes of the parameters of a group, in rows, one a job.
+
+        Raises
+        ------
+        ValueError
+            ``trained`` selects nothing.
+        """
+
 
 Loss = Callable[[Tensor], Tensor]
 """A number from the outputs of K models, of shape (K, batch, …)."""
@@ -35,7 +55,7 @@ class Target:
         self.tensor.baddbmm_(a, b, beta=self.keep, alpha=self.factor)
 
 
-class Form(Protocol):
+class ManyModels(Protocol):
     """One architecture with many sets of parameters."""
 
     parameters: list[str]

@@ -31,7 +31,7 @@ class MappedModel:
     def gradient(
         self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
     ) -> None:
-        """As `Form.gradient`."""
+        """As `ManyModels.gradient`."""
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
         outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
             {**params, **leaves}, x

@@ -110,7 +110,7 @@ class StackedModel:
     def gradient(
         self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
     ) -> None:
-        """As `Form.gradient`."""
+        """As `ManyModels.gradient`."""
         parameters = Pass(params, targets)
         value = loss(self(parameters, x))
         inputs = [parameters.begin, *parameters.leaves.values()]

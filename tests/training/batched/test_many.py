@@ -20,7 +20,8 @@ from flower_ext.training import (
     train,
 )
 from flower_ext.training.batched import many as module
-from flower_ext.training.batched.many import together, train_groups, train_many, trains_apart
+from flower_ext.training.batched.grouping import together
+from flower_ext.training.batched.many import train_groups, train_many, trains_apart
 from flower_ext.training.batched.mapped import MappedModel
 from tests.training.jobs import (
     ALIKE,
