@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from flower_ext.secure.errors import IncompleteRound, ProtocolError
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.estimate import RoundEstimate, estimate_round
 from flower_ext.secure.weighting.messages import (
     BlindedCounts,
@@ -30,7 +31,6 @@ from flower_ext.secure.weighting.messages import (
 )
 from flower_ext.secure.weighting.paillier import ZeroPool
 from flower_ext.secure.weighting.server import WeightingServer
-from flower_ext.secure.weighting.settings import WeightingSettings
 from flower_ext.secure.weighting.silo import WeightingSilo
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.masks import derive
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.messages import SealedWeights
 from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver
-from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 def chooser(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import gmpy2
 from gmpy2 import mpz
 
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.multiexp import choose_windows
 from flower_ext.secure.weighting.oblivious import ORDER, PRIME, SEAL_BYTES
 from flower_ext.secure.weighting.paillier import ZeroPool
-from flower_ext.secure.weighting.settings import WeightingSettings
 
 _REPEATS = 3
 _MULTIPLICATIONS = 2000

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gmpy2 import mpz
 
 from flower_ext.secure.errors import IncompleteRound, ProtocolError
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PublicKey
-from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.messages import (
     BlindedCounts,
     DrawAnswer,
@@ -31,7 +32,6 @@ from flower_ext.secure.weighting.messages import (
 )
 from flower_ext.secure.weighting.oblivious import Sender
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
-from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 class WeightingServer:

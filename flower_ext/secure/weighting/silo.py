@@ -13,6 +13,7 @@ from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting import draw
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.blinds import user_blinds, user_order
 from flower_ext.secure.weighting.messages import (
     BlindedCounts,
@@ -29,7 +30,6 @@ from flower_ext.secure.weighting.messages import (
     to_bytes,
 )
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
-from flower_ext.secure.weighting.settings import WeightingSettings
 from flower_ext.secure.weighting.silo_state import SiloState, Stage
 from flower_ext.secure.weighting.sums import EncryptedSums
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from flower_ext.secure.weighting.settings import WeightingSettings
+from flower_ext.secure.weighting.agreement import WeightingSettings
 
 
 class Stage(Enum):

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.threads import Progress, map_slices
+from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.messages import ciphertexts_from
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
-from flower_ext.secure.weighting.settings import WeightingSettings
 
 
 class EncryptedSums:
