@@ -405,6 +405,15 @@ def test_what_is_trained_apart_is_said_beforehand():
     assert trains_apart(problem(Reading), shape, training)
 
 
+@pytest.mark.parametrize("label", [0, -1, 99])
+def test_whether_models_train_apart_depends_on_nobodys_labels(label):
+    def network():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Sigmoid(), nn.Linear(9, 3))
+
+    shape = Examples(torch.full((3, 1, 8, 8), torch.nan), torch.full((3,), label))
+    assert not trains_apart(problem(network), shape, LocalTraining(batch_size=16))
+
+
 def compiled_images():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 3))
 
