@@ -35,7 +35,7 @@ from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
-from flower_ext.training.batched.many import groups
+from flower_ext.training.batched.grouping import groups
 from flower_ext.training.local import batches, gradient, local_problem, own_draws
 
 ATTRACTION = "attraction"

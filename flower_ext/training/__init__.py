@@ -1,7 +1,7 @@
 """Local optimisation of torch models, as plain functions over parameter dictionaries."""
 
+from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
-    MEMORY_LIMIT,
     train_each,
     train_groups,
     train_many,

@@ -79,7 +79,8 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     else:
         provable = clipped_steps_epsilon(steps, noise_stddev=0.1, delta=0.01, rounds=30)
     assert epsilons(the_plan, 30) == {"published": published, "provable": provable}
-    assert the_plan.spent(run_facts(rounds=30)) == {
+    spent = the_plan.spent(run_facts(rounds=30))
+    assert spent == {"epsilon_published": published, "epsilon_provable": provable}
         "epsilon_published": published,
         "epsilon_provable": provable,
     }
