@@ -87,3 +87,11 @@ def test_nothing_here_imports_a_name_from_where_it_was():
                 if isinstance(node, ast.ImportFrom) and node.module == "flower_ext.privacy":
                     used |= {alias.name: path for alias in node.names}
     assert {name: path for name, path in used.items() if name in privacy._MOVED} == {}
+
+
+def test_the_settings_of_a_weighting_are_still_found_as_its_plan():
+    from flower_ext import secure
+
+    with pytest.warns(DeprecationWarning, match="WeightingSettings now"):
+        former = secure.WeightingPlan
+    assert former is secure.WeightingSettings

@@ -29,7 +29,7 @@ from benchmarks.speed.workload import (
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import VirtualGrid, run_in_process
-from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, Plan, ReleasePlan
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, PrivacyPlan, ReleasePlan
 from flower_ext.training import LocalTraining, Task
 
 ENGINES = ("vectorised", "loop", "ray", "ray-nodes")
@@ -71,7 +71,7 @@ def task_of(workload: Workload) -> Task:
     return Task(model=workload.build, data=data, device="cpu")
 
 
-def plan_of(workload: Workload) -> Plan:
+def plan_of(workload: Workload) -> PrivacyPlan:
     """Central DP, or none."""
     sampling = FixedSizeSampling(population=workload.clients, size=workload.cohort)
     if not workload.private:

@@ -149,7 +149,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
-    connected = strategy._connected.plan
+    connected = strategy._connected.settings
     guess = estimate_round(connected, prepared=keeping.pool_pays(connected))
     print(
         f"Estimate on one core: a silo with all users {guess.silo:.1f} s "

@@ -27,17 +27,17 @@ from gmpy2 import mpz
 
 from flower_ext.runs.report import table
 from flower_ext.secure import (
-    WeightingPlan,
     WeightingServer,
+    WeightingSettings,
     WeightingSilo,
     ZeroPool,
     estimate_round,
 )
-from flower_ext.secure.multiexp import FixedBaseProducts, choose_windows
-from flower_ext.secure.paillier import PrivateKey, generate_key
 from flower_ext.secure.threads import map_slices
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts, choose_windows
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 
-BASE = WeightingPlan(
+BASE = WeightingSettings(
     run="benchmark",
     users=100,
     silos=3,
@@ -107,11 +107,11 @@ class Parties:
     """Server and silos after set-up, and an input."""
 
     def __init__(
-        self, plan: WeightingPlan, key: PrivateKey, pool: ZeroPool | None, workers: int
+        self, settings: WeightingSettings, key: PrivateKey, pool: ZeroPool | None, workers: int
     ) -> None:
-        self.plan = plan
-        self.server = WeightingServer(plan, key=key, workers=workers)
-        self.silos = [WeightingSilo(plan, i, workers=workers) for i in range(plan.silos)]
+        self.settings = settings
+        self.server = WeightingServer(settings, key=key, workers=workers)
+        self.silos = [WeightingSilo(settings, i, workers=workers) for i in range(settings.silos)]
         keys = self.server.relay_keys([silo.key for silo in self.silos])
         for silo in self.silos:
             silo.receive_keys(self.server.public_key, keys)
@@ -119,20 +119,20 @@ class Parties:
         for silo, seed in zip(self.silos[1:], seeds, strict=True):
             silo.open_seed(seed)
         rng = np.random.default_rng(0)
-        most = plan.max_records_per_user // plan.silos
-        self.counts = rng.integers(1, most, (plan.silos, plan.users), endpoint=True)
+        most = settings.max_records_per_user // settings.silos
+        self.counts = rng.integers(1, most, (settings.silos, settings.users), endpoint=True)
         self.server.receive_counts(
             [s.blind_counts(c.tolist()) for s, c in zip(self.silos, self.counts, strict=True)]
         )
         if pool is not None:
             for silo in self.silos:
                 silo.prepare(pool)
-        self.updates = rng.uniform(-1, 1, (plan.silos, plan.users, plan.coordinates))
-        self.noise = rng.normal(0, 3, (plan.silos, plan.coordinates))
+        self.updates = rng.uniform(-1, 1, (settings.silos, settings.users, settings.coordinates))
+        self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
     def round(self, number: int, *, fresh: bool = True) -> Round:
         """One round, checked against the plain sum."""
-        sampled = range(self.plan.users) if fresh else None
+        sampled = range(self.settings.users) if fresh else None
         encrypt, message = timed(lambda: self.server.open_round(number, sampled=sampled))
         silos, sums = timed(
             lambda: [
@@ -170,23 +170,23 @@ def main() -> None:
         f"Pool of zeros, once for each silo: {preparing} s in {arguments.workers} threads\n",
         flush=True,
     )
-    plan = replace(BASE, coordinates=scale.coordinates)
-    side_by_side(plan, key, pool, arguments.workers, scale)
-    by_part(plan, key, pool, arguments.workers)
-    growth(plan, key, pool, arguments.workers, scale)
+    settings = replace(BASE, coordinates=scale.coordinates)
+    side_by_side(settings, key, pool, arguments.workers, scale)
+    by_part(settings, key, pool, arguments.workers)
+    growth(settings, key, pool, arguments.workers, scale)
 
 
-def plain_seconds(key: PrivateKey, plan: WeightingPlan, coordinates: int) -> Seconds:
+def plain_seconds(key: PrivateKey, settings: WeightingSettings, coordinates: int) -> Seconds:
     """A round of the plain way with phe, extrapolated from a few coordinates of one silo."""
     public = phe.PaillierPublicKey(int(key.public.n))
     private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
-    users = min(plan.users, 20)
+    users = min(settings.users, 20)
     numbers = [secrets.randbelow(public.n) for _ in range(users)]
     encrypting, ciphertexts = timed(lambda: [public.raw_encrypt(x) for x in numbers])
     encrypted = [phe.EncryptedNumber(public, ciphertext) for ciphertext in ciphertexts]
 
     def multiply() -> int:
-        for _ in range(coordinates * plan.users // users):
+        for _ in range(coordinates * settings.users // users):
             total = 1
             for number in encrypted:  # update · n_su · r_u · C_LCM modulo n has full length
                 power = number._raw_mul(secrets.randbelow(public.n))
@@ -196,26 +196,26 @@ def plain_seconds(key: PrivateKey, plan: WeightingPlan, coordinates: int) -> Sec
     multiplying, total = timed(multiply)
     decrypting, _ = timed(lambda: [private.raw_decrypt(total) for _ in range(10)])
     return (
-        multiplying * (plan.silos * plan.coordinates / coordinates)
-        + encrypting * (plan.users / users)
-        + decrypting * (plan.coordinates / 10)
+        multiplying * (settings.silos * settings.coordinates / coordinates)
+        + encrypting * (settings.users / users)
+        + decrypting * (settings.coordinates / 10)
     )
 
 
 def side_by_side(
-    plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
+    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
     """Whole rounds, all parties together; the plain way is timed anew beside each."""
-    packed = replace(plan, max_records_per_user=120)
-    small = replace(plan, users=10, coordinates=16)
-    settings = (
-        (plan, 1, True, True),
+    packed = replace(settings, max_records_per_user=120)
+    small = replace(settings, users=10, coordinates=16)
+    sizes = (
+        (settings, 1, True, True),
         (packed, 1, True, True),
         (small, 1, True, True),
-        (plan, workers, True, True),
+        (settings, workers, True, True),
         (packed, workers, True, True),
-        (plan, workers, False, True),
-        (plan, workers, True, False),
+        (settings, workers, False, True),
+        (settings, workers, True, False),
     )
     header = (
         "round of 3 silos",
@@ -228,7 +228,7 @@ def side_by_side(
         "largest error",
     )
     print(table(header, []), flush=True)
-    for at, threads, fresh, pooled in settings:
+    for at, threads, fresh, pooled in sizes:
         parties = Parties(at, key, pool if pooled else None, threads)
         if not fresh:
             parties.round(1, fresh=False)
@@ -248,31 +248,31 @@ def side_by_side(
     print()
 
 
-def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
+def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
     """The parts of a round, for all silos, timed one by one, and what the estimate says."""
-    alone, together = (parts(plan, key, pool, threads) for threads in (1, workers))
-    guess = estimate_round(plan)
+    alone, together = (parts(settings, key, pool, threads) for threads in (1, workers))
+    guess = estimate_round(settings)
     guesses = {
         "encrypt (server)": guess.encrypt,
-        "fold": plan.silos * guess.fold,
-        "tables": plan.silos * guess.tables,
-        "products": plan.silos * guess.products,
-        "re-randomise": plan.silos * guess.rerandomise,
+        "fold": settings.silos * guess.fold,
+        "tables": settings.silos * guess.tables,
+        "products": settings.silos * guess.products,
+        "re-randomise": settings.silos * guess.rerandomise,
         "decrypt (server)": guess.decrypt,
     }
     rows = [
         (name, str(alone[name]), str(together[name]), f"{guesses[name]:.2f}") for name in guesses
     ]
     print(table(("part, all silos", "1 thread, s", f"{workers} threads, s", "estimate, s"), rows))
-    largest = plan.encoding.largest
+    largest = settings.encoding.largest
     windows = choose_windows(
-        bases=plan.users,
-        products=plan.coordinates,
+        bases=settings.users,
+        products=settings.coordinates,
         lowest=-largest,
         highest=largest,
-        modulus_bits=2 * plan.key_bits,
+        modulus_bits=2 * settings.key_bits,
     )
-    count = plan.silos * plan.coordinates * windows.column_multiplications(plan.users)
+    count = settings.silos * settings.coordinates * windows.column_multiplications(settings.users)
     one = one_multiplication(key.public.n_squared)
     print(
         f"\nProducts: {count} multiplications of {1e6 * one:.2f} processor µs, "
@@ -280,10 +280,14 @@ def by_part(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) 
     )
 
 
-def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) -> dict[str, Seconds]:
+def parts(
+    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int
+) -> dict[str, Seconds]:
     """Every part; those of silos for all silos."""
-    public, silos, largest = key.public, plan.silos, plan.encoding.largest
-    exponents = np.random.default_rng(1).integers(-largest, largest, (plan.users, plan.coordinates))
+    public, silos, largest = key.public, settings.silos, settings.encoding.largest
+    exponents = np.random.default_rng(1).integers(
+        -largest, largest, (settings.users, settings.coordinates)
+    )
 
     def fold(weights: Sequence[mpz]) -> list[mpz]:
         return [
@@ -291,7 +295,7 @@ def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) ->
             for weight in weights
         ]
 
-    encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * plan.users, workers=workers))
+    encrypt, weights = timed(lambda: key.encrypt([mpz(1)] * settings.users, workers=workers))
     folding, bases = timed(lambda: map_slices(fold, weights, workers=workers))
     tables, products = timed(
         lambda: FixedBaseProducts(
@@ -299,14 +303,14 @@ def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) ->
             public.n_squared,
             lowest=-largest,
             highest=largest,
-            expected_products=plan.coordinates,
+            expected_products=settings.coordinates,
             workers=workers,
         )
     )
     multiply, sums = timed(lambda: products.of(exponents, workers=workers))
-    share = math.ceil(plan.ciphertexts / silos)
+    share = math.ceil(settings.ciphertexts / silos)
     rerandomise, _ = timed(lambda: pool.take(share, workers=workers))
-    decrypt, _ = timed(lambda: key.decrypt(sums[: plan.ciphertexts], workers=workers))
+    decrypt, _ = timed(lambda: key.decrypt(sums[: settings.ciphertexts], workers=workers))
     return {
         "encrypt (server)": encrypt,
         "fold": folding * silos,
@@ -318,14 +322,14 @@ def parts(plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int) ->
 
 
 def growth(
-    plan: WeightingPlan, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
+    settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
     """Seconds against coordinates and users."""
     header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
     print(table(header, []), flush=True)
-    settings = [replace(plan, coordinates=count) for count in scale.growth]
-    settings += [replace(plan, users=count) for count in scale.users]
-    for at in settings:
+    sizes = [replace(settings, coordinates=count) for count in scale.growth]
+    sizes += [replace(settings, users=count) for count in scale.users]
+    for at in sizes:
         done = Parties(at, key, pool, workers).round(1)
         silo, server = done.silos * (1 / at.silos), done.encrypt + done.decrypt
         print(_row((at.users, at.coordinates, silo, server)), flush=True)

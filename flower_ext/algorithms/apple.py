@@ -41,7 +41,7 @@ from flower_ext.federation import (
     Training,
     records,
 )
-from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -146,7 +146,7 @@ class Apple(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
         Not a `ReleasePlan`: the server needs each client's core model.
     relation_learning_rate : float
         η_2.
@@ -162,22 +162,18 @@ class Apple(FederatedStrategy):
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
     one_model = False
+    needs_each_update = True
 
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         relation_learning_rate: float = 0.01,
         penalty: float = 0.1,
         penalty_rounds: int = 20,
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(plan, ReleasePlan):
-            raise ValueError(
-                "APPLE's server needs each client's core model, which a ReleasePlan hides: take "
-                "NonPrivatePlan, or RecordLevelPlan for record-level privacy"
-            )
         if not 0 < relation_learning_rate < math.inf:
             raise ValueError(
                 f"relation_learning_rate={relation_learning_rate!r}: expected a finite number > 0"

@@ -31,7 +31,8 @@ from flower_ext.federation import (
     Steps,
 )
 from flower_ext.federation.failures import tellable
-from flower_ext.privacy import Guarantee, Plan, ReleasePlan
+from flower_ext.privacy import Guarantee, PrivacyPlan
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
@@ -88,7 +89,7 @@ class DP2FedSAM(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
     personal : Sequence[str]
         Module names of the head h; by the paper's choice the last linear layer.
     head : LocalTraining
@@ -109,7 +110,7 @@ class DP2FedSAM(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         personal: Sequence[str] = ("head",),
         head: LocalTraining | None = None,
         extractor: LocalTraining | None = None,
@@ -123,11 +124,9 @@ class DP2FedSAM(FederatedStrategy):
         self.extractor = extractor or LocalTraining(sam_radius=0.1)
         self.adapt_before_evaluation = adapt_before_evaluation
 
-    def published_claim(self) -> Guarantee | None:
-        """Theorem 2 of DP²-FedSAM, by which the paper calibrates all its methods."""
-        if not isinstance(self.plan, ReleasePlan):
-            return None
-        return theorem2_of_plan(self.plan, self.participations.rounds)
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        return [*theorem2_of_plan(self.plan, run), *super().claims(run)]
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -146,7 +145,7 @@ class Centaur(DP2FedSAM):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         extractor: LocalTraining | None = None,
         **options: Any,
     ) -> None:

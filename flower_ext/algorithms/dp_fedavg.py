@@ -36,7 +36,8 @@ from flower_ext.federation import (
     Steps,
     records,
 )
-from flower_ext.privacy import Guarantee, Plan, PoissonSampling, ReleasePlan
+from flower_ext.privacy import Guarantee, PoissonSampling, PrivacyPlan
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from flower_ext.training import LocalTraining, Params
 
@@ -64,7 +65,7 @@ class DPFedAvg(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
     local : LocalTraining
         Training of the whole model on a sampled client.
     fine_tuning : LocalTraining, optional
@@ -87,7 +88,7 @@ class DPFedAvg(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -96,11 +97,9 @@ class DPFedAvg(FederatedStrategy):
         self.local = local or LocalTraining()
         self.fine_tuning = fine_tuning
 
-    def published_claim(self) -> Guarantee | None:
-        """Theorem 2 of DP²-FedSAM, by which the paper calibrates all its methods."""
-        if not isinstance(self.plan, ReleasePlan):
-            return None
-        return theorem2_of_plan(self.plan, self.participations.rounds)
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        return [*theorem2_of_plan(self.plan, run), *super().claims(run)]
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
@@ -119,7 +118,7 @@ class DPFedAvgFT(DPFedAvg):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -134,7 +133,7 @@ class DPFedSAM(DPFedAvg):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -151,7 +150,7 @@ class DPFedSAMFT(DPFedSAM):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
@@ -174,7 +173,7 @@ class Hosted(DPFedAvg):
     server : FedAvg
         Turns the accepted models, weighted by their numbers of examples, into the next one. Which
         nodes are asked is the plan's business; its own ``fraction_train`` is not used.
-    plan : Plan
+    plan : PrivacyPlan
         Not a `ReleasePlan`, and not Poisson sampling: Flower's strategies wait for a cohort.
     **options
         Those of `DPFedAvg`, but ``server_learning_rate``: the server has its own. FedProx's
@@ -187,12 +186,9 @@ class Hosted(DPFedAvg):
         an option would have no effect beside the server's own.
     """
 
-    def __init__(self, server: FedAvg, *, plan: Plan, **options: Any) -> None:
-        if isinstance(plan, ReleasePlan):
-            raise ValueError(
-                "a Flower strategy's server step needs each client's model, which a ReleasePlan "
-                "hides: take NonPrivatePlan or PerturbationPlan, or DPFedAvg"
-            )
+    needs_each_update = True
+
+    def __init__(self, server: FedAvg, *, plan: PrivacyPlan, **options: Any) -> None:
         if isinstance(plan.sampling, PoissonSampling):
             raise ValueError("sampling: Flower's strategies need cohorts of a fixed size")
         needed = max(server.min_train_nodes, server.min_available_nodes)

@@ -38,7 +38,7 @@ from flower_ext.federation import (
     Steps,
     Training,
 )
-from flower_ext.privacy import Plan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -145,7 +145,7 @@ class FedALA(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
     adaptive : Sequence[str]
         Modules whose weights W are learned: the paper's p highest layers. A name that is none of
         the model's ends the run before its first round.
@@ -166,7 +166,7 @@ class FedALA(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         adaptive: Sequence[str] = ("head",),
         weight_learning_rate: float = 1.0,
         sample_share: float = 0.8,

@@ -35,7 +35,7 @@ from flower_ext.federation import (
     Steps,
     records,
 )
-from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Params, Proximal
 
 ATTRACTION = "attraction"
@@ -69,7 +69,7 @@ class FedAMP(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
         Not a `ReleasePlan`: the server needs each client's model.
     attention_width : float
         σ: how far apart models may be to take from one another.
@@ -84,22 +84,18 @@ class FedAMP(FederatedStrategy):
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=local_model)
     one_model = False
+    needs_each_update = True
 
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         attention_width: float = 1.0,
         attention_step: float | None = None,
         attraction: float = 1.0,
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(plan, ReleasePlan):
-            raise ValueError(
-                "FedAMP's server needs each client's model, which a ReleasePlan hides: take "
-                "NonPrivatePlan, or RecordLevelPlan for record-level privacy"
-            )
         for name, value in (("attention_width", attention_width), ("attraction", attraction)):
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value!r}: expected a finite number > 0")

@@ -32,7 +32,7 @@ from flower_ext.federation import (
     Steps,
     records,
 )
-from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, Proximal, Term
 
 REGULARIZATION = "regularization"
@@ -64,7 +64,7 @@ class FedDyn(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
     regularization : float
         α > 0.
     local : LocalTraining
@@ -80,7 +80,7 @@ class FedDyn(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         regularization: float = 0.1,
         local: LocalTraining | None = None,
         **options: Any,
@@ -112,7 +112,7 @@ class FedDyn(FederatedStrategy):
     ) -> records.Arrays:
         """h ← h − (α/m) Σ (θ_k − θ);  θ ← mean θ_k − h/α."""
         share = len(updates) / self.plan.sampling.population
-        if isinstance(self.plan, ReleasePlan):  # how many answered would show in the model
+        if self.plan.release is not None:  # how many answered would show in the model
             share = self.plan.sampling.sampling_rate
         self.h = {
             name: self.h.get(name, np.zeros_like(base[name]))

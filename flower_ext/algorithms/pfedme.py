@@ -31,11 +31,11 @@ from flower_ext.federation import (
     Steps,
     Training,
 )
-from flower_ext.privacy import Plan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clone
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
-from flower_ext.training.batched.many import groups
+from flower_ext.training.batched.grouping import groups
 from flower_ext.training.local import batches, gradient, local_problem, own_draws
 
 ATTRACTION = "attraction"
@@ -146,7 +146,7 @@ class PFedMe(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
     attraction : float
         λ > 0: how strongly personal models are drawn to the shared one.
     local : LocalTraining
@@ -162,7 +162,7 @@ class PFedMe(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         attraction: float = 15.0,
         local: LocalTraining | None = None,
         personal_training: LocalTraining | None = None,

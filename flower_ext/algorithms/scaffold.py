@@ -37,7 +37,7 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort
-from flower_ext.privacy import Plan, ReleasePlan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, difference
 
 STEPS = "local-steps"
@@ -75,7 +75,7 @@ class Scaffold(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
         Not a `ReleasePlan`: the server needs each client's update.
     local : LocalTraining
         With epochs, or steps, above 0.
@@ -87,12 +87,11 @@ class Scaffold(FederatedStrategy):
         name="scaffold", local_update=local_update, local_model=local_model, mirrored=True
     )
 
-    def __init__(self, *, plan: Plan, local: LocalTraining | None = None, **options: Any) -> None:
-        if isinstance(plan, ReleasePlan):
-            raise ValueError(
-                "SCAFFOLD's server needs each client's update, which a ReleasePlan hides: take "
-                "NonPrivatePlan, or PerturbationPlan for record-level privacy"
-            )
+    needs_each_update = True
+
+    def __init__(
+        self, *, plan: PrivacyPlan, local: LocalTraining | None = None, **options: Any
+    ) -> None:
         super().__init__(plan=plan, **options)
         self.local = local or LocalTraining()
         if self.local.epochs == 0 and not self.local.steps:

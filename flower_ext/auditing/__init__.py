@@ -1,15 +1,8 @@
 """Audits: a strategy run in two worlds, and what an attack proves about its ε."""
 
-from flower_ext.auditing.harness import (
-    Audit,
-    Experiment,
-    Observation,
-    ViewAudit,
-    World,
-    audit,
-    observe,
-    projected,
-)
+from flower_ext.auditing.experiment import Experiment, Observation, World, projected
+from flower_ext.auditing.harness import Audit, ViewAudit, audit
+from flower_ext.auditing.observing import observe
 from flower_ext.auditing.one_run import audit_in_one_run
 
 __all__ = [

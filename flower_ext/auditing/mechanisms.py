@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.harness import Experiment, World, projected
+from flower_ext.auditing.experiment import Experiment, World, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (

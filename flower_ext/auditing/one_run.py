@@ -9,7 +9,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.auditing.harness import Experiment, Observation, World, observe, promised
+from flower_ext.auditing.experiment import Experiment, Observation, World
+from flower_ext.auditing.harness import promised
+from flower_ext.auditing.observing import observe
 from flower_ext.evaluation import LowerBound, in_one_run
 from flower_ext.privacy import AdversaryView, secure_generator
 

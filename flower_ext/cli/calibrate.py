@@ -285,7 +285,7 @@ def noise_text(noise_multiplier: float) -> str:
 
 def _rounds_text(rounds: int) -> str:
     """The number, or that there may be more where the search ended."""
-    return f"{rounds} or more" if 2 * rounds > MAX_ROUNDS else str(rounds)
+    return f"≥{rounds}" if 2 * rounds > MAX_ROUNDS else str(rounds)
 
 
 def _rate_text(rate: float) -> str:

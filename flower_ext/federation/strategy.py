@@ -6,12 +6,14 @@ guarantee rests on happens here, once, and is taken from one frozen plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from copy import copy, deepcopy
+from copy import deepcopy
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -23,7 +25,7 @@ from flower_ext.federation.client import client_app
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort, Population
-from flower_ext.federation.promises import Promise, promise_of
+from flower_ext.federation.protection import to_facts
 from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.state.checkpoint import Asked
 from flower_ext.federation.stragglers import Stragglers
@@ -33,24 +35,26 @@ from flower_ext.privacy import (
     Guarantee,
     Ledger,
     NoiseSource,
-    NonPrivatePlan,
-    Plan,
-    ReleasePlan,
+    PrivacyPlan,
     SecureNoise,
     SeededNoise,
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
+from flower_ext.privacy.updates import l2_norm
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task
 
 log = getLogger("flwr")
 T = TypeVar("T")
+
+_ROUNDING = 1.01
+"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
 
 
 class FederatedStrategy(RunLoop):
@@ -58,7 +62,7 @@ class FederatedStrategy(RunLoop):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
         What is sampled, clipped, noised and accounted.
     personal : Sequence[str]
         Module names that never leave the client; dropped from the initial arrays.
@@ -105,11 +109,15 @@ class FederatedStrategy(RunLoop):
     """Whether all clients are sent the same shared model; see `client_state`."""
     units_are_clients: ClassVar[bool] = True
     """Whether a `ReleasePlan` protects clients, each of them with one upload a round."""
+    bounds_units: ClassVar[bool] = False
+    """Whether an upload is a sum over units, each of which the client side bounds by itself."""
+    needs_each_update: ClassVar[bool] = False
+    """Whether the server needs every single update, which a `ReleasePlan` hides."""
 
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         personal: Sequence[str] = (),
         server_learning_rate: float = 1.0,
         stragglers: Stragglers | None = None,
@@ -133,7 +141,7 @@ class FederatedStrategy(RunLoop):
             raise ValueError("seeded_noise=True needs a seed")
         if budget is not None:
             _check_budget_fits(budget, plan)
-        if ledger is not None and not isinstance(plan, ReleasePlan):
+        if ledger is not None and plan.release is None:
             raise ValueError(
                 f"ledger with a {type(plan).__name__}: it records the releases of a ReleasePlan "
                 "alone; budget= stops a run under any plan that promises privacy"
@@ -141,7 +149,7 @@ class FederatedStrategy(RunLoop):
         if isinstance(personal, str):
             raise ValueError(f"personal={personal!r}: expected several names, as ({personal!r},)")
         self.plan = plan
-        self._promise.check_method()
+        plan.check(self.traits)
         self.server_learning_rate = server_learning_rate
         self.stragglers = stragglers
         self.seed = seed
@@ -182,7 +190,7 @@ class FederatedStrategy(RunLoop):
     @property
     def proximal_weight(self) -> float:
         """μ of the proximal term around the received model that every local training has."""
-        return min(training.proximal_weight for training in self.training.values())
+        return min((one.proximal_weight for one in self.training.values()), default=0.0)
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -219,16 +227,14 @@ class FederatedStrategy(RunLoop):
         RefusedReply
             It is none of the model that was sent, or larger than an honest one.
         """
-        promise = self._promise
-        trusted = not promise.client_protects
+        trusted = not self.plan.client_protects
         update = records.read_update(reply, base=self.sent, trust_models=trusted)
         if not update.metrics.get("num-examples", 1) >= 1:
             raise records.RefusedReply(
                 f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
             )
         if not trusted:
-            partition, received = self.exchange.sent(reply)
-            promise.check_upload(partition, update.arrays, received)
+            self._check_size(update.arrays, *self.exchange.sent(reply))
         return update
 
     def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
@@ -260,20 +266,9 @@ class FederatedStrategy(RunLoop):
         """
         return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
 
-    def published_claim(self) -> Guarantee | None:
-        """What the method's paper promises after the releases so far."""
-        return None
-
-    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
-        """What is provable after the rounds so far, against each adversary."""
-        return client_level_guarantees(
-            plan,
-            self.participations,
-            secure_noise=not self.seeded_noise,
-            secure_cohorts=not self.repeats,
-            not_covered=self.not_covered(),
-            memory=self.client.keeps_memory,
-        )
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """What the method's paper promises after a run's rounds so far, and what is provable."""
+        return self.plan.guarantees(run)
 
     def not_covered(self) -> list[str]:
         """What leaves the clients outside the guarantee in this run."""
@@ -292,14 +287,10 @@ class FederatedStrategy(RunLoop):
             exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
         return [*exposed, *self.exposed]
 
-    def protection(self) -> dict[str, float]:
-        """What a client needs to know to protect its upload in this round."""
-        return self._promise.facts()
-
     @property
     def repeats(self) -> bool:
         """Whether a round that is done again is the same one, since all in it follows a seed."""
-        noiseless = isinstance(self.plan, NonPrivatePlan)
+        noiseless = self.plan.delta is None
         return self.seed is not None and (self.seeded_noise or noiseless)
 
     # Rounds -------------------------------------------------------------------------------
@@ -319,12 +310,12 @@ class FederatedStrategy(RunLoop):
         """
         self.connect(grid, arrays)
         number = self.next_training
-        secret = isinstance(self.plan, ReleasePlan) and not self.repeats  # ε rests on it
+        secret = self.plan.release is not None and not self.repeats  # ε rests on it
         drawn = self.population.draw(
             secure_generator() if secret else self._generator("cohort", number)
         )
         self._check_budget(server_round, drawn)
-        if number == getattr(self.plan, "rounds", 0) + 1 > 1:
+        if number - 1 == self.plan.planned_rounds:
             log.warning(
                 "training round %d is beyond the %d of the plan: ε grows past what its noise was "
                 "chosen for (budget= would end the run)",
@@ -332,7 +323,7 @@ class FederatedStrategy(RunLoop):
                 number - 1,
             )
         self.cohort = self.begin_round(number, drawn, grid)
-        if isinstance(self.plan, ReleasePlan) and self.ledger is not None:
+        if self.plan.release is not None and self.ledger is not None:
             same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
             entry = self.ledger.reserve(
                 self.plan.release, round=server_round, identity=same if self.repeats else None
@@ -344,9 +335,10 @@ class FederatedStrategy(RunLoop):
             rng = self._generator("stragglers", number)
             slow = self.stragglers.draw(self.cohort.asked, self.population.num_nodes, rng)
         self.check_training()
+        protection = self._protection()
         shared: Content = {
             records.MODEL: records.to_record(self.sent),
-            records.ROUND: self._facts(number, self.protection()),
+            records.ROUND: self._facts(number, protection),
             records.SETTINGS: ConfigRecord(dict(self.settings)),
             records.CONFIG: config,
             **self.server_state(),
@@ -362,7 +354,7 @@ class FederatedStrategy(RunLoop):
             contents = rounds.with_remembered(
                 contents,
                 self.remembered,
-                lambda last: self._facts(number, {**self.protection(), "remembered": last}),
+                lambda last: self._facts(number, {**protection, "remembered": last}),
             )
         self.progress.row["cohort"] = len(self.cohort.asked)
         who, how_many = list(self.cohort.units), len(self.cohort.asked)
@@ -392,7 +384,7 @@ class FederatedStrategy(RunLoop):
             self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         if mean is None:
             return None, records.metrics_record(row)
-        released_only = isinstance(self.plan, ReleasePlan)  # nothing else may show in the model
+        released_only = self.plan.release is not None  # nothing else may show in the model
         moved = self.next_model(self.sent, mean, {} if released_only else updates)
         moved = {name: moved[name].astype(base.dtype) for name, base in self.sent.items()}
         return records.to_record(moved), records.metrics_record(row)
@@ -457,21 +449,89 @@ class FederatedStrategy(RunLoop):
         """Log the method and its plan."""
         log.info("%s · %s", type(self).__name__, self.plan.describe())
 
+    @property
+    def traits(self) -> MethodTraits:
+        """What the method declares, for the plan to see whether it protects it."""
+        return MethodTraits(
+            name=type(self).__name__,
+            units_are_clients=self.units_are_clients,
+            bounds_units=self.bounds_units,
+            needs_each_update=self.needs_each_update,
+            keeps_memory=self.client.keeps_memory,
+            memoryless=self.client.memoryless,
+            upload_phase=self.client.upload_phase,
+        )
+
+    @property
+    def run_facts(self) -> RunFacts:
+        """All that the plan may know of the run so far."""
+        return RunFacts(
+            method=self.traits,
+            participations=self.participations,
+            num_examples=self.num_examples,
+            training=self.training,
+            proximal_weight=self.proximal_weight,
+            sent=self.sent,
+            secure_noise=not self.seeded_noise,
+            secure_cohorts=not self.repeats,
+            not_covered=self.not_covered(),
+        )
+
     def guarantees(self) -> list[Guarantee]:
         """What protects people after the rounds so far: published claim and provable ones.
 
         The provable ones use the participations of this very run, which depend on nobody's data.
         """
-        return self._promise.guarantees() if self.participations.rounds else []
+        return self.claims(self.run_facts) if self.participations.rounds else []
 
     def spent(self) -> dict[str, float]:
         """ε so far, for the log and the report's figures."""
-        return self._promise.spent()
+        return self._spent(self.run_facts)
+
+    def _spent(self, run: RunFacts) -> dict[str, float]:
+        spent = self.plan.spent(run)
+        if self.plan.release is not None:  # else the plan knows what is published
+            for one in self.claims(run):
+                if one.basis == "published":
+                    spent["epsilon_published"] = one.epsilon
+        return spent
 
     def give_up(self, reason: str) -> None:
         """Close a round that was begun and will not be finished; what it reserved stays spent."""
         self._reservation.discard(reason)
         self._release.close()
+
+    def _protection(self) -> dict[str, Any]:
+        """What the round tells a client of how to protect its upload."""
+        asked = self.plan.protection(self.run_facts, len(self.cohort.asked))
+        facts = to_facts(asked, seeded_noise=self.seeded_noise)
+        return {"report-size": True, **facts} if self.plan.tells_sizes else facts
+
+    def _check_size(self, update: records.Arrays, partition: int, received: records.Arrays) -> None:
+        """Refuse an upload that is larger than bound and noise of an honest client explain.
+
+        What clients noise cannot be clipped without changing the noise. See
+        `NoisedSum.largest_upload` for what this protects.
+
+        Raises
+        ------
+        RefusedReply
+            Names the norm and the largest probable one.
+        """
+        limit = self.plan.largest_upload(
+            cohort_size=len(self.cohort.asked),
+            numbers=sum(array.size for array in update.values()),
+            norms=self.cohort.norms.get(partition, 1.0),
+        )
+        if math.isinf(limit):
+            return
+        bounded: Mapping[str, Any] = update
+        if self.plan.bounds_models:
+            bounded = {name: received[name] + step for name, step in update.items()}
+        if (norm := l2_norm(bounded)) > limit * _ROUNDING:
+            raise records.RefusedReply(
+                f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
+            )
 
     def connect(self, grid: Grid, arrays: ArrayRecord) -> None:
         """Take ``arrays`` as the model that is sent; meet the clients, the first time."""
@@ -485,7 +545,7 @@ class FederatedStrategy(RunLoop):
         if not roster.known:
             self._check_foreign_clients(roster.said)
         self.prepare(grid)
-        if self._promise.needs_sizes and self.budget is not None:
+        if self.plan.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._met = True
 
@@ -504,7 +564,7 @@ class FederatedStrategy(RunLoop):
                 f"the ClientApp does not know {type(self).__name__}, which trains in its own way "
                 f"on the clients: {fix}{said}"
             )
-        if self._promise.client_protects:
+        if self.plan.client_protects:
             raise FederationNotReady(
                 "the plan leaves noise to the clients, but the ClientApp does not know how: "
                 f"{fix}, or take a ReleasePlan with noise_placement='server'{said}"
@@ -547,36 +607,30 @@ class FederatedStrategy(RunLoop):
         ValueError
             Names the setting and what the plan expects.
         """
-        self._promise.check_training()
+        self.plan.check_training(self.run_facts)
 
     @property
     def next_training(self) -> int:
         """Number of the next training round, from 1: silent rounds do not count."""
         return self.participations.rounds + 1
 
-    @property
-    def _promise(self) -> Promise[Plan]:
-        return promise_of(self)
-
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""
         if self.budget is None:
             return
-        ahead = copy(self)
-        ahead.population = deepcopy(self.population)
-        ahead.population.count(cohort, len(cohort.asked))
-        epsilon = ahead.spent().get("epsilon_provable", float("inf"))
+        ahead = deepcopy(self.population)
+        ahead.count(cohort, len(cohort.asked))
+        run = replace(self.run_facts, participations=ahead.participations)
+        epsilon = self.plan.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is not None:
-            self._charge(ahead, epsilon, self.budget, self.budget.ledger)
+            self._charge(run, epsilon, self.budget, self.budget.ledger)
         elif epsilon > self.budget.epsilon:
             raise BudgetExhausted(
                 f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, above "
                 f"the budget of {self.budget.epsilon:g}"
             )
 
-    def _charge(
-        self, ahead: FederatedStrategy, epsilon: float, budget: Budget, ledger: Path
-    ) -> None:
+    def _charge(self, run: RunFacts, epsilon: float, budget: Budget, ledger: Path) -> None:
         """Charge the round to the population's account, or say there that no ε covers it."""
         checkpoints = self.checkpoints
         who = {
@@ -587,23 +641,19 @@ class FederatedStrategy(RunLoop):
         for shown in self.exposed:
             note_uncovered(ledger, **who, what=shown)
         plan = self.plan
-        if isinstance(plan, NonPrivatePlan):
+        if plan.delta is None:
             note_uncovered(ledger, **who, what="training without noise")
             return
-        if isinstance(plan, ReleasePlan):
-            unit, relation, delta = plan.unit, plan.release.relation, plan.delta
-        else:
-            claim = next(each for each in ahead.guarantees() if each.basis == "provable")
-            unit, relation, delta = claim.unit, claim.relation, claim.delta
+        claim = next(each for each in self.claims(run) if each.basis == "provable")
         new = Charge(
             **who,
             training=self.next_training,
             repeatable=self.repeats,
-            unit=unit,
-            relation=relation,
+            unit=claim.unit,
+            relation=claim.relation if plan.release is None else plan.release.relation,
             epsilon=epsilon,
-            delta=delta,
-            release=plan.release if isinstance(plan, ReleasePlan) else None,
+            delta=claim.delta if plan.release is None else plan.delta,
+            release=plan.release,
         )
         charge(ledger, new, budget)
 
@@ -625,9 +675,9 @@ class FederatedStrategy(RunLoop):
         return ConfigRecord({**own, **more})
 
 
-def _check_budget_fits(budget: Budget, plan: Plan) -> None:
+def _check_budget_fits(budget: Budget, plan: PrivacyPlan) -> None:
     """Refuse a δ that the plan does not promise, and a budget that nothing can be held to."""
-    delta = getattr(plan, "delta", None)
+    delta = plan.delta
     if budget.ledger is None and delta != budget.delta:
         raise ValueError(
             f"budget.delta={budget.delta!r}: expected that of the plan, "

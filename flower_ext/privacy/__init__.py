@@ -18,9 +18,10 @@ from flower_ext.privacy.ledger import Budget, BudgetExhausted, Ledger, LedgerCor
 from flower_ext.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from flower_ext.privacy.perturbation import ObjectivePerturbation, OutputPerturbation
 from flower_ext.privacy.perturbation_plan import PerturbationPlan
+from flower_ext.privacy.plan import NonPrivatePlan, PrivacyPlan
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.record_level_plan import RecordLevelPlan
-from flower_ext.privacy.release_plan import NonPrivatePlan, ReleasePlan
+from flower_ext.privacy.release_plan import ReleasePlan
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     FullParticipation,
@@ -31,9 +32,6 @@ from flower_ext.privacy.sampling import (
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.updates import NonFiniteUpdate
-
-Plan = ReleasePlan | PerturbationPlan | RecordLevelPlan | GroupPlan | NonPrivatePlan
-"""Who takes part in a round, and what protects them."""
 
 __all__ = [
     "AdversaryView",
@@ -56,8 +54,8 @@ __all__ = [
     "ObjectivePerturbation",
     "OutputPerturbation",
     "PerturbationPlan",
-    "Plan",
     "PoissonSampling",
+    "PrivacyPlan",
     "PrivacyUnit",
     "RecordLevelPlan",
     "Release",
@@ -95,7 +93,7 @@ _MOVED = {
         "participations": "Participations",
         "perturbation": "Perturbation",
         "randomness": "derived_seed",
-        "release_plan": "Aggregate RoundDiscarded",
+        "plan": "Aggregate Plan RoundDiscarded",
         "sampling": "sampling_from_dict sampling_to_dict",
         "shared_ledger": (
             "Charge DoesNotCompose RunSpend charge note_uncovered spent_by_run total_spent"

@@ -15,8 +15,8 @@ from flower_ext.privacy.assumptions import (
     noise_assumption,
 )
 from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.participations import Participations
-from flower_ext.privacy.release_plan import ReleasePlan
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -35,7 +35,7 @@ _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clie
 
 
 def client_level_guarantees(
-    plan: ReleasePlan,
+    plan: NoisedSum,
     participations: Participations,
     *,
     secure_noise: bool = True,
@@ -145,7 +145,7 @@ def client_level_guarantees(
     ]
 
 
-def check_client_plan(plan: ReleasePlan) -> None:
+def check_client_plan(plan: NoisedSum) -> None:
     """Refuse a plan of other units, or of clients that have a part in several uploads.
 
     Raises
@@ -167,7 +167,7 @@ def check_client_plan(plan: ReleasePlan) -> None:
 _SERVER_VIEWS = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
 
 
-def _unprotected(plan: ReleasePlan, view: AdversaryView) -> Guarantee:
+def _unprotected(plan: NoisedSum, view: AdversaryView) -> Guarantee:
     return Guarantee(
         unit=plan.unit,
         relation=NeighboringRelation.REPLACE_SPECIAL,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flower_ext.privacy.group_privacy import DpSgd
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.release_plan import PlainAverage
+from flower_ext.privacy.plan import PlainAverage
+from flower_ext.privacy.protections import ProtectedByTraining, Protection
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.sampling import FullParticipation
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
@@ -42,20 +43,25 @@ class GroupPlan(PlainAverage):
             f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
         )
 
-    def guarantees(
-        self,
-        *,
-        group_size: int,
-        rounds: int,
-        secure_noise: bool = True,
-        not_covered: Sequence[str] = (),
-    ) -> list[Guarantee]:
-        """`uldp_group_guarantees` after ``rounds`` rounds."""
+    @property
+    def tells_sizes(self) -> bool:
+        """No: histograms have told."""
+        return False
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """None but the noise of the steps, which the silo's own training adds."""
+        return ProtectedByTraining()
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """`uldp_group_guarantees` after the rounds so far; none before k is known."""
+        rounds = run.participations.rounds
+        if rounds == 0 or run.group_size is None:
+            return []
         silo = replace(self.one_round, steps=self.one_round.steps * rounds)
         return uldp_group_guarantees(
             [silo] * self.sampling.population,
-            group_size=group_size,
+            group_size=run.group_size,
             delta=self.delta,
-            secure_noise=secure_noise,
-            not_covered=not_covered,
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
         )

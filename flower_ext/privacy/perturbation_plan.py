@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from flower_ext.privacy.guarantee import Guarantee
-from flower_ext.privacy.perturbation import Perturbation
-from flower_ext.privacy.release_plan import PlainAverage
+from flower_ext.privacy.noise import largest_noised_norm
+from flower_ext.privacy.perturbation import OutputPerturbation, Perturbation
+from flower_ext.privacy.plan import PlainAverage
+from flower_ext.privacy.protections import ClipModel, PerturbObjective, Protection
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarantees
 
@@ -43,42 +48,82 @@ class PerturbationPlan(PlainAverage):
         """For the log."""
         return f"{self.sampling.describe()} · {self.perturbation}"
 
-    def guarantees(
-        self,
-        *,
-        num_examples: Mapping[int, int],
-        participations: Mapping[int, int],
-        secure_noise: bool,
-        not_covered: Sequence[str] = (),
-    ) -> list[Guarantee]:
-        """Published and provable ε, each the largest of any client.
+    @property
+    def client_protects(self) -> bool:
+        """Yes."""
+        return True
 
-        Parameters
-        ----------
-        num_examples : Mapping[int, int]
-            |D_i| by client.
-        participations : Mapping[int, int]
-            Uploads by client.
-        """
-        return perturbation_guarantees(
-            self.perturbation,
+    @property
+    def bounds_models(self) -> bool:
+        """Yes: the whole local model is perturbed."""
+        return True
+
+    @property
+    def needs_sizes(self) -> bool:
+        """Yes: sensitivity falls with the number of records."""
+        return True
+
+    def objective_in(self, run: RunFacts) -> LocalObjective:
+        """The local problem, with what the method's training makes of it."""
+        weight = run.proximal_weight
+        tolerances = [training.tolerance for training in run.training.values()]
+        exact = weight > 0 and all(tolerances)
+        return replace(
             self.objective,
-            num_examples=num_examples,
-            participations=participations,
-            delta=self.delta,
-            secure_noise=secure_noise,
-            not_covered=not_covered,
+            proximal_weight=weight,
+            distance_to_minimiser=max(tolerances, default=math.inf) / weight if exact else math.inf,
+            rounding=self._rounding(run.sent),
+            memoryless=run.method.memoryless,
         )
 
-    def spent(
-        self, *, num_examples: Mapping[int, int], participations: Mapping[int, int]
-    ) -> dict[str, float]:
+    def _rounding(self, sent: Mapping[str, Any]) -> float:
+        """What a trained model loses in the precision of the one that was sent, in clipping norms.
+
+        Half of eps of each number; half of the smallest one above zero, where numbers are below
+        what is normal.
+        """
+        own = self.perturbation
+        norm = own.clipping_norm if isinstance(own, OutputPerturbation) else math.inf
+        kinds = {np.finfo(array.dtype) for array in sent.values()} or {np.finfo(np.float32)}
+        numbers = sum(array.size for array in sent.values())
+        relative = max(float(kind.eps) / 2 for kind in kinds)
+        least = max(float(kind.smallest_subnormal) / 2 for kind in kinds)
+        return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """How each client perturbs."""
+        own = self.perturbation
+        if isinstance(own, OutputPerturbation):
+            return ClipModel(clipping_norm=own.clipping_norm, noise_stddev=own.noise_stddev)
+        least = self.objective_in(run).least_examples()
+        return PerturbObjective(rate=own.rate, least_examples=least)
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """Of output perturbation; objective perturbation bounds no model."""
+        own = self.perturbation
+        if not isinstance(own, OutputPerturbation):
+            return math.inf
+        return largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """Published and provable ε, each the largest of any client."""
+        return perturbation_guarantees(
+            self.perturbation,
+            self.objective_in(run),
+            num_examples=run.num_examples,
+            participations=run.participations.uploads,
+            delta=self.delta,
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
+        )
+
+    def spent(self, run: RunFacts) -> dict[str, float]:
         """Mean ε over clients (the paper's ε̄) and largest ε, published and provable."""
         by_client = epsilons(
             self.perturbation,
-            self.objective,
-            num_examples=num_examples,
-            participations=participations,
+            self.objective_in(run),
+            num_examples=run.num_examples,
+            participations=run.participations.uploads,
             delta=self.delta,
         )
         published, provable = (

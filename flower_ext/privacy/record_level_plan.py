@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,11 @@ from flower_ext.privacy.clipped_steps import (
     composed_noise_stddev,
 )
 from flower_ext.privacy.guarantee import Basis, Guarantee
+from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.privacy.perturbation import OutputPerturbation
-from flower_ext.privacy.release_plan import PlainAverage
+from flower_ext.privacy.plan import PlainAverage
+from flower_ext.privacy.protections import ClipModel, ClipSteps, Protection
+from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import FullParticipation, Sampling
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_noise_stddev
 
@@ -135,15 +137,77 @@ class RecordLevelPlan(PlainAverage):
             f"{self.sampling.describe()} · local models clipped to {self.clipping_norm:g}, {noise}"
         )
 
-    def guarantees(
-        self, *, rounds: int, secure_noise: bool, not_covered: Sequence[str] = ()
-    ) -> list[Guarantee]:
-        """As published, and provable, after ``rounds`` rounds."""
+    @property
+    def planned_rounds(self) -> int | None:
+        """T."""
+        return self.rounds
+
+    @property
+    def client_protects(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def bounds_models(self) -> bool:
+        """Yes."""
+        return True
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse noise in local steps where these alone do not lead to the upload."""
+        if self.steps and method.upload_phase is None:
+            raise ValueError(
+                f"plan.steps: {method.name} uploads more of a record than its gradients in local "
+                "steps, so that noise in them is not enough: take a plan without steps"
+            )
+
+    def check_training(self, run: RunFacts) -> None:
+        """Refuse noised steps that are not those the plan accounts for."""
+        steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
+        if steps is None:
+            return
+        assert phase is not None
+        training = run.training[phase]
+        found = {
+            "learning_rate": (training.learning_rate, steps.learning_rate),
+            "batch_size": (min(training.batch_size, size), steps.batch_size or size),
+            "steps": (training.num_steps(size), steps.local_steps),
+            "momentum": (training.momentum, 0.0),
+            "sam_radius": (training.sam_radius, 0.0),
+            "tolerance": (training.tolerance, 0.0),
+        }
+        for name, (own, planned) in found.items():
+            if own != planned:
+                raise ValueError(
+                    f"{phase}.{name}={own!r}: expected {planned!r}, as in the plan's clipped steps"
+                )
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """How each client clips and noises its model, or each local step."""
+        if self.steps is None:
+            return ClipModel(
+                clipping_norm=self.clipping_norm,
+                noise_stddev=self.noise_stddev,
+                num_examples=self.num_examples,
+            )
+        return ClipSteps(
+            clipping_norm=self.clipping_norm,
+            gradient_clipping_norm=self.steps.gradient_clipping_norm,
+            noise_stddev=self.noise_stddev,
+            num_examples=self.num_examples,
+        )
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """Of a clipped model with its noise; with ``steps`` that is clipped last."""
+        stddev = self.noise_stddev if self.steps is None else 0.0
+        return largest_noised_norm(self.clipping_norm, stddev, numbers)
+
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """As published, and provable; everyone uploads in every round."""
         facts: dict[str, Any] = {
-            "rounds": rounds,
+            "rounds": run.participations.rounds,
             "delta": self.delta,
-            "secure_noise": secure_noise,
-            "not_covered": not_covered,
+            "secure_noise": run.secure_noise,
+            "not_covered": run.not_covered,
         }
         published, provable = dp_ditto_guarantees(
             OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=self.upload_stddev),
@@ -156,7 +220,6 @@ class RecordLevelPlan(PlainAverage):
             provable = clipped_steps_guarantee(self.steps, noise_stddev=self.noise_stddev, **facts)
         return [published, provable]
 
-    def spent(self, rounds: int) -> dict[str, float]:
-        """ε so far, published and provable."""
-        found = self.guarantees(rounds=rounds, secure_noise=True)
-        return {f"epsilon_{one.basis}": one.epsilon for one in found}
+    def spent(self, run: RunFacts) -> dict[str, float]:
+        """ε after the rounds so far."""
+        return super().spent(run) if run.participations.rounds else {}

@@ -1,42 +1,23 @@
-"""One frozen object binds sampler, bound, noise and accounting, so that they cannot disagree."""
+"""The plan of client- and user-level privacy: a run releases one noised sum a round."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import array_api_compat as api
-
-from flower_ext.privacy.accounting import Accountant, Release
-from flower_ext.privacy.bounds import sum_clipped
-from flower_ext.privacy.calibration import calibrate_noise_multiplier, default_relation
-from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
+from flower_ext.privacy.accounting import Accountant, privacy_loss_of
+from flower_ext.privacy.calibration import calibrate_noise_multiplier
+from flower_ext.privacy.client_level import check_client_plan, client_level_guarantees
+from flower_ext.privacy.guarantee import Guarantee
+from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.protections import ClipUnits, ClipUpdate, ProtectedByServer, Protection
+from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import Sampling
-from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
-from flower_ext.privacy.updates import Update, total
-
-NoisePlacement = Literal["client", "server"]
-DropoutPolicy = Literal["top-up", "discard"]
-
-
-class RoundDiscarded(RuntimeError):
-    """Replies are missing, their noise with them, and the plan says to release nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aggregate:
-    """A released average and how it came about."""
-
-    value: dict[str, Any]
-    answered: int
-    topped_up_stddev: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReleasePlan:
-    """How a run releases one noised average a round.
+class ReleasePlan(NoisedSum):
+    """How a run releases one noised average a round, and what that promises.
 
     Guarantees
     ----------
@@ -66,33 +47,6 @@ class ReleasePlan:
         By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
         has a part in several.
     """
-
-    sampling: Sampling
-    clipping_norm: float
-    noise_multiplier: float
-    rounds: int
-    delta: float
-    relation: NeighboringRelation | None = None
-    noise_placement: NoisePlacement = "client"
-    dropout_policy: DropoutPolicy = "top-up"
-    unit: PrivacyUnit = PrivacyUnit.CLIENT
-    sensitivity: float = 1.0
-
-    def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
-        require("noise_multiplier", 0 < self.noise_multiplier < math.inf, "a finite number > 0")
-        require("sensitivity", 0 < self.sensitivity < math.inf, "a finite number > 0")
-        require("rounds", self.rounds >= 1, "an integer >= 1")
-        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
-        require("noise_placement", self.noise_placement in ("client", "server"), "client or server")
-        require("dropout_policy", self.dropout_policy in ("top-up", "discard"), "top-up or discard")
-        if self.relation is None:
-            object.__setattr__(self, "relation", default_relation(self.sampling))
-        _ = self.release  # refuses a relation that does not go with the sampling
 
     @classmethod
     def for_target(
@@ -136,152 +90,69 @@ class ReleasePlan:
         )
 
     @property
-    def release(self) -> Release:
-        """What one round is for the accountant and the ledger."""
-        assert self.relation is not None
-        return Release(
-            sampling=self.sampling,
-            noise_multiplier=self.noise_multiplier / self.sensitivity,
-            relation=self.relation,
+    def planned_rounds(self) -> int | None:
+        """T."""
+        return self.rounds
+
+    @property
+    def client_protects(self) -> bool:
+        """Where the plan places the noise there."""
+        return self.noise_placement == "client"
+
+    @property
+    def bounds_models(self) -> bool:
+        """No: the update is bounded."""
+        return False
+
+    @property
+    def tells_sizes(self) -> bool:
+        """No: a client's size is its own affair."""
+        return False
+
+    @property
+    def needs_sizes(self) -> bool:
+        """No."""
+        return False
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse a method that needs single updates, or units that are not the clients."""
+        if method.needs_each_update:
+            raise ValueError(
+                f"plan: the server of {method.name} needs each client's update, which a "
+                "ReleasePlan hides: take NonPrivatePlan, or PerturbationPlan or RecordLevelPlan "
+                "for record-level privacy"
+            )
+        if method.units_are_clients:
+            check_client_plan(self)
+
+    def check_training(self, run: RunFacts) -> None:
+        """Take any training: what it leads to is bounded as a whole."""
+
+    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
+        """Bound, and the share of the noise of one client in a cohort of that size."""
+        if cohort_size == 0:
+            return None
+        if self.noise_placement == "server":
+            return ProtectedByServer()
+        kind = ClipUnits if run.method.bounds_units else ClipUpdate
+        return kind(
+            clipping_norm=self.clipping_norm,
+            noise_stddev=self.client_noise_stddev(cohort_size),
+            noise_grid=self.noise_grid,
         )
 
-    @property
-    def noise_stddev(self) -> float:
-        """Standard deviation σC of the noise on a complete sum."""
-        return self.noise_multiplier * self.clipping_norm
+    def guarantees(self, run: RunFacts) -> list[Guarantee]:
+        """What is provable against each adversary, where the units are the clients."""
+        return client_level_guarantees(
+            self,
+            run.participations,
+            secure_noise=run.secure_noise,
+            secure_cohorts=run.secure_cohorts,
+            not_covered=run.not_covered,
+            memory=run.method.keeps_memory,
+        )
 
-    @property
-    def noise_grid(self) -> float:
-        """What all noised uploads and sums are whole multiples of, in every round alike.
-
-        A share of the noise follows from the size of its cohort, which may be secret; this does
-        not, and what is on one grid adds up on it.
-        """
-        return noise_grid(self.noise_stddev)
-
-    def client_noise_stddev(self, cohort_size: int) -> float:
-        """Standard deviation of one client's share: σC/√cohort, so that all shares make σC.
-
-        The size is that of the drawn cohort, also under Poisson sampling: with the expected size
-        instead, a small cohort's sum would carry too little noise.
-        """
-        if self.noise_placement == "server":
-            return 0.0
-        if cohort_size < 1:
-            raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
-        return self.noise_stddev / math.sqrt(cohort_size)
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
-
-        To refuse larger ones changes a sum with that probability for each upload at most, which no
-        reported δ counts. It keeps a hostile client from moving the sum further than the noise of
-        an honest upload might; it does not bound it by C, as a server does that noises itself.
-        Infinite where the server noises.
-
-        Parameters
-        ----------
-        cohort_size : int
-            How many were asked.
-        numbers : int
-            Of the upload.
-        norms : float
-            How many clipping norms an upload may have before noise: more where it is a sum.
-        """
-        if self.noise_placement == "server":
-            return math.inf
-        share = self.client_noise_stddev(cohort_size)
-        return largest_noised_norm(norms * self.clipping_norm, share, numbers)
-
-    def aggregate(
-        self,
-        uploads: Sequence[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
-        """Noised sum of a round's uploads over the expected cohort size.
-
-        Where the server noises, it bounds every upload itself: the guarantee rests on no client.
-
-        Parameters
-        ----------
-        uploads : Sequence[Update]
-            At most one a unit; already bounded and noised where clients noise.
-        cohort_size : int
-            How many were asked.
-        like : Update
-            Names, shapes and dtypes of the result.
-
-        Raises
-        ------
-        RoundDiscarded
-            Clients noise, some did not answer, and the policy is ``"discard"``.
-        ValueError
-            More uploads than were asked for, or of other names or shapes than ``like``.
-        """
-        answered = len(uploads)
-        if answered > cohort_size:
-            raise ValueError(f"{answered} uploads from a cohort of {cohort_size}")
-        if self.noise_placement == "server":
-            summed = sum_clipped(uploads, self.clipping_norm, like=like).value
-            missing = 1.0
-        else:
-            if answered < cohort_size and self.dropout_policy == "discard":
-                raise RoundDiscarded(
-                    f"{answered} of {cohort_size} clients answered; the sum lacks their noise"
-                )
-            summed = total(uploads, like=like)
-            missing = 1 - answered / cohort_size if cohort_size else 1.0
-        stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
-        size = self.sampling.expected_cohort_size
-        value = {
-            name: api.array_namespace(array).astype(array / size, like[name].dtype)
-            for name, array in noised.items()
-        }
-        topped_up = 0.0 if self.noise_placement == "server" else stddev
-        return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainAverage:
-    """The mean of those who answer, as it is."""
-
-    sampling: Sampling
-
-    def aggregate(
-        self,
-        uploads: Sequence[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
-    ) -> Aggregate:
-        """Mean of the uploads; ``noise`` is not used.
-
-        Raises
-        ------
-        RoundDiscarded
-            Nobody answered.
-        """
-        if not uploads:
-            raise RoundDiscarded(f"none of {cohort_size} clients answered")
-        value = {
-            name: api.array_namespace(array).astype(array / len(uploads), like[name].dtype)
-            for name, array in total(uploads, like=like).items()
-        }
-        return Aggregate(value=value, answered=len(uploads), topped_up_stddev=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NonPrivatePlan(PlainAverage):
-    """Plain averaging, without clipping or noise: promises nothing.
-
-    For the comparison of a private method with itself.
-    """
-
-    def describe(self) -> str:
-        """For the log."""
-        return f"{self.sampling.describe()} · no privacy"
+    def spent(self, run: RunFacts) -> dict[str, float]:
+        """ε against who sees the released models."""
+        releases = {self.release: run.participations.rounds}
+        return {"epsilon_provable": privacy_loss_of(releases, delta=self.delta).epsilon}

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from gmpy2 import mpz
 
 from flower_ext.secure.errors import ProtocolError
-from flower_ext.secure.multiexp import invert_all
+from flower_ext.secure.inverses import invert_all
 
 _SURPLUS_BITS = 128
 _NONCE_BYTES = 12

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from flower_ext._former import former_names
+from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.batched.many import (
-    MEMORY_LIMIT,
     train_each,
     train_groups,
     train_many,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_ext.data import Examples
-from flower_ext.training.batched.many import MEMORY_LIMIT
+from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.local import spared
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task

@@ -164,7 +164,7 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
     _, model = start(strategy := make(protocol=allowed), data=data)
     _, expected = start(make(UldpAvg), data=data)
     assert difference(model, expected) <= ROUNDS * SMALL.precision
-    assert strategy._connected.plan.packing.slots > 1
+    assert strategy._connected.settings.packing.slots > 1
     with pytest.raises(OverflowError, match=r"one of \(7,\)"):
         start(make(protocol=replace(SMALL, allowed_totals=(7,))), data=data)
 
@@ -180,7 +180,7 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
     rounds, weigh = {}, private_silo.WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
-        size = self.plan.ciphertext_bytes
+        size = self.settings.ciphertext_bytes
         rounds.setdefault(message.round_number, set()).add(
             tuple(numbers(self._opened(message), size))
         )
@@ -218,7 +218,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, "users", "weights")}
     assert len(sent) == ROUNDS  # the same for all silos
-    facts = strategy._connected.plan
+    facts = strategy._connected.settings
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
@@ -312,7 +312,7 @@ def transcript():
 
 def test_the_server_receives_keys_seeds_blinded_counts_and_masked_sums_and_nothing_else(transcript):
     strategy, grid = transcript
-    facts = strategy._connected.plan
+    facts = strategy._connected.settings
     sizes = {
         "key": 32,
         "seeds": 60 * (SILOS - 1),
@@ -345,7 +345,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     for number in range(SILOS):
         held = kept(grid, number)
         secret = [held._seed, held._pairs.private, *held._pairs._keys.values()]
-        secret += [int(b).to_bytes(held.plan.residue_bytes, "big") for b in held._blinds]
+        secret += [int(b).to_bytes(held.settings.residue_bytes, "big") for b in held._blinds]
         for value in secret:
             assert value not in everything
             assert value.hex().encode() not in everything
@@ -354,7 +354,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
 
 def test_every_number_that_is_sent_is_fresh(transcript):
     strategy, grid = transcript
-    facts = strategy._connected.plan
+    facts = strategy._connected.settings
     sent = []
     for _, data in arrays(grid.received, "answer", "counts"):
         sent += numbers(data, facts.residue_bytes)
@@ -372,7 +372,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
 
 def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.plan
+    server, facts = strategy._connected, strategy._connected.settings
     n, held = server._key.public.n, histogram(silos(), USERS)
     blinds = kept(grid)._blinds
     secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
@@ -393,7 +393,7 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
 
 def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.plan
+    server, facts = strategy._connected, strategy._connected.settings
     public = server._key.public
     for number in map(str, range(1, ROUNDS + 1)):
         sums = [
@@ -417,7 +417,7 @@ def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcr
 
 def test_bytes_of_the_protocol_are_counted(transcript):
     strategy, _ = transcript
-    facts, row = strategy._connected.plan, strategy.progress.row
+    facts, row = strategy._connected.settings, strategy.progress.row
     assert row["bytes_up"] >= SILOS * facts.ciphertexts * facts.ciphertext_bytes
     assert row["bytes_down"] >= SILOS * USERS * facts.ciphertext_bytes
 
@@ -731,7 +731,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     coarse = replace(SMALL, precision=0.05)
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
-    bound = strategy._connected.plan.contribution_bound(0.3) / 0.3
+    bound = strategy._connected.settings.contribution_bound(0.3) / 0.3
     assert strategy.plan.sensitivity == bound > 1.05
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import (
+from flower_ext.cli.deployment import Deployment
+from flower_ext.privacy import Ledger
+from flower_ext.runs import RunDirectory
+from tests.apps.app import DP2_FEDSAM
+from tests.faults.processes import (
     KILLED,
     SETTINGS,
     STRANGER,
@@ -24,10 +28,6 @@ from benchmarks.faults.processes import (
     restart_superlink,
     under_faults,
 )
-from flower_ext.cli.deployment import Deployment
-from flower_ext.privacy import Ledger
-from flower_ext.runs import RunDirectory
-from tests.apps.app import DP2_FEDSAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from benchmarks.faults.processes import WatchedRun, kill_node
 from flower_ext.cli.deployment import Deployment
 from tests.apps.app import ULDP_FL
+from tests.faults.processes import WatchedRun, kill_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
 

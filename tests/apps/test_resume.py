@@ -11,9 +11,9 @@ from functools import partial
 import psutil
 import pytest
 
-from benchmarks.faults.kill import Trial, changed, differences, kill, short_of
 from flower_ext.runs import RunDirectory, write_report
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+from tests.faults.kill import Trial, changed, differences, kill, short_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

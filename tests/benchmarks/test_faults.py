@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord
 
-from benchmarks.faults import __main__ as command
-from benchmarks.faults import clients, malformed, noise, processes, wire
-from benchmarks.faults.engine import run_case
-from benchmarks.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
+from benchmarks import faults as command
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.federation import (
     ClientMethod,
@@ -20,6 +17,9 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import ReleasePlan, SecureNoise
 from flower_ext.training import LocalTraining
+from tests.faults import clients, malformed, noise, processes, wire
+from tests.faults.engine import run_case
+from tests.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
 

@@ -97,7 +97,7 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
 def test_calibrate_says_where_its_search_for_rounds_ended():
     asked = ["--population", "100", "--sampling-rate", "0.01", "--noise-multiplier", "1e6"]
     told = call("calibrate", *asked, "--epsilon", "2").output
-    assert "8388608 or more" in told
+    assert "≥8388608" in told
 
 
 @pytest.mark.parametrize(

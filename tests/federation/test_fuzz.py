@@ -19,30 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from benchmarks.faults.malformed import (
-    ANSWER,
-    ENVELOPE,
-    EVALUATE,
-    TRAIN,
-    copied,
-    npy,
-    requests,
-    without_record,
-)
-from benchmarks.faults.worlds import (
-    CASES,
-    CLIENTS,
-    FAST,
-    PRIVATE,
-    SILOS,
-    USERS,
-    Case,
-    initial,
-    nobody_private,
-    record_plan,
-    task,
-    user_plan,
-)
 from flower_ext.algorithms import Apple, DPFedAvg, FedALA, FedAMP, FedDyn, Hosted, PFedMe
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive
 from flower_ext.algorithms.uldp.weights import HISTOGRAM, _read_counts
@@ -60,6 +36,30 @@ from flower_ext.federation.failures import ClientFailed
 from flower_ext.federation.mods import output_perturbation_mod
 from flower_ext.privacy import FullParticipation, OutputPerturbation
 from flower_ext.training import DpSgdTraining
+from tests.faults.malformed import (
+    ANSWER,
+    ENVELOPE,
+    EVALUATE,
+    TRAIN,
+    copied,
+    npy,
+    requests,
+    without_record,
+)
+from tests.faults.worlds import (
+    CASES,
+    CLIENTS,
+    FAST,
+    PRIVATE,
+    SILOS,
+    USERS,
+    Case,
+    initial,
+    nobody_private,
+    record_plan,
+    task,
+    user_plan,
+)
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from benchmarks.faults.grid import times
-from benchmarks.faults.malformed import announced, archive, copied
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
 from flower_ext.algorithms.uldp.weights import MOST_USERS, owned
@@ -33,6 +31,8 @@ from flower_ext.privacy import (
 from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.training import LocalTraining
 from tests.algorithms import test_uldp
+from tests.faults.grid import times
+from tests.faults.malformed import announced, archive, copied
 from tests.worlds import task
 
 CLIENTS = 4

@@ -20,15 +20,12 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.protection import (
-    _noise_multiplier,
+    NodePolicy,
     check_facts,
-    check_noise,
-    per_unit,
-    perturbation_facts,
-    plan_facts,
+    from_facts,
     protected,
     protects,
-    record_level_facts,
+    to_facts,
 )
 from flower_ext.privacy import (
     ClippedSteps,
@@ -41,12 +38,24 @@ from flower_ext.privacy import (
     PerturbationPlan,
     RecordLevelPlan,
     ReleasePlan,
+    SecureNoise,
     SeededNoise,
 )
 from flower_ext.privacy.accounting import gaussian_loss
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.noise import noise_grid
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.protections import (
+    ClipModel,
+    ClipSteps,
+    ClipUnits,
+    ClipUpdate,
+    PerturbObjective,
+    ProtectedByServer,
+    ProtectedByTraining,
+)
+from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
 from tests import worlds
@@ -65,6 +74,24 @@ KNOWN = LocalObjective(
     curvature_bound=0.25,
     feature_norm_bound=1.0,
 )
+
+
+def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False):
+    """What a message of a method asks for under a plan."""
+    method = MethodTraits(name="method", bounds_units=bounds_units)
+    run = RunFacts(
+        method=method,
+        participations=Participations(),
+        training={"local": EXACT},
+        proximal_weight=MU,
+    )
+    return to_facts(the_plan.protection(run, cohort_size), seeded_noise=seeded_noise)
+
+
+def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
+    """What leaves a client that is asked for ``facts``."""
+    noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
+    return protected(update, received, from_facts(facts), noise)
 
 
 def logistic_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -204,36 +231,21 @@ def test_the_server_averages_what_the_clients_sent_and_adds_nothing():
 def test_noise_of_zero_is_refused_by_the_plan_and_by_the_client():
     with pytest.raises(ValueError, match="noise_stddev="):
         OutputPerturbation(clipping_norm=1.0, noise_stddev=0.0)
-    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     received = {"weight": torch.zeros(1, DIMENSION).double()}
-    facts = perturbation_facts(plan(), seeded_noise=False)
-    context = next(iter(grid.contexts.values()))
+    facts = facts_of(plan())
     for changes, said in (
-        ({"model-noise-stddev": 0.0}, "noise_stddev="),
-        ({"model-clipping-norm": -1.0}, "clipping_norm="),
+        ({"model-noise-stddev": 0.0}, "model-noise-stddev=0.0"),
+        ({"model-clipping-norm": -1.0}, "model-clipping-norm=-1.0"),
     ):
         with pytest.raises(ValueError, match=said):
-            protected(
-                received,
-                received,
-                ConfigRecord({**facts, **changes}),
-                context,
-                allow_seeded_noise=False,
-            )
+            leaving(received, received, ConfigRecord({**facts, **changes}))
 
 
 def test_a_fact_that_is_no_number_is_refused_by_name():
-    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
     received = {"weight": torch.zeros(1, DIMENSION).double()}
-    facts = perturbation_facts(plan(), seeded_noise=False)
+    facts = facts_of(plan())
     with pytest.raises(TypeError, match="model-noise-stddev='much'.*expected a number"):
-        protected(
-            received,
-            received,
-            ConfigRecord({**facts, "model-noise-stddev": "much"}),
-            next(iter(grid.contexts.values())),
-            allow_seeded_noise=False,
-        )
+        leaving(received, received, ConfigRecord({**facts, "model-noise-stddev": "much"}))
 
 
 # Objective perturbation -------------------------------------------------------------------------
@@ -389,21 +401,21 @@ def test_every_message_asks_for_one_protection_only():
 
 
 def test_the_facts_of_a_plan_are_its_own_numbers():
-    assert perturbation_facts(plan(OUTPUT), seeded_noise=True) == {
+    assert facts_of(plan(OUTPUT), seeded_noise=True) == {
         "model-clipping-norm": 0.8,
         "model-noise-stddev": 0.05,
         "seeded-noise": True,
     }
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
-    assert perturbation_facts(known, seeded_noise=False) == {
+    assert facts_of(known) == {
         "objective-rate": 2.0,
         "least-examples": 5,
         "seeded-noise": False,
     }
-    facts = plan_facts(release_plan(), 4, seeded_noise=False)
+    facts = facts_of(release_plan())
     assert facts["clipping-norm"] == 0.5
     assert facts["noise-stddev"] == pytest.approx(0.5 / math.sqrt(4))
-    assert plan_facts(release_plan(), 0, seeded_noise=False) == {}
+    assert facts_of(release_plan(), 0) == {}
 
 
 @pytest.mark.parametrize("kind", ["an update", "units of a sum"])
@@ -412,11 +424,12 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
     received = {"weight": torch.zeros(5_000)}
     value = {"weight": torch.linspace(-1, 1, 5_000, dtype=torch.float64) / 100}
     for cohort_size in (1, 3, 100):
-        facts = plan_facts(release_plan(), cohort_size, seeded_noise=False)
+        units = kind == "units of a sum"
+        facts = facts_of(release_plan(), cohort_size, bounds_units=units)
         update = {"weight": value["weight"].float()}
-        if kind == "units of a sum":
-            facts, update = per_unit(facts), BoundedSum(value=value, bound=0.5, count=9)
-        sent = protected(update, received, facts, None, allow_seeded_noise=False)["weight"]
+        if units:
+            update = BoundedSum(value=value, bound=0.5, count=9)
+        sent = leaving(update, received, facts)["weight"]
         assert sent.dtype == torch.float32
         cells = sent.double() / release_plan().noise_grid
         assert bool((cells == cells.round()).all())
@@ -432,7 +445,7 @@ def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
     ],
 )
 def test_a_round_that_is_none_is_refused(wrong):
-    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "number": 1, "seed": 0}
+    facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     check_facts(facts)
     check_facts({**facts, "remembered": 0})
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
@@ -441,7 +454,7 @@ def test_a_round_that_is_none_is_refused(wrong):
 
 @pytest.mark.parametrize("left_out", ["clipping-norm", "noise-stddev", "seeded-noise"])
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
-    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "number": 1, "seed": 0}
+    facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     del facts[left_out]
     with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
         check_facts(facts)
@@ -449,7 +462,7 @@ def test_a_protection_that_lacks_a_part_is_refused(left_out):
 
 def test_objective_perturbation_may_need_no_number_of_examples():
     settled = replace(KNOWN, proximal_weight=MU, distance_to_minimiser=1e-9)
-    asked = perturbation_facts(plan(OBJECTIVE, objective=settled), seeded_noise=False)
+    asked = facts_of(plan(OBJECTIVE, objective=settled))
     facts = {**asked, "number": 1, "seed": 0}
     check_facts({**facts, "least-examples": 0})
     with pytest.raises(ValueError, match="least-examples=-1"):
@@ -457,17 +470,51 @@ def test_objective_perturbation_may_need_no_number_of_examples():
 
 
 def test_what_is_protected_is_known_from_the_facts():
-    assert protects(plan_facts(release_plan(), 4, seeded_noise=False))
-    assert protects({"number": 1, "seed": 0, "server-protects": True})
-    assert not protects({"number": 1, "seed": 0, "server-protects": False})
-    assert not protects({"number": 1, "seed": 0, "diagnostics": True})
+    assert protects(from_facts(facts_of(release_plan())))
+    assert protects(from_facts({"number": 1, "seed": 0, "server-protects": True}))
+    assert not protects(from_facts({"number": 1, "seed": 0, "server-protects": False}))
+    assert not protects(from_facts({"number": 1, "seed": 0, "diagnostics": True}))
+    assert not protects(from_facts({"number": 1, "seed": 0, "seeded-noise": False}))
+
+
+PROTECTIONS = [
+    ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
+    ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
+    ClipModel(clipping_norm=2.0, noise_stddev=0.5),
+    ClipModel(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
+    ClipSteps(clipping_norm=2.0, gradient_clipping_norm=0.5, noise_stddev=0.1, num_examples=12),
+    PerturbObjective(rate=2.0, least_examples=5),
+    ProtectedByServer(),
+    ProtectedByTraining(),
+    None,
+]
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_a_protection_arrives_as_it_was_sent(protection):
+    facts = {"number": 1, "seed": 0, "report-size": True}
+    sent = ConfigRecord({**facts, **to_facts(protection, seeded_noise=False)})
+    assert check_facts(dict(sent)) == protection
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS[:6])
+def test_no_part_of_a_protection_stands_for_another(protection):
+    """What lacks a part is refused, or is the same without what may be left out."""
+    facts = to_facts(protection, seeded_noise=False)
+    for name in facts:
+        rest = {other: value for other, value in facts.items() if other != name}
+        if name in ("noise-grid", "agreed-examples"):
+            assert type(from_facts(rest)) is type(protection)
+        else:
+            with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+                from_facts(rest)
 
 
 @pytest.mark.parametrize("grid", ["fine", 0.3, True, 1e-30])
 def test_a_grid_that_would_leave_low_order_bits_bare_is_refused_by_the_client(grid):
-    facts = {**plan_facts(release_plan(), 4, seeded_noise=False), "noise-grid": grid}
+    facts = {**facts_of(release_plan()), "noise-grid": grid}
     with pytest.raises((TypeError, ValueError), match="grid"):
-        protected({"weight": torch.zeros(3)}, {}, facts, None, allow_seeded_noise=False)
+        leaving({"weight": torch.zeros(3)}, {}, facts)
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [(np.float16, 2.0**-10), (np.float32, 2.0**-23)])
@@ -500,18 +547,19 @@ def record_level_plan(**changes) -> RecordLevelPlan:
 
 STEPS = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=12)
 SHARES = {
-    "an update": (plan_facts(release_plan(), 4, seeded_noise=False), 1.0 / 2),
-    "units of a sum": (per_unit(plan_facts(release_plan(), 4, seeded_noise=False)), 1.0 / 2),
-    "a model": (perturbation_facts(plan(OUTPUT), seeded_noise=False), 0.05 / 0.8),
-    "a model in every round": (record_level_facts(record_level_plan(), seeded_noise=False), 0.2),
-    "steps": (record_level_facts(record_level_plan(steps=STEPS), seeded_noise=False), 0.6),
+    "an update": (facts_of(release_plan()), 1.0 / 2),
+    "units of a sum": (facts_of(release_plan(), bounds_units=True), 1.0 / 2),
+    "a model": (facts_of(plan(OUTPUT)), 0.05 / 0.8),
+    "a model in every round": (facts_of(record_level_plan()), 0.2),
+    "steps": (facts_of(record_level_plan(steps=STEPS)), 0.6),
 }
 
 
 @pytest.mark.parametrize("kind", SHARES)
 def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(kind):
     facts, share = SHARES[kind]
-    exact = _noise_multiplier(facts)
+    protection = from_facts(facts)
+    exact = protection.noise_multiplier
     assert exact == pytest.approx(share)
     for least, takes_part in (
         (0.999 * exact, True),
@@ -520,58 +568,70 @@ def test_the_owners_least_noise_is_that_of_the_client_itself_whatever_it_clips(k
         (1.0, exact >= 1),
     ):
         owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
-        check_noise(facts, owned, kind="evaluate")  # sends no upload
+        policy = NodePolicy(owned, allow_seeded_noise=False)
         if takes_part:
-            check_noise(facts, owned, kind="train")
+            policy.check(protection)
         else:
             with pytest.raises(PermissionError, match=f"noise multiplier of {share:g} on this"):
-                check_noise(facts, owned, kind="train")
+                policy.check(protection)
 
 
 def test_an_owner_who_asks_for_noise_takes_no_part_where_none_has_a_number():
     known = plan(OBJECTIVE, objective=replace(KNOWN, proximal_weight=MU))
-    for facts in ({}, perturbation_facts(known, seeded_noise=False)):
+    for facts in ({}, facts_of(known)):
         for least in (1e-9, math.nan):
             owned = Context(1, 1, {"least-noise-multiplier": least}, RecordDict(), {})
             with pytest.raises(PermissionError, match="noise multiplier of 0 on this"):
-                check_noise(facts, owned, kind="train")
-        check_noise(facts, Context(1, 1, {}, RecordDict(), {}), kind="train")
+                NodePolicy(owned, allow_seeded_noise=False).check(from_facts(facts))
+        anyone = Context(1, 1, {}, RecordDict(), {})
+        NodePolicy(anyone, allow_seeded_noise=False).check(from_facts(facts))
+
+
+UNITS = ClipUnits(clipping_norm=1.0, noise_stddev=1.0)
+WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
 
 
 @pytest.mark.parametrize(
-    ("update", "facts", "said"),
+    ("update", "protection", "said"),
     [
-        ({"weight": torch.ones(2)}, {"unit-clipping-norm": 1.0}, "update has none"),
-        (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), {}, "a bound of 2"),
+        ({"weight": torch.ones(2)}, UNITS, "update has none"),
+        (BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3), None, "a bound of 2"),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
-            {"clipping-norm": 2.0},
+            WHOLE,
             "the plan asks for 0",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
-            {"unit-clipping-norm": 1.9},
+            replace(UNITS, clipping_norm=1.9),
             "a bound of 2; the plan asks for 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
-            {"unit-clipping-norm": 1.9},
+            replace(UNITS, clipping_norm=1.9),
             "a bound of nan",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), {"unit-clipping-norm": 1.9}, "a bound of 2"),
-        (HiddenSum(bound=2.0, encrypt=dict), {"clipping-norm": 2.0}, "the plan asks for 0"),
-        (HiddenSum(bound=2.0, encrypt=dict), {}, "the plan asks for 0"),
+        (HiddenSum(bound=2.0, encrypt=dict), replace(UNITS, clipping_norm=1.9), "a bound of 2"),
+        (
+            HiddenSum(bound=2.0, encrypt=dict),
+            WHOLE,
+            "the plan asks for 0",
+        ),
+        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan asks for 0"),
     ],
 )
-def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, facts, said):
-    facts = {"noise-stddev": 1.0, "seeded-noise": False, **facts}
+def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
     with pytest.raises(ValueError, match=said):
-        protected(update, {"weight": torch.zeros(2)}, facts, None, allow_seeded_noise=False)
+        protected(update, {"weight": torch.zeros(2)}, protection, SecureNoise())
 
 
 def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
     received = {"weight": torch.zeros(50)}
-    facts = {**per_unit(plan_facts(release_plan(), 4, seeded_noise=True)), "seed": 3, "number": 2}
+    facts = {
+        **facts_of(release_plan(), seeded_noise=True, bounds_units=True),
+        "seed": 3,
+        "number": 2,
+    }
     value = {"weight": torch.linspace(0, 1, 50, dtype=torch.float64)}
 
     def encrypt(noise):
@@ -584,7 +644,7 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
         run_id=1, node_id=1, node_config={"partition-id": 0}, state=RecordDict(), run_config={}
     )
     hidden, opened = (
-        protected(update, received, facts, context, allow_seeded_noise=True)
+        leaving(update, received, facts, context=context, allow_seeded_noise=True)
         for update in (
             HiddenSum(bound=0.5, encrypt=encrypt),
             BoundedSum(value=value, bound=0.5, count=9),
@@ -596,8 +656,8 @@ def test_a_hidden_sum_is_given_the_noise_that_an_open_one_would_have():
 def test_a_sum_of_bounded_units_leaves_noised_and_not_clipped():
     received = {"weight": torch.zeros(20_000)}
     summed = BoundedSum(value={"weight": torch.full((20_000,), 9.0).double()}, bound=0.5, count=99)
-    facts = per_unit(plan_facts(release_plan(), 4, seeded_noise=False))
-    sent = protected(summed, received, facts, None, allow_seeded_noise=False)["weight"]
+    facts = facts_of(release_plan(), bounds_units=True)
+    sent = leaving(summed, received, facts)["weight"]
     assert sent.dtype == torch.float32
     assert float(sent.mean()) == pytest.approx(9.0, abs=0.02)
     assert float(sent.std()) == pytest.approx(facts["noise-stddev"], rel=0.05)
@@ -621,14 +681,7 @@ def test_output_perturbation_keeps_single_precision_and_sends_the_difference_to_
 def perturbed(model, received):
     """What leaves a client under little output noise."""
     quiet = plan(OutputPerturbation(clipping_norm=1.0, noise_stddev=1e-6))
-    _, grid = run(NonPrivatePlan(sampling=FullParticipation(CLIENTS)))
-    return protected(
-        model,
-        received,
-        ConfigRecord(perturbation_facts(quiet, seeded_noise=False)),
-        next(iter(grid.contexts.values())),
-        allow_seeded_noise=False,
-    )
+    return leaving(model, received, ConfigRecord(facts_of(quiet)))
 
 
 def test_a_model_is_perturbed_as_it_was_trained_whatever_was_received(monkeypatch):

@@ -2,6 +2,7 @@ import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from tests.privacy.runs import run_facts
 
 DELTA = 1e-5
 
@@ -12,7 +13,9 @@ def test_a_group_plan_promises_what_all_its_silos_do_in_all_its_rounds():
     told = {"group_size": 4, "not_covered": ["scores"], "secure_noise": False}
     every = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=140)
     expected = uldp_group_guarantees([every] * 3, delta=DELTA, **told)
-    assert made.guarantees(rounds=7, **told) == expected
+    facts = {"not_covered": ["scores"], "secure_noise": False}
+    assert made.guarantees(run_facts(rounds=7, group_size=4, **facts)) == expected
+    assert made.guarantees(run_facts(rounds=7, **facts)) == []  # k is not known yet
     assert "SIMULATION" in expected[1].statement()
     assert "scores" in expected[1].not_covered
     for delta in (0.0, 1.0):

@@ -16,6 +16,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from tests.privacy.runs import run_facts
 
 RELEASE = Release(
     sampling=PoissonSampling(100, 0.1),
@@ -45,7 +46,7 @@ def test_every_guarantee_names_all_it_needs_and_survives_json(placement):
     guarantees = client_level_guarantees(
         plan(noise_placement=placement), seen, not_covered=["test scores"]
     )
-    for g in [theorem2_of_plan(plan(), 60), *guarantees]:
+    for g in [theorem2_of_plan(plan(), run_facts(rounds=60))[0], *guarantees]:
         text = g.statement()
         for word in (g.unit.value, g.relation.value, g.basis, g.accountant, g.source, "δ", "sees"):
             assert word in text or math.isinf(g.epsilon)
@@ -70,7 +71,7 @@ def test_a_statement_promises_no_more_than_holds(epsilon, delta, said):
 
 
 def test_unknown_fields_of_a_guarantee_are_refused():
-    facts = theorem2_of_plan(plan(), 60).to_dict() | {"epsilon_really": 1.0}
+    facts = theorem2_of_plan(plan(), run_facts(rounds=60))[0].to_dict() | {"epsilon_really": 1.0}
     with pytest.raises(ValueError, match="epsilon_really"):
         Guarantee.from_dict(facts)
 

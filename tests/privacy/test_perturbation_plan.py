@@ -13,12 +13,14 @@ from flower_ext.privacy import (
     PerturbationPlan,
     SecureNoise,
 )
-from flower_ext.privacy.release_plan import RoundDiscarded
+from flower_ext.privacy.plan import RoundDiscarded
 from flower_ext.privacy.theorems.upcycled import (
     epsilons,
     perturbation_guarantees,
     upcycled_theorem_6_2,
 )
+from flower_ext.training import LocalTraining
+from tests.privacy.runs import run_facts
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
 OBJECTIVE = ObjectivePerturbation(rate=4.0)
@@ -28,11 +30,18 @@ KNOWN = LocalObjective(
     gradient_bound=1.0,
     curvature_bound=0.25,
     feature_norm_bound=1.0,
-    proximal_weight=0.1,
-    distance_to_minimiser=0.0,
     memoryless=True,
 )
 RUN = {"num_examples": {0: 40, 1: 90, 2: 60}, "participations": {0: 2, 1: 7, 2: 1}}
+EXACT = LocalTraining(tolerance=1e-12, proximal_weight=0.1)
+SOLVED = dataclasses.replace(
+    KNOWN, proximal_weight=0.1, distance_to_minimiser=1e-12 / 0.1, rounding=2.0**-24
+)
+
+
+def a_run(*, num_examples=RUN["num_examples"], participations=RUN["participations"], **facts):
+    solved = {"training": {"local": EXACT}, "proximal_weight": 0.1}
+    return run_facts(participations, num_examples=num_examples, **{**solved, **facts})
 
 
 def plan(**changes) -> PerturbationPlan:
@@ -73,14 +82,14 @@ def test_a_plan_describes_who_is_asked_and_what_protects_them(perturbation, word
 
 
 def test_spent_is_the_mean_and_the_largest_over_clients():
-    spent = plan().spent(**RUN)
+    spent = plan().spent(a_run())
     published = [
         upcycled_theorem_6_2(OUTPUT, num_examples=n, participations=m, delta=1e-3)
         for n, m in ((40, 2), (90, 7), (60, 1))
     ]
     assert spent["epsilon_published"] == pytest.approx(max(published))
     assert spent["epsilon_published_mean"] == pytest.approx(sum(published) / 3)
-    provable = [both[1] for both in epsilons(OUTPUT, KNOWN, delta=1e-3, **RUN).values()]
+    provable = [both[1] for both in epsilons(OUTPUT, SOLVED, delta=1e-3, **RUN).values()]
     assert spent["epsilon_provable"] == pytest.approx(max(provable))
     assert spent["epsilon_provable_mean"] == pytest.approx(sum(provable) / 3)
     assert len({round(value, 9) for value in spent.values()}) == 4
@@ -89,30 +98,30 @@ def test_spent_is_the_mean_and_the_largest_over_clients():
 def test_the_guarantees_are_those_of_the_plan_and_agree_with_what_it_spent():
     for perturbation in (OUTPUT, OBJECTIVE):
         the_plan = plan(perturbation=perturbation)
-        guarantees = the_plan.guarantees(**RUN, secure_noise=False, not_covered=["scores"])
+        guarantees = the_plan.guarantees(a_run(secure_noise=False, not_covered=["scores"]))
         assert guarantees == perturbation_guarantees(
-            perturbation, KNOWN, delta=1e-3, secure_noise=False, not_covered=["scores"], **RUN
+            perturbation, SOLVED, delta=1e-3, secure_noise=False, not_covered=["scores"], **RUN
         )
-        spent = the_plan.spent(**RUN)
+        spent = the_plan.spent(a_run())
         for guarantee in guarantees:
             assert spent[f"epsilon_{guarantee.basis}"] == guarantee.epsilon
             assert "Not covered: scores" in guarantee.statement()
         assert "SIMULATION" in guarantees[1].statement()
-        assert "SIMULATION" not in the_plan.guarantees(**RUN, secure_noise=True)[1].statement()
+        assert "SIMULATION" not in the_plan.guarantees(a_run(secure_noise=True))[1].statement()
 
 
 def test_what_is_not_promised_is_not_logged_as_a_number():
-    inexact = dataclasses.replace(KNOWN, distance_to_minimiser=math.inf)
-    spent = plan(perturbation=OBJECTIVE, objective=inexact).spent(**RUN)
+    by_sgd = {"local": dataclasses.replace(EXACT, tolerance=0.0)}
+    spent = plan(perturbation=OBJECTIVE).spent(a_run(training=by_sgd))
     assert set(spent) == {"epsilon_published", "epsilon_published_mean"}
     unknown_size = {"num_examples": {0: 40}, "participations": {0: 1, 5: 1}}
-    spent = plan().spent(**unknown_size)
+    spent = plan().spent(a_run(**unknown_size))
     assert set(spent) == {"epsilon_provable", "epsilon_provable_mean"}
 
 
 def test_nothing_is_spent_before_anybody_was_asked():
     for perturbation in (OUTPUT, OBJECTIVE):
-        spent = plan(perturbation=perturbation).spent(num_examples={}, participations={})
+        spent = plan(perturbation=perturbation).spent(a_run(num_examples={}, participations={}))
         assert set(spent.values()) == {0.0}
 
 

@@ -15,6 +15,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.clipped_steps import clipped_steps_epsilon, composed_epsilon
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_epsilon
+from tests.privacy.runs import run_facts
 
 TARGET = {
     "epsilon": 10.0,
@@ -41,7 +42,7 @@ def plan(**changes):
 
 
 def epsilons(the_plan, rounds=80):
-    found = the_plan.guarantees(rounds=rounds, secure_noise=True)
+    found = the_plan.guarantees(run_facts(rounds=rounds))
     return {guarantee.basis: guarantee.epsilon for guarantee in found}
 
 
@@ -78,12 +79,16 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     else:
         provable = clipped_steps_epsilon(steps, noise_stddev=0.1, delta=0.01, rounds=30)
     assert epsilons(the_plan, 30) == {"published": published, "provable": provable}
-    assert the_plan.spent(30) == {"epsilon_published": published, "epsilon_provable": provable}
+    spent = the_plan.spent(run_facts(rounds=30))
+    assert spent == {"epsilon_published": published, "epsilon_provable": provable}
+        "epsilon_published": published,
+        "epsilon_provable": provable,
+    }
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])
 def test_the_published_number_says_what_a_record_does_to_an_upload_of_this_plan(steps):
-    published, _ = plan(steps=steps).guarantees(rounds=30, secure_noise=True)
+    published, _ = plan(steps=steps).guarantees(run_facts(rounds=30))
     holds = 40.0 if steps is None else min(40.0, steps.upload_sensitivity)
     assert any(f"what holds is {holds:.4g})" in c.text for c in published.conditions)
 

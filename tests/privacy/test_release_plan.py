@@ -15,7 +15,7 @@ from flower_ext.privacy import (
     SeededNoise,
     privacy_loss_of,
 )
-from flower_ext.privacy.release_plan import RoundDiscarded
+from flower_ext.privacy.plan import RoundDiscarded
 
 DIMENSION = 200_000
 LIKE = {"a": np.zeros(DIMENSION - 1, np.float32), "b": np.zeros((), np.float32)}

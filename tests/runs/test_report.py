@@ -10,6 +10,7 @@ from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePl
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from tests.privacy.runs import run_facts
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.report import table, to_html
 
@@ -32,7 +33,7 @@ def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config)
         ledger.close()
         seen = Participations.worst_case(4, 10)
         guarantees = client_level_guarantees(PLAN, seen, not_covered=["test scores"])
-        run.save_guarantees([theorem2_of_plan(PLAN, 4), *guarantees])
+        run.save_guarantees([theorem2_of_plan(PLAN, run_facts(rounds=4))[0], *guarantees])
     for number in range(1, 5):
         epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}
         run.log(

@@ -3,7 +3,7 @@
 import pytest
 
 from flower_ext.training.batched import many
-from flower_ext.training.batched.stacked import MappedModel
+from flower_ext.training.batched.mapped import MappedModel
 
 
 @pytest.fixture

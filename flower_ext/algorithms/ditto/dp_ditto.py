@@ -35,7 +35,7 @@ from flower_ext.federation import (
     Steps,
 )
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
-from flower_ext.privacy import Plan
+from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Params, Proximal
 
 GLOBAL_WEIGHT = "global-weight"
@@ -76,7 +76,7 @@ class DPDitto(FederatedStrategy):
 
     Parameters
     ----------
-    plan : Plan
+    plan : PrivacyPlan
         A `RecordLevelPlan` is DP-Ditto, a `NonPrivatePlan` Ditto. A `ReleasePlan` protects whole
         clients instead.
     global_weight : float
@@ -100,7 +100,7 @@ class DPDitto(FederatedStrategy):
     def __init__(
         self,
         *,
-        plan: Plan,
+        plan: PrivacyPlan,
         global_weight: float = 0.1,
         local: LocalTraining | None = None,
         personal_training: LocalTraining | None = None,

@@ -57,9 +57,9 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation.population import Cohort, UsersInSilos
-from flower_ext.federation.protection import per_unit
 from flower_ext.privacy import Guarantee, ReleasePlan
 from flower_ext.privacy.bounds import BoundedSum, sum_clipped_rows
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.uldp import (
     SECURE_SUM,
     Weighting,
@@ -238,6 +238,7 @@ class UldpAvg(FederatedStrategy):
 
     plan: ReleasePlan
     units_are_clients = False
+    bounds_units = True
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
@@ -314,28 +315,21 @@ class UldpAvg(FederatedStrategy):
         over_silos = {name: array / self.num_silos for name, array in mean.items()}
         return super().next_model(base, over_silos, updates)
 
-    def published_claim(self) -> Guarantee | None:
-        """Theorem 5."""
-        return self._guarantees()[0]
-
-    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
-        """Against each adversary, with the users that were sampled in this run."""
-        return self._guarantees()[1:]
-
-    def _guarantees(self) -> list[Guarantee]:
-        most = max(self.participations.uploads.values(), default=0)
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """Theorem 5; what is provable against each adversary, with this run's sampled users."""
+        most = max(run.participations.uploads.values(), default=0)
         return uldp_avg_guarantees(
             self.plan,
             num_silos=self.num_silos,
-            rounds=self.participations.rounds,
+            rounds=run.participations.rounds,
             weighting=self.weights.weighting,
             # Uploads that could not be used were seen; sums that lacked noise count for more.
-            participations=max(self.participations.in_sums, most),
-            secure_noise=not self.seeded_noise,
-            secure_sampling=not self.repeats or bool(self.hidden_draw),
+            participations=max(run.participations.in_sums, most),
+            secure_noise=run.secure_noise,
+            secure_sampling=run.secure_cohorts or bool(self.hidden_draw),
             secure_sum=self.secure_sum,
             hidden_draw=self.hidden_draw,
-            not_covered=self.not_covered(),
+            not_covered=run.not_covered,
             company=company_assumption(self.apart),
         )
 
@@ -348,10 +342,6 @@ class UldpAvg(FederatedStrategy):
     def hidden_draw(self) -> str:
         """What hides from the server who was drawn; empty where it knows."""
         return ""
-
-    def protection(self) -> dict[str, float]:
-        """Each user's part of a silo's sum is bounded by itself."""
-        return per_unit(super().protection())
 
     def not_covered(self) -> list[str]:
         """And what the silos tell of their users."""

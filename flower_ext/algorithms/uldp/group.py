@@ -19,7 +19,7 @@ The silos' models are noised already: they are averaged as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -42,10 +42,10 @@ from flower_ext.privacy import (
     DpSgd,
     FullParticipation,
     GroupPlan,
-    Guarantee,
     secure_generator,
     seeded_generator,
 )
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
@@ -175,26 +175,13 @@ class UldpGroup(FederatedStrategy):
         """The limits that were drawn first are those of the whole run."""
         self._limits, self.group_size = state[LIMITS][LIMITS], int(state[LIMITS]["k"])
 
-    def guarantees(self) -> list[Guarantee]:
-        """Theorem 4, and what is provable against a server that sees each upload."""
-        if self.participations.rounds == 0 or not isinstance(self.group_size, int):
-            return []
-        return self.plan.guarantees(
-            group_size=self.group_size,
-            rounds=self.participations.rounds,
-            secure_noise=not self.seeded_noise,
-            not_covered=self.not_covered(),
-        )
-
-    def spent(self) -> dict[str, float]:
-        """ε so far, published and provable."""
-        return {f"epsilon_{g.basis}": g.epsilon for g in self.guarantees()}
+    @property
+    def run_facts(self) -> RunFacts:
+        """With k, once it is known."""
+        k = self.group_size
+        return replace(super().run_facts, group_size=k if isinstance(k, int) else None)
 
     def not_covered(self) -> list[str]:
         """And the users' histograms."""
         shown = "how many records each user has in each silo: the silos tell the server"
         return [*super().not_covered(), shown]
-
-    def protection(self) -> dict[str, float]:
-        """None but the noise of the steps, which the silo's own training adds."""
-        return {"seeded-noise": self.seeded_noise}

@@ -16,7 +16,7 @@ from logging import getLogger
 from typing import Any
 
 from flower_ext.federation import ClientVault, Remaining
-from flower_ext.secure import WeightingPlan, WeightingSilo, ZeroPool
+from flower_ext.secure import WeightingSettings, WeightingSilo, ZeroPool
 
 log = getLogger("flwr")
 
@@ -35,29 +35,29 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def plan_to_facts(plan: WeightingPlan) -> dict[str, Any]:
-    """A plan as plain values; what is not set is left out."""
-    facts = {name: value for name, value in asdict(plan).items() if value is not None}
+def settings_to_facts(settings: WeightingSettings) -> dict[str, Any]:
+    """The settings of a run as plain values; what is not set is left out."""
+    facts = {name: value for name, value in asdict(settings).items() if value is not None}
     return {n: list(v) if isinstance(v, tuple) else v for n, v in facts.items()}
 
 
-def plan_from_facts(facts: dict[str, Any]) -> WeightingPlan:
-    """Undo `plan_to_facts`.
+def settings_from_facts(facts: dict[str, Any]) -> WeightingSettings:
+    """Undo `settings_to_facts`.
 
     Raises
     ------
     ValueError
-        As `WeightingPlan`.
+        As `WeightingSettings`.
     """
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
     }
-    return WeightingPlan(**values)
+    return WeightingSettings(**values)
 
 
 def keep(silo: WeightingSilo, vault: ClientVault) -> None:
     """Store a silo as it is now."""
-    _store(vault, silo.plan, silo.export_state())
+    _store(vault, silo.settings, silo.export_state())
 
 
 def resume(vault: ClientVault) -> WeightingSilo | None:
@@ -66,47 +66,47 @@ def resume(vault: ClientVault) -> WeightingSilo | None:
     if kept is None:
         return None
     facts = json.loads(kept)
-    plan = plan_from_facts(facts["plan"])
+    settings = settings_from_facts(facts["plan"])
     silo = WeightingSilo.from_state(
-        plan,
+        settings,
         facts["silo"].encode(),
-        save=lambda state: _store(vault, plan, state),
+        save=lambda state: _store(vault, settings, state),
         workers=cores(),
     )
-    earlier = _earlier.get((plan.context, silo.index))
+    earlier = _earlier.get((settings.context, silo.index))
     if earlier is not None:
         try:
             silo.adopt(earlier)
         except ValueError:  # set up anew since then
-            del _earlier[plan.context, silo.index]
+            del _earlier[settings.context, silo.index]
     return silo
 
 
-def pool_pays(plan: WeightingPlan) -> bool:
+def pool_pays(settings: WeightingSettings) -> bool:
     """Whether a pool of zeros pays within one round."""
-    share = math.ceil(plan.ciphertexts / plan.silos)
-    return share >= _POOL_PAYS * ZeroPool.size(plan.key_bits)
+    share = math.ceil(settings.ciphertexts / settings.silos)
+    return share >= _POOL_PAYS * ZeroPool.size(settings.key_bits)
 
 
 def prepare(silo: WeightingSilo) -> None:
     """A pool of zeros where it pays, shared with the other silos of this process."""
-    plan = silo.plan
-    if silo.prepared or not pool_pays(plan):
+    settings = silo.settings
+    if silo.prepared or not pool_pays(settings):
         return
     name = f"silo {silo.index}: pool of zeros"
-    pool = silo.prepare(_pools.get(plan.run), progress=Remaining(name))
-    _pools[plan.run] = pool
+    pool = silo.prepare(_pools.get(settings.run), progress=Remaining(name))
+    _pools[settings.run] = pool
     while len(_pools) > 1:
         _pools.popitem(last=False)
 
 
 def remember(silo: WeightingSilo) -> None:
     """Leave what a silo computed to its next message, if this process lives to see it."""
-    _earlier[silo.plan.context, silo.index] = silo
-    _earlier.move_to_end((silo.plan.context, silo.index))
+    _earlier[silo.settings.context, silo.index] = silo
+    _earlier.move_to_end((silo.settings.context, silo.index))
     while len(_earlier) > _PROCESS_KEEPS:
         _earlier.popitem(last=False)
 
 
-def _store(vault: ClientVault, plan: WeightingPlan, state: bytes) -> None:
-    vault.store(json.dumps({"plan": plan_to_facts(plan), "silo": state.decode()}).encode())
+def _store(vault: ClientVault, settings: WeightingSettings, state: bytes) -> None:
+    vault.store(json.dumps({"plan": settings_to_facts(settings), "silo": state.decode()}).encode())

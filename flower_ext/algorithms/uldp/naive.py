@@ -29,6 +29,7 @@ from flower_ext.federation import (
     unmoved_by_errors,
 )
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining, Params
 
@@ -103,19 +104,12 @@ class UldpNaive(FederatedStrategy):
         """The whole model on all records of a silo, in one phase."""
         return {"local": self.local}
 
-    def published_claim(self) -> Guarantee | None:
-        """Theorem 3."""
-        return self._guarantees()[0]
-
-    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
-        """Against a server that sees each upload."""
-        return self._guarantees()[1:]
-
-    def _guarantees(self) -> list[Guarantee]:
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """Theorem 3, and what is provable against a server that sees each upload."""
         return uldp_naive_guarantees(
             noise_multiplier=self.noise_multiplier,
-            rounds=self.participations.rounds,
+            rounds=run.participations.rounds,
             delta=self.plan.delta,
-            secure_noise=not self.seeded_noise,
-            not_covered=self.not_covered(),
+            secure_noise=run.secure_noise,
+            not_covered=run.not_covered,
         )

@@ -67,7 +67,8 @@ from flower_ext.federation import (
 )
 from flower_ext.federation.population import Cohort, HiddenUsers
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan, SecureNoise
-from flower_ext.privacy.release_plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,
@@ -76,11 +77,11 @@ from flower_ext.secure import (
     ProtocolError,
     SealedSeed,
     SiloKey,
-    WeightingPlan,
     WeightingServer,
+    WeightingSettings,
     estimate_round,
 )
-from flower_ext.secure.oblivious import ELEMENT_BYTES
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
 
 log = getLogger("flwr")
 
@@ -146,7 +147,7 @@ class PrivateUldpAvg(UldpAvg):
             population=HiddenUsers(plan.sampling, num_silos, oblivious=hidden),
             **options,
         )
-        self._weighting_plan(coordinates=1)  # refuses what could overflow
+        self._weighting_settings(coordinates=1)  # refuses what could overflow
         self._server: WeightingServer | None = None
         self._not_drawn = ""
 
@@ -168,12 +169,12 @@ class PrivateUldpAvg(UldpAvg):
         """Set up the protocol: keys, the silos' seed, blinded counts."""
         started = time.monotonic()
         self.apart = ask_company(self, grid)
-        plan = self._weighting_plan(coordinates=sum(a.size for a in self.sent.values()))
+        settings = self._weighting_settings(coordinates=sum(a.size for a in self.sent.values()))
         norm = self.plan.clipping_norm
-        self.plan = replace(self.plan, sensitivity=plan.contribution_bound(norm) / norm)
-        self._log_estimate(plan)
-        server = WeightingServer(plan, workers=keeping.cores())
-        begin = ConfigRecord({STEP: BEGIN, **keeping.plan_to_facts(plan)})
+        self.plan = replace(self.plan, sensitivity=settings.contribution_bound(norm) / norm)
+        self._log_estimate(settings)
+        server = WeightingServer(settings, workers=keeping.cores())
+        begin = ConfigRecord({STEP: BEGIN, **keeping.settings_to_facts(settings)})
         keys = self._told(grid, begin, KEY, _KEY_BYTES)
         relayed = server.relay_keys([SiloKey(silo=s, public=key) for s, key in keys.items()])
         public = {
@@ -181,7 +182,7 @@ class PrivateUldpAvg(UldpAvg):
             SILO_KEYS: np.stack([records.to_bytes_array(key.public) for key in relayed]),
         }
         shared = {KEYS: records.to_record(public)}
-        length = _SEALED_BYTES * (plan.silos - 1)
+        length = _SEALED_BYTES * (settings.silos - 1)
         sealed = self._told(
             grid,
             ConfigRecord({STEP: KEYS}),
@@ -200,7 +201,7 @@ class PrivateUldpAvg(UldpAvg):
             }
             for seed in seeds
         }
-        length = plan.users * plan.residue_bytes
+        length = settings.users * settings.residue_bytes
         counts = self._told(grid, ConfigRecord({STEP: COUNT}), COUNTS, length, own=for_one)
         server.receive_counts([BlindedCounts(silo=s, counts=c) for s, c in counts.items()])
         self._server = server
@@ -305,12 +306,17 @@ class PrivateUldpAvg(UldpAvg):
         """Never: keys, blinds and dither are secret, whatever the seed."""
         return False
 
-    def provable_guarantees(self, plan: ReleasePlan) -> list[Guarantee]:
-        """And what they need of the users' records, unless silos see to it by themselves."""
-        guarantees = super().provable_guarantees(plan)
+    def claims(self, run: RunFacts) -> list[Guarantee]:
+        """And what the provable ones need of the users' records, unless silos see to it."""
+        claims = super().claims(run)
         if not (assumed := self.protocol.assumed_totals):
-            return guarantees
-        return [replace(one, assumptions=(*one.assumptions, assumed)) for one in guarantees]
+            return claims
+        return [
+            replace(one, assumptions=(*one.assumptions, assumed))
+            if one.basis == "provable"
+            else one
+            for one in claims
+        ]
 
     @property
     def secure_sum(self) -> str:
@@ -338,8 +344,9 @@ class PrivateUldpAvg(UldpAvg):
             return records.Update(arrays, {})
         if set(arrays) != {SUM, NUMBER} or arrays[NUMBER].shape or arrays[NUMBER].dtype != np.int64:
             raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r} and one {NUMBER!r}")
-        plan = self._connected.plan
-        data = records.read_bytes(arrays, SUM, plan.ciphertexts * plan.ciphertext_bytes)
+        settings = self._connected.settings
+        size = settings.ciphertexts * settings.ciphertext_bytes
+        data = records.read_bytes(arrays, SUM, size)
         number = int(arrays[NUMBER])
         try:
             self._connected.check_sum(MaskedSum(round_number=number, silo=0, ciphertexts=data))
@@ -353,9 +360,9 @@ class PrivateUldpAvg(UldpAvg):
             raise ProtocolError("no round before the set-up")
         return self._server
 
-    def _weighting_plan(self, *, coordinates: int) -> WeightingPlan:
+    def _weighting_settings(self, *, coordinates: int) -> WeightingSettings:
         stddev = self.plan.client_noise_stddev(self.num_silos)
-        plan = self.protocol.plan(
+        settings = self.protocol.settings(
             run=secrets.token_hex(16),
             users=self.plan.sampling.population,
             silos=self.num_silos,
@@ -364,13 +371,13 @@ class PrivateUldpAvg(UldpAvg):
             update_bound=self.plan.clipping_norm,
             noise_bound=_NOISE_ROOM * stddev,
         )
-        if plan.step > (largest := _LARGEST_STEP * stddev):
+        if settings.step > (largest := _LARGEST_STEP * stddev):
             raise ValueError(
-                f"precision={plan.precision!r}: it rounds to steps of {plan.step:.3g}, too coarse "
-                f"for a silo's noise of standard deviation {stddev:.3g}; expected at most about "
-                f"{plan.precision * largest / plan.step:.3g}"
+                f"precision={settings.precision!r}: it rounds to steps of {settings.step:.3g}, too "
+                f"coarse for a silo's noise of standard deviation {stddev:.3g}; expected at most "
+                f"about {settings.precision * largest / settings.step:.3g}"
             )
-        return plan
+        return settings
 
     def _told(
         self,
@@ -400,14 +407,14 @@ class PrivateUldpAvg(UldpAvg):
         parts = zip(names, np.split(total, ends), strict=True)
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
 
-    def _log_estimate(self, plan: WeightingPlan) -> None:
-        guess = estimate_round(plan, prepared=keeping.pool_pays(plan))
+    def _log_estimate(self, settings: WeightingSettings) -> None:
+        guess = estimate_round(settings, prepared=keeping.pool_pays(settings))
         log.info(
             "private weighting: on one core a round takes %.0f s in a silo that has all %d users "
             "(%.0f s less while nobody is drawn, %.0f s more in the first) and %.0f s in the "
             "server, which has %d cores; a silo sends %.1f MB and receives %.1f MB",
             guess.silo,
-            plan.users,
+            settings.users,
             guess.fold + guess.tables,
             guess.prepare,
             guess.server,

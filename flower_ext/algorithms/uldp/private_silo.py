@@ -69,17 +69,17 @@ def answer(question: Question) -> Mapping[str, np.ndarray]:
 def _begin(question: Question) -> Mapping[str, np.ndarray]:
     facts = {name: value for name, value in question.asked.items() if name != STEP}
     with knowing_no_data():
-        plan = keeping.plan_from_facts(facts)
-        if plan.allow_insecure_key_size and not question.may_simulate:
+        settings = keeping.settings_from_facts(facts)
+        if settings.allow_insecure_key_size and not question.may_simulate:
             raise PermissionError(
-                f"the server asks for keys of {plan.key_bits} bits that may be insecure: this "
+                f"the server asks for keys of {settings.key_bits} bits that may be insecure: this "
                 "client takes part only in simulation (client_app(..., allow_seeded_noise=True))"
             )
-    owned(question.data, plan.users)
+    owned(question.data, settings.users)
     earlier = keeping.resume(question.vault)
-    if earlier is not None and earlier.plan.run == plan.run:
+    if earlier is not None and earlier.settings.run == settings.run:
         raise ProtocolError("the set-up of this run began before")
-    silo = WeightingSilo(plan, question.partition)
+    silo = WeightingSilo(settings, question.partition)
     keeping.keep(silo, question.vault)
     return {KEY: records.to_bytes_array(silo.key.public)}
 
@@ -100,8 +100,8 @@ def _count(question: Question) -> Mapping[str, np.ndarray]:
     if silo.index != 0:
         sealed = question.arrays[SEED][SEED].tobytes()
         silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
-    owners = owned(question.data, silo.plan.users).owners.cpu().long()
-    counts = torch.bincount(owners, minlength=silo.plan.users).tolist()
+    owners = owned(question.data, silo.settings.users).owners.cpu().long()
+    counts = torch.bincount(owners, minlength=silo.settings.users).tolist()
     blinded = silo.blind_counts(counts)
     return {COUNTS: records.to_bytes_array(blinded.counts)}
 
@@ -133,10 +133,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     bound, silo = float(work.settings[CLIPPING_NORM]), keeping.resume(work.vault)
     if silo is None:
         return LocalResult(update=HiddenSum(bound=bound, encrypt=lambda noise: _lost()))
-    if work.settings[USERS] != silo.plan.users:
-        error = f"{USERS}={work.settings[USERS]!r}: expected {silo.plan.users}"
+    if work.settings[USERS] != silo.settings.users:
+        error = f"{USERS}={work.settings[USERS]!r}: expected {silo.settings.users}"
         raise tellable(ProtocolError(error))
-    users = owned(work.data, silo.plan.users).by_user()
+    users = owned(work.data, silo.settings.users).by_user()
     started = time.monotonic()
     updates: dict[int, np.ndarray] = yield Training(
         task=work.task,

@@ -10,7 +10,7 @@ import numpy as np
 
 from flower_ext.privacy import PoissonSampling, ReleasePlan
 from flower_ext.privacy.theorems.uldp import Weighting
-from flower_ext.secure import ProtocolError, WeightingPlan
+from flower_ext.secure import ProtocolError, WeightingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class PrivateWeighting:
     def __post_init__(self) -> None:
         silos = 2 if self.silo_record_limits is None else len(self.silo_record_limits)
         facts = {"users": 1, "silos": silos, "coordinates": 1}
-        self.plan(run="check", **facts, update_bound=self.precision, noise_bound=self.precision)
+        bounds = {"update_bound": self.precision, "noise_bound": self.precision}
+        self.settings(run="check", **facts, **bounds)
 
     @property
     def assumed_totals(self) -> str:
@@ -75,15 +76,15 @@ class PrivateWeighting:
             "user's number of records"
         )
 
-    def plan(self, **facts: Any) -> WeightingPlan:
+    def settings(self, **facts: Any) -> WeightingSettings:
         """The public facts of one run.
 
         Raises
         ------
         ValueError
-            As `WeightingPlan`.
+            As `WeightingSettings`.
         """
-        return WeightingPlan(**asdict(self), **facts)
+        return WeightingSettings(**asdict(self), **facts)
 
     def draw_hits(self, plan: ReleasePlan) -> int:
         """How many of a user's ``draw_choices`` stand for taking part.

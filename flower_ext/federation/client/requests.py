@@ -13,6 +13,7 @@ from flower_ext.federation import records
 from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
+from flower_ext.privacy.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class Asked:
     """What a message asks for: facts of the round, models and other arrays, phases of training."""
 
     kind: str
+    protection: Protection | None
     facts: Mapping[str, Any]
     model: Params
     state: Mapping[str, Params]
@@ -73,9 +75,10 @@ def reader(task: Task) -> Callable[[Message], Asked]:
             extra = sorted(set(received[records.MODEL]) - set(task.shapes))
             raise ValueError(f"the server's model has {extra}, which this task's has not")
         facts = dict(configs[records.ROUND])
-        check_facts(facts)
+        protection = check_facts(facts)
         return Asked(
             kind=message.metadata.message_type.partition(".")[0],
+            protection=protection,
             facts=facts,
             model=received.pop(records.MODEL),
             state=_Told(received),

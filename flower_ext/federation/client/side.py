@@ -33,18 +33,15 @@ from flower_ext.federation.cohort import PARTITION, check_addressee, partition_o
 from flower_ext.federation.failures import each, knowing_no_data, tellable
 from flower_ext.federation.protection import (
     HiddenSum,
+    NodePolicy,
     bounds_models,
-    check_noise,
     check_size,
-    may_simulate,
-    noise_source,
     objective_terms,
     protected,
     protects,
     step_noise,
 )
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
-from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.updates import l2_norm
@@ -60,6 +57,8 @@ from flower_ext.training import (
 log = getLogger("flwr")
 
 _LOSSES = ("loss", "training_loss")
+_OF_UPLOADS = "client-noise"
+"""Names the noise that protects an upload, on it or in the training that leads to it."""
 
 _Made = tuple[
     Params | BoundedSum | HiddenSum,
@@ -125,12 +124,12 @@ class ClientSide:
             one, work = asked[index], works[index]
             assert isinstance(one, Asked)
             assert isinstance(work, ClientWork)
-            own = result.bounded(work.received, whole=bounds_models(one.facts))
+            own = result.bounded(work.received, whole=bounds_models(one.protection))
             return own, result.memory, result.metrics
 
         def begin(one: Asked, work: ClientWork) -> LocalResult | Steps[LocalResult]:
-            if bounds_models(one.facts):
-                return unmoved_by_errors(self.method.local_update, work, one.facts)
+            if bounds_models(one.protection):
+                return unmoved_by_errors(self.method.local_update, work, one.protection)
             return self.method.local_update(work)
 
         runs = each(begin, asked, works)
@@ -170,7 +169,7 @@ class ClientSide:
             asked=dict(content.config_records[records.QUESTION]),
             arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
             vault=ClientVault(context, self.method.name),
-            may_simulate=may_simulate(context, allow_seeded_noise=self.allow_seeded_noise),
+            may_simulate=self._policy(context).may_simulate,
         )
         told = records.to_record(self.method.answer(question))
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
@@ -204,6 +203,9 @@ class ClientSide:
         answer = records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
+    def _policy(self, context: Context) -> NodePolicy:
+        return NodePolicy(context, self.allow_seeded_noise)
+
     def _task(self, context: Context) -> Task:
         task = self.task if isinstance(self.task, Task) else _built(self.task, context)
         device = _device_of(context)  # the node's owner has the last word
@@ -227,7 +229,7 @@ class ClientSide:
 
         asked = each(own, messages, contexts, devices)
         # What is protected of one client is so of all: they are asked by one server.
-        steady = not alone and any(protects(a.facts) for a in asked if isinstance(a, Asked))
+        steady = not alone and any(protects(a.protection) for a in asked if isinstance(a, Asked))
         return asked, each(partial(self._work, task=task, steady=steady), asked, contexts)
 
     def _remembering(
@@ -249,13 +251,8 @@ class ClientSide:
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
         own, memory, told = made
-        update = protected(
-            own,
-            work.received,
-            asked.facts,
-            context,
-            allow_seeded_noise=self.allow_seeded_noise,
-        )
+        noise = self._policy(context).noise(asked.facts, _OF_UPLOADS)
+        update = protected(own, work.received, asked.protection, noise)
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
         if asked.facts.get("report-size"):
@@ -264,7 +261,7 @@ class ClientSide:
             if isinstance(own, HiddenSum):
                 raise tellable(ValueError("diagnostics: the norm of a hidden sum stays hidden"))
             moved = own.value if isinstance(own, BoundedSum) else own
-            if bounds_models(asked.facts):
+            if bounds_models(asked.protection):
                 moved = difference(moved, work.received)
             metrics["update-norm"] = l2_norm(moved)
         if metrics:
@@ -274,26 +271,20 @@ class ClientSide:
         return record_of(RecordDict, content), memory
 
     def _work(self, asked: Asked, context: Context, task: Task, *, steady: bool) -> ClientWork:
-        noise: NoiseSource = SecureNoise()
-        phase = self.method.upload_phase
+        policy, phase = self._policy(context), self.method.upload_phase
         with knowing_no_data():
-            check_noise(asked.facts, context, kind=asked.kind)
+            if asked.kind == "train":
+                policy.check(asked.protection)
             partition = partition_of(context.node_config)
-            if "seeded-noise" in asked.facts:
-                noise = noise_source(
-                    asked.facts,
-                    context,
-                    allow_seeded_noise=self.allow_seeded_noise,
-                    purpose="training-noise",
-                )
-            in_steps = step_noise(asked.facts, context, allow_seeded_noise=self.allow_seeded_noise)
+            own_noise = policy.noise(asked.facts, _OF_UPLOADS)
+            in_steps = step_noise(asked.protection, own_noise)
             if in_steps is not None and phase is None:
                 raise ValueError(f"{self.method.name}: no phase of training is all of its update")
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
         if not isinstance(data, ClientData):
             raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
-        check_size(len(data.train), asked.facts)
+        check_size(len(data.train), asked.protection)
         return ClientWork(
             task=task,
             data=data,
@@ -306,14 +297,8 @@ class ClientSide:
             generator=torch.Generator().manual_seed(seed),
             settings=asked.settings,
             state=asked.state,
-            terms=objective_terms(
-                asked.model,
-                len(data.train),
-                asked.facts,
-                context,
-                allow_seeded_noise=self.allow_seeded_noise,
-            ),
-            noise=noise,
+            terms=objective_terms(asked.model, len(data.train), asked.protection, own_noise),
+            noise=policy.noise(asked.facts, "training-noise"),
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
             config=asked.config,
             steady=steady,

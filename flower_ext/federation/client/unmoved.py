@@ -11,12 +11,9 @@ import torch
 from flower_ext.federation.client.method import UPDATES, ClientWork, LocalResult
 from flower_ext.federation.client.side_by_side import Steps
 from flower_ext.federation.failures import is_tellable
-from flower_ext.privacy import (
-    NonFiniteUpdate,
-)
-from flower_ext.training import (
-    Params,
-)
+from flower_ext.privacy import NonFiniteUpdate
+from flower_ext.privacy.protections import ClipSteps, Protection
+from flower_ext.training import Params
 
 log = getLogger("flwr")
 
@@ -37,15 +34,15 @@ def check_finite(params: Params | None) -> None:
 def unmoved_by_errors(
     local_update: Callable[[ClientWork], LocalResult | Steps[LocalResult]],
     work: ClientWork,
-    facts: Mapping[str, Any] | None = None,
+    protection: Protection | None = None,
 ) -> Steps[LocalResult]:
     """Let a training that raises or diverges leave its model as it was; all else too, if need be.
 
     For models that leave the client under noise: an error in place of one would tell of a record.
-    Where each step is noised instead (by ``facts``), no record makes these steps fail; what else
-    does is an error. So is what the server's message lacks (see `tellable`).
+    Where each step is noised instead, no record makes these steps fail; what else does is an error.
+    So is what the server's message lacks (see `tellable`).
     """
-    steps_noised = "step-noise-stddev" in (facts or {})
+    steps_noised = isinstance(protection, ClipSteps)
     trained: Any = None
     try:
         run = local_update(work)

@@ -17,7 +17,9 @@ import math
 
 from flower_ext.privacy.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.release_plan import ReleasePlan
+from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.plan import PrivacyPlan
+from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 
@@ -89,14 +91,17 @@ def dp2_fedsam_theorem2_noise_multiplier(
     return math.sqrt(7 * sampling_rate**2 * rounds * needed) / epsilon
 
 
-def theorem2_of_plan(plan: ReleasePlan, rounds: int) -> Guarantee:
-    """`dp2_fedsam_theorem2` for a plan, after ``rounds`` rounds."""
-    return dp2_fedsam_theorem2(
+def theorem2_of_plan(plan: PrivacyPlan, run: RunFacts) -> list[Guarantee]:
+    """`dp2_fedsam_theorem2` after a run's rounds so far; nothing for plans that it is not about."""
+    if not isinstance(plan, NoisedSum):
+        return []
+    theorem = dp2_fedsam_theorem2(
         noise_multiplier=plan.noise_multiplier,
         sampling_rate=plan.sampling.sampling_rate,
-        rounds=rounds,
+        rounds=run.participations.rounds,
         delta=plan.delta,
     )
+    return [theorem]
 
 
 def _check_theorem2(sampling_rate: float, rounds: int, delta: float) -> None:

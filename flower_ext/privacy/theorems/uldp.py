@@ -39,7 +39,7 @@ from flower_ext.privacy.assumptions import (
     noise_assumption,
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee
-from flower_ext.privacy.release_plan import ReleasePlan
+from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
@@ -157,7 +157,7 @@ def uldp_naive_guarantees(
 
 
 def uldp_avg_guarantees(
-    plan: ReleasePlan,
+    plan: NoisedSum,
     *,
     num_silos: int,
     rounds: int,
@@ -181,7 +181,7 @@ def uldp_avg_guarantees(
 
     Parameters
     ----------
-    plan : ReleasePlan
+    plan : NoisedSum
         Samples users, its noise comes from the silos, and its unit is the user.
     num_silos : int
     rounds : int
@@ -286,7 +286,7 @@ def uldp_avg_guarantees(
     ]
 
 
-def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
+def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(plan.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
         source, assumptions = "Kato et al., Uldp-FL, Theorem 5", (SECURE_SUM,)
@@ -311,7 +311,7 @@ def _theorem_5(plan: ReleasePlan, rounds: int) -> Guarantee:
     )
 
 
-def check_user_plan(plan: ReleasePlan, num_silos: int, weighting: str) -> None:
+def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
     """Refuse a plan that is none of users, or that these methods cannot keep.
 
     Raises

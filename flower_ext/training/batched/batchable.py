@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.training.batched.descent import Kind, Stack, form_for, kind_of, unstacked
+from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.objective import Linear, Proximal
@@ -70,7 +70,7 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
             )
         elif task.loss not in _STEADY_LOSSES:
             reason = "of this loss nobody knows whether it rounds alike in every batch"
-        elif not form_for(task, jobs[0]).steady:
+        elif not models_for(task, jobs[0]).steady:
             reason = "of this model not all is known to round alike in every batch"
     if reason is not None:
         _say_once(reason)

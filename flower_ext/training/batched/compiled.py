@@ -16,7 +16,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit
 
 from flower_ext.training.batched.layout import (
     ACROSS,
@@ -38,25 +37,28 @@ from flower_ext.training.batched.layout import (
     ORDER,
     OUTPUTS,
     PULL,
-    RELU,
     SAM_RADIUS,
-    SIGMOID,
     START,
     STEPS,
-    TANH,
     TARGETS,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
     WEIGHT,
     WEIGHTS,
 )
+from flower_ext.training.batched.products import (
+    ONE,
+    ZERO,
+    activate,
+    add_products,
+    copy,
+    fill,
+    loops,
+    multiply,
+    through,
+)
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
-_ONE, _ZERO = np.float32(1), np.float32(0)
-
-_loops = njit(error_model="numpy")
-# Sums in any order, which vector registers want; NaN and infinity stay what they are.
-_sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
 def train(
@@ -95,7 +97,7 @@ def train(
     for job in range(jobs):
         own, whole, count = JOB_NUMBERS * job, JOB_INTEGERS * job, count_of[job, COUNT]
         weights = carray(numbers[own + WEIGHTS], size)
-        _copy(carray(numbers[own + START], size), weights)
+        copy(carray(numbers[own + START], size), weights)
         _descend(
             weights,
             layers,
@@ -129,19 +131,7 @@ def are_classes(targets: Any, counts: Any, jobs: int, classes: int, found: Any) 
                 break
 
 
-@_loops
-def _copy(values: np.ndarray, into: np.ndarray) -> None:
-    for i in range(len(values)):  # several times as fast as an assignment
-        into[i] = values[i]
-
-
-@_loops
-def _fill(into: np.ndarray, value: np.float32) -> None:
-    for i in range(len(into)):
-        into[i] = value
-
-
-@_loops
+@loops
 def _descend(
     weights: np.ndarray,
     layers: np.ndarray,
@@ -167,16 +157,16 @@ def _descend(
     plain = beta == 0 and radius == 0 and not has_terms
     velocity, climb, climbed = room[0], room[1], room[2]
     if not plain:
-        _fill(velocity, _ZERO)
+        fill(velocity, ZERO)
     point, first, begin = weights, 0, 0
     for _ in range(counts[STEPS]):
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
-            _copy(features[row], outputs[place * features.shape[1] :])
+            copy(features[row], outputs[place * features.shape[1] :])
         if radius > 0:
             _slope(weights, layers, most, outputs, slopes, targets, rows)
-            _fill(climb, _ZERO)
-            _send(weights, layers, most, outputs, slopes, len(rows), factors, climb, _ONE)
+            fill(climb, ZERO)
+            _send(weights, layers, most, outputs, slopes, len(rows), factors, climb, ONE)
             if has_terms:
                 _add_terms(climb, weights, layers, pull, offset)
             _climb(weights, climb, radius, climbed)
@@ -187,7 +177,7 @@ def _descend(
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
-            _send(point, layers, most, outputs, slopes, len(rows), factors, velocity, _ONE)
+            _send(point, layers, most, outputs, slopes, len(rows), factors, velocity, ONE)
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
             for i in range(len(weights)):
@@ -197,7 +187,7 @@ def _descend(
             first, begin = 0, begin + count
 
 
-@_loops
+@loops
 def _slope(
     weights: np.ndarray,
     layers: np.ndarray,
@@ -212,8 +202,8 @@ def _slope(
     here = 0
     for layer in layers:
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
-        _multiply(weights, layer, outputs, below, here, count)
-        _activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
+        multiply(weights, layer, outputs, below, here, count)
+        activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
     for place, row in enumerate(rows):
         start = here + place * classes
@@ -221,17 +211,17 @@ def _slope(
         largest = logits[0]
         for label in range(1, classes):
             largest = max(largest, logits[label])
-        total = _ZERO
+        total = ZERO
         for label in range(classes):
             slope[label] = math.exp(logits[label] - largest)
             total += slope[label]
-        share = _ONE / (total * np.float32(count))
+        share = ONE / (total * np.float32(count))
         for label in range(classes):
             slope[label] *= share
-        slope[targets[row]] -= _ONE / np.float32(count)
+        slope[targets[row]] -= ONE / np.float32(count)
 
 
-@_loops
+@loops
 def _send(
     weights: np.ndarray,
     layers: np.ndarray,
@@ -252,139 +242,28 @@ def _send(
         wide, high = layer[INPUTS], layer[OUTPUTS]
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
         own = slopes[here:][: count * high]
-        _through(own, outputs[here:][: count * high], layer[ACTIVATION])
+        through(own, outputs[here:][: count * high], layer[ACTIVATION])
         if number > lowest:  # before the weights change
-            _fill(slopes[below:][: count * wide], _ZERO)
+            fill(slopes[below:][: count * wide], ZERO)
             factors = carray(room, (count, high + -high % 5))
             for row in range(count):
                 for place in range(factors.shape[1]):
-                    factors[row, place] = own[row * high + place] if place < high else _ZERO
-            _add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
+                    factors[row, place] = own[row * high + place] if place < high else ZERO
+            add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
         if layer[TRAINS_WEIGHT]:
             factors = carray(room, (high, count + -count % 5))
             for place in range(high):
                 for row in range(factors.shape[1]):
-                    scale = own[row * high + place] if row < count else _ZERO
+                    scale = own[row * high + place] if row < count else ZERO
                     factors[place, row] = factor * scale
-            _add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
+            add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
         if layer[TRAINS_BIAS]:
             for row in range(count):
                 for place in range(high):
                     into[layer[BIAS] + place] += factor * own[row * high + place]
 
 
-@_sums
-def _multiply(
-    weights: np.ndarray, layer: np.ndarray, values: np.ndarray, below: int, here: int, count: int
-) -> None:
-    """Rows x of a layer's inputs to x Wᵀ + b: two rows and five neurons at a time."""
-    wide, high = layer[INPUTS], layer[OUTPUTS]
-    matrix = weights[layer[WEIGHT] :][: high * wide]
-    for first in range(0, high, 5):
-        # The last one again where there are fewer: it is computed twice.
-        p, q, r = first, min(first + 1, high - 1), min(first + 2, high - 1)
-        s, t = min(first + 3, high - 1), min(first + 4, high - 1)
-        u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
-        x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
-        for row in range(0, count, 2):
-            other = min(row + 1, count - 1)
-            one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
-            a = b = c = d = e = f = g = h = i = j = _ZERO
-            for k in range(wide):
-                a += one[k] * u[k]
-                b += one[k] * v[k]
-                c += one[k] * w[k]
-                d += one[k] * x[k]
-                e += one[k] * y[k]
-                f += two[k] * u[k]
-                g += two[k] * v[k]
-                h += two[k] * w[k]
-                i += two[k] * x[k]
-                j += two[k] * y[k]
-            outputs = values[here + row * high :][:high]
-            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = a, b, c, d, e
-            outputs = values[here + other * high :][:high]
-            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = f, g, h, i, j
-    if layer[BIAS] >= 0:
-        for row in range(count):
-            for place in range(high):
-                values[here + row * high + place] += weights[layer[BIAS] + place]
-
-
-@_sums
-def _add_products(
-    into: np.ndarray,
-    factors: np.ndarray,
-    targets: int,
-    values: np.ndarray,
-    sources: int,
-    wide: int,
-) -> None:
-    """``into`` += ``factors`` · ``values``: (targets, wide), (targets, sources), (sources, wide).
-
-    Five sources and two targets at a time. Where there are fewer sources the last comes again, by
-    zero (see `_send`).
-    """
-    # Unsigned places, as Numba would look at each of any other kind whether it is negative.
-    size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
-    for first in range(0, sources, 5):
-        p = np.uint64(first * wide)
-        q = min(p + size, last)
-        r = min(q + size, last)
-        s = min(r + size, last)
-        t = min(s + size, last)
-        for pair in range(0, targets - 1, 2):
-            a, b, c, d, e = _five(factors[pair], first)
-            f, g, h, i, j = _five(factors[pair + 1], first)
-            one = np.uint64(pair * wide)
-            two = one + size
-            for k in range(size):
-                u, v, w = values[p + k], values[q + k], values[r + k]
-                x, y = values[s + k], values[t + k]
-                into[one + k] += a * u + b * v + c * w + d * x + e * y
-                into[two + k] += f * u + g * v + h * w + i * x + j * y
-        if targets % 2:
-            a, b, c, d, e = _five(factors[targets - 1], first)
-            one = np.uint64((targets - 1) * wide)
-            for k in range(size):
-                u, v, w = values[p + k], values[q + k], values[r + k]
-                x, y = values[s + k], values[t + k]
-                into[one + k] += a * u + b * v + c * w + d * x + e * y
-
-
-@_loops
-def _five(row: np.ndarray, first: int) -> tuple[float, float, float, float, float]:
-    return row[first], row[first + 1], row[first + 2], row[first + 3], row[first + 4]
-
-
-@_loops
-def _activate(values: np.ndarray, kind: int) -> None:
-    if kind == RELU:
-        for i in range(len(values)):
-            values[i] = _ZERO if values[i] <= 0 else values[i]  # NaN stays
-    elif kind == TANH:
-        for i in range(len(values)):
-            values[i] = math.tanh(values[i])
-    elif kind == SIGMOID:
-        for i in range(len(values)):
-            values[i] = _ONE / (_ONE + math.exp(-values[i]))
-
-
-@_loops
-def _through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
-    """Slopes by what an activation puts out to slopes by what it takes."""
-    if kind == RELU:
-        for i in range(len(slopes)):
-            slopes[i] = _ZERO if outputs[i] <= 0 else slopes[i]
-    elif kind == TANH:
-        for i in range(len(slopes)):
-            slopes[i] *= _ONE - outputs[i] * outputs[i]
-    elif kind == SIGMOID:
-        for i in range(len(slopes)):
-            slopes[i] *= outputs[i] * (_ONE - outputs[i])
-
-
-@_loops
+@loops
 def _add_terms(
     slopes: np.ndarray,
     point: np.ndarray,
@@ -403,13 +282,13 @@ def _add_terms(
                     slopes[i] += pull * point[i] + offset[i]
 
 
-@_loops
+@loops
 def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
     """SAM's point w + q g/‖g‖ to ``into``; w itself where it is flat."""
     total = 0.0
     for value in slope:
         total += value * value
-    scale = radius / np.float32(math.sqrt(total)) if total > 0 else _ZERO
+    scale = radius / np.float32(math.sqrt(total)) if total > 0 else ZERO
     for i in range(len(weights)):
         into[i] = weights[i] + scale * slope[i]
 

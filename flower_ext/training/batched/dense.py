@@ -101,9 +101,11 @@ class DenseNetwork:
         _library().are_classes(where, counts, len(jobs), classes, found)
         return [one and bool(other) for one, other in zip(usual, found, strict=True)]
 
-    def together(self, memory_limit: int) -> int:
-        """How many models to hand out at a time, with what their training takes; at least one."""
-        return max(1, min(_TOGETHER, memory_limit // 16) // self.size)
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
+        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out."""
+        own = [index for index, fits in enumerate(self.takes(jobs)) if fits]
+        size = max(1, min(_TOGETHER, memory_limit // 16) // self.size)
+        return [own[start : start + size] for start in range(0, len(own), size)]
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """What `local.train` makes of the trained parameters of each job, in rows.

@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from flower_ext.training.batched.stacked import (
-    Loss,
-    MappedModel,
-    NotStackable,
-    StackedModel,
-    Target,
-)
+from flower_ext.training.batched.form import Loss, ManyModels, Target
+from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.batched.stacked import NotStackable, StackedModel
 from flower_ext.training.local import Job, batch_rows, spared
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
@@ -51,13 +47,13 @@ def kind_of(task: Task, job: Job) -> Kind:
     return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
 
 
-def form_for(task: Task, job: Job) -> StackedModel | MappedModel:
+def models_for(task: Task, job: Job) -> ManyModels:
     """How several models of a job's kind are computed at once."""
-    return _form(kind_of(task, job))
+    return _models(kind_of(task, job))
 
 
 @lru_cache(maxsize=64)
-def _form(kind: Kind) -> StackedModel | MappedModel:
+def _models(kind: Kind) -> ManyModels:
     """How K models of this kind are computed at once."""
 
     def model() -> nn.Module:
@@ -82,12 +78,12 @@ class Stack:
             raise ValueError("cannot train on a client without examples")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
-        self.form = form_for(task, jobs[0])
-        self.names = [name for name in self.form.parameters if trained(name)]
+        self.models = models_for(task, jobs[0])
+        self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
             raise ValueError("trained selects no parameter of the model")
         every = {
-            name: self.form.stack([job.params[name] for job in jobs]).detach().to(self.device)
+            name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
         }
         self.weights = {name: every.pop(name) for name in self.names}
@@ -164,7 +160,7 @@ class Stack:
     ) -> None:
         """Each job's gradient of its loss, times its factor, to ``targets``."""
         loss = self._loss(y, counts, factors)
-        self.form.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
+        self.models.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
 
     def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""

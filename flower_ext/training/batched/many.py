@@ -7,30 +7,20 @@ those that a batch would change one by one (`batchable`).
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from itertools import groupby
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from flower_ext.data import Examples
 from flower_ext.training.batched import dense
-from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
-from flower_ext.training.batched.descent import IGNORED, Stack, form_for, unstacked
+from flower_ext.training.batched.batchable import why_apart
+from flower_ext.training.batched.descent import unstacked
+from flower_ext.training.batched.form import Form
+from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
 from flower_ext.training.local import Job, LocalTraining, train
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
-MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller says otherwise."""
-_CACHE = 12 * 2**20
-"""Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
-_LEAST_TOGETHER = 8
-_TOGETHER_ELSEWHERE = 4096
 _TYPICAL_ROWS = 32
 
 
@@ -105,9 +95,9 @@ def train_groups(
     """
     if any(len(job.examples) == 0 for job in jobs):
         raise ValueError("cannot train on a client without examples")
-    for members in _alike(jobs):
-        alike = [jobs[index] for index in members]
-        for group, rows in _train_alike(task, alike, trained, memory_limit, steady):
+    for members in alike(jobs):
+        own = [jobs[index] for index in members]
+        for group, rows in _train_alike(task, own, trained, memory_limit, steady):
             yield [members[index] for index in group], rows
 
 
@@ -155,31 +145,54 @@ def _train_alike(
     memory_limit: int,
     steady: bool,
 ) -> Iterator[tuple[list[int], Params]]:
-    others = [*range(len(jobs))]
-    may_share = (steady or len(jobs) > 1) and why_apart(task, jobs) is None
-    network = dense.network(task, jobs[0]) if may_share else None
-    if network is not None:
-        fit = network.takes(jobs)
-        own, others = [i for i in others if fit[i]], [i for i in others if not fit[i]]
-        size = network.together(memory_limit)
-        for start in range(0, len(own), size):
-            group = own[start : start + size]
-            yield group, network.minimise([jobs[index] for index in group], trained)
-    apart = (steady or len(others) > 1) and why_apart(task, jobs, steady=steady) is not None
-    for part in _groups(task, [jobs[index] for index in others], memory_limit, steady=steady):
-        group = [others[index] for index in part]
-        chosen = [jobs[index] for index in group]
-        alone = apart or (depends_on_company(task, chosen[0]) if steady else len(chosen) == 1)
-        if alone:
-            for index, job in zip(group, chosen, strict=True):
-                yield [index], _trained_alone(task, job, trained)
-        else:
-            like = chosen[0].params
-            rows = Stack(task, in_company(chosen) if steady else chosen, trained).minimise()
-            yield (
-                group,
-                {n: w[: len(chosen)].to(like[n].device, like[n].dtype) for n, w in rows.items()},
-            )
+    left = [*range(len(jobs))]
+    for form in _forms(task, jobs, steady):
+        taken: set[int] = set()
+        for part in form.groups([jobs[index] for index in left], memory_limit):
+            group = [left[index] for index in part]
+            taken.update(group)
+            yield group, form.minimise([jobs[index] for index in group], trained)
+        left = [index for index in left if index not in taken]
+        if not left:
+            return
+
+
+def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
+    """Forms for jobs that are alike, the fastest first; the last one takes whatever is left."""
+    if (steady or len(jobs) > 1) and why_apart(task, jobs) is None:
+        network = dense.network(task, jobs[0])
+        if network is not None:
+            yield network
+        if not steady or why_apart(task, jobs, steady=True) is None:
+            yield InBatches(task, steady=steady)
+    yield Alone(task)
+
+
+class Alone:
+    """Trainings one by one (a `Form`)."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
+        """Return all jobs, the longest first."""
+        order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, -len(jobs[i].examples)))
+        return [[index] for index in order]
+
+    def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
+        """As `Form.minimise`."""
+        (job,) = jobs
+        model = train(
+            self.task,
+            job.params,
+            job.examples,
+            job.training,
+            trained=trained,
+            terms=job.terms,
+            generator=job.generator,
+        )
+        # Copies, as what was not trained may be the job's own.
+        return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
@@ -189,7 +202,7 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
     """
     rows = min(training.batch_size, _TYPICAL_ROWS)
     features, targets = (
-        part[:1].expand(rows, *part.shape[1:]) for part in (example.features, example.targets)
+        part.new_zeros((rows, *part.shape[1:])) for part in (example.features, example.targets)
     )
     job = Job(
         params=task.initial_params(0),
@@ -197,110 +210,5 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
         training=training,
         generator=torch.Generator(),
     )
-    if why_apart(task, [job]) is None and dense.network(task, job) is not None:
-        return False
-    return why_apart(task, [job], steady=True) is not None or depends_on_company(task, job)
-
-
-def _trained_alone(task: Task, job: Job, trained: Callable[[str], bool]) -> Params:
-    model = train(
-        task,
-        job.params,
-        job.examples,
-        job.training,
-        trained=trained,
-        terms=job.terms,
-        generator=job.generator,
-    )
-    # Copies, as what was not trained may be the job's own.
-    return {name: p.clone().unsqueeze(0) for name, p in model.items()}
-
-
-def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
-    """Which jobs are best trained together: their indices, the longest first in each group.
-
-    All of a group have examples of one shape and type. A batch narrows as its jobs end, so those
-    that would outlast all others are groups of one. Of equally long ones those with as many
-    examples are neighbours, so that less is padded.
-    """
-    return [
-        [members[index] for index in group]
-        for members in _alike(jobs)
-        for group in _groups(task, [jobs[index] for index in members], memory_limit)
-    ]
-
-
-def _alike(jobs: Sequence[Job]) -> list[list[int]]:
-    """Jobs whose examples have one shape and type."""
-    alike = defaultdict(list)
-    for index, job in enumerate(jobs):
-        alike[job.examples.form].append(index)
-    return [*alike.values()]
-
-
-def _groups(
-    task: Task, jobs: Sequence[Job], memory_limit: int, *, steady: bool = False
-) -> list[list[int]]:
-    """As `groups`, for jobs that are alike; if ``steady``, none changes how others are padded."""
-
-    def kind(index: int) -> tuple[float, ...]:
-        """Return the size and, if ``steady``, all else that changes how a batch computes."""
-        job = jobs[index]
-        if not steady:
-            return (-len(job.examples),)
-        training, ignores = job.training, IGNORED in job.examples.targets
-        ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
-        return -job.num_steps, -len(job.examples), training.batch_size, ignores, *ways
-
-    order = sorted(range(len(jobs)), key=lambda i: (-jobs[i].num_steps, *kind(i)))
-    steps = [jobs[i].num_steps for i in order]
-    lonely = len(jobs)
-    if (steady or len(jobs) > 1) and jobs and why_apart(task, jobs, steady=steady) is None:
-        fewest = 0 if steady else form_for(task, jobs[0]).fewest
-        worth = (i for i in range(len(jobs)) if sum(steps[i:]) >= fewest * max(steps[i], 1))
-        lonely = next(worth, len(jobs))
-    chosen = [[index] for index in order[:lonely]]
-    of_one_kind = groupby(order[lonely:], kind if steady else lambda index: None)
-    for left in ([*members] for _, members in of_one_kind):
-        while left:
-            size = together(task, jobs[left[0]], memory_limit)
-            chosen.append(left[:size])
-            left = left[size:]
-    return chosen
-
-
-def together(task: Task, job: Job, memory_limit: int) -> int:
-    """How many jobs like this one fit into ``memory_limit`` bytes; at least one."""
-    numbers = sum(p.numel() for p in job.params.values())
-    features = job.examples.features
-    batch = min(job.training.batch_size, len(features))
-    activations = batch * _activations(task.model, features.shape[1:], features.dtype)
-    most = _TOGETHER_ELSEWHERE
-    if task.torch_device().type == "cpu":
-        most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # Weights, their gradient, velocity, terms and SAM's second point; what layers keep for their
-    # backward pass, and its own.
-    needed = 4 * (8 * numbers + features.numel() + 3 * activations)
-    return int(max(1, min(most, memory_limit // needed)))
-
-
-@lru_cache(maxsize=64)
-def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> int:
-    """Numbers that the layers put out for one example, and the example's own."""
-    count = 2 * math.prod(shape)
-
-    def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-        nonlocal count
-        if isinstance(module, nn.RNNBase):  # a step keeps gates, their slopes and its states
-            steps = inputs[0].numel() // module.input_size
-            gates = sum(len(p) for n, p in module.named_parameters() if n.startswith("weight_hh"))
-            count += 3 * steps * gates
-        elif isinstance(output, Tensor):
-            count += output.numel()
-
-    model = build()
-    for module in model.modules():
-        module.register_forward_hook(add)
-    with torch.no_grad():
-        model(torch.zeros((2, *shape), dtype=dtype))  # one alone may be too few
-    return count // 2
+    forms = _forms(task, [job], steady=True)
+    return isinstance(next(f for f in forms if any(f.groups([job], MEMORY_LIMIT))), Alone)

@@ -1,8 +1,9 @@
 """Machine code of `compiled`: made once on a machine, kept in a file, and run without Numba.
 
-Numba and its compiler take most of a second and a hundred megabytes, in every process that trains.
-So another process compiles, what it prints is kept, and LLVM's linker, which llvmlite brings, loads
-it from then on.
+Another process compiles, what it prints is kept, and LLVM's linker, which llvmlite brings, loads it
+from then on. Beside ``numba.cfunc(cache=True)``, in one run on two shared cores: code as fast and
+equal to the last bit; in every process that trains 0.04 s and 49 MB to load it in place of 0.5 to
+0.9 s and 119 MB; once on a machine 22 s to compile it in place of 10.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 log = getLogger("flwr")
 
 _HERE = Path(__file__).parent
-_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py")]
+_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py", "products.py")]
 _CHECKSUM = hashlib.sha256().digest_size
 _LONGEST = 600.0
 """Seconds that compiling may take: it takes some twenty."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flower_ext.data import Examples
 from flower_ext.privacy import NoiseSource
-from flower_ext.training.batched.many import MEMORY_LIMIT
+from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import Job, batches, gradient, local_problem
 from flower_ext.training.params import Params

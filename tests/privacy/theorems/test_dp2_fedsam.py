@@ -8,6 +8,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2_noise_multiplier,
     theorem2_of_plan,
 )
+from tests.privacy.runs import run_facts
 
 
 def plan(sampling=None, **changes) -> ReleasePlan:
@@ -64,7 +65,7 @@ def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
 
 
 def test_the_published_claim_says_that_it_does_not_fit_its_own_setting():
-    claim = theorem2_of_plan(plan(), 60)
+    claim = theorem2_of_plan(plan(), run_facts(rounds=60))[0]
     assert claim.basis == "published"
     assert not claim.conditions_hold
     failed = [c.text for c in claim.conditions if not c.holds]

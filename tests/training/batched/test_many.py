@@ -20,8 +20,9 @@ from flower_ext.training import (
     train,
 )
 from flower_ext.training.batched import many as module
-from flower_ext.training.batched.many import together, train_groups, train_many, trains_apart
-from flower_ext.training.batched.stacked import MappedModel
+from flower_ext.training.batched.grouping import together
+from flower_ext.training.batched.many import train_groups, train_many, trains_apart
+from flower_ext.training.batched.mapped import MappedModel
 from tests.training.jobs import (
     ALIKE,
     SGD,
@@ -402,6 +403,15 @@ def test_what_is_trained_apart_is_said_beforehand():
     assert not trains_apart(problem(lambda: compiled_images()), shape, training)
     assert trains_apart(problem(of(nn.Sigmoid)), shape, training)
     assert trains_apart(problem(Reading), shape, training)
+
+
+@pytest.mark.parametrize("label", [0, -1, 99])
+def test_whether_models_train_apart_depends_on_nobodys_labels(label):
+    def network():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Sigmoid(), nn.Linear(9, 3))
+
+    shape = Examples(torch.full((3, 1, 8, 8), torch.nan), torch.full((3,), label))
+    assert not trains_apart(problem(network), shape, LocalTraining(batch_size=16))
 
 
 def compiled_images():

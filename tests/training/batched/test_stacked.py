@@ -7,7 +7,9 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from flower_ext.training import models
-from flower_ext.training.batched.stacked import MappedModel, NotStackable, StackedModel, Target
+from flower_ext.training.batched.form import Target
+from flower_ext.training.batched.mapped import MappedModel
+from flower_ext.training.batched.stacked import NotStackable, StackedModel
 
 
 class Residual(nn.Module):

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_sequence
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient, Job, train_many
 from flower_ext.training.batched.batchable import why_apart
-from flower_ext.training.batched.many import together
+from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.unfused import faster_alone, unfuse
 from tests.training.dp.test_dp_sgd import by_loop
 from tests.training.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same

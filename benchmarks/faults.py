@@ -1,0 +1,251 @@
+"""What breaks, and what does not: one command, one report.
+
+    python -m benchmarks.faults [--quick] [--output RESULTS] [--seed 0]
+
+Methods run in this process while replies are dropped, late, malformed, repeated and forged, and
+clients raise; each round's aggregate and each run's ε are recomputed from the replies that should
+count. Clients get malformed requests; noise is measured under dropout; every message of the
+personalised methods is searched for what clients remember. Then, unless ``--quick``, processes are
+killed (`kill`) and a real SuperLink with real SuperNodes is disturbed (`processes`).
+
+``--quick`` takes a minute, the whole some ten for what runs in this process. Each part is
+written down as it ends. The exit status is 1 where a part failed or something was not kept, and the
+last line names these parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
+from flower_ext.runs.report import table
+from tests.faults import kill, processes
+from tests.faults.clients import Asked, everyone
+from tests.faults.engine import Outcome, run_case
+from tests.faults.noise import Measured, measure
+from tests.faults.wire import Searched, search
+from tests.faults.worlds import CASES, PERSONALISED, PRIVATE
+
+DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="a twentieth of everything")] = False,
+    output: Annotated[Path, typer.Option(help="where the report goes")] = Path("runs/faults"),
+    seed: Annotated[int, typer.Option(help="of everything that goes wrong")] = 0,
+    points: Annotated[int, typer.Option(help="at which processes are killed")] = 100,
+    only: Annotated[list[str] | None, typer.Option(help="parts; all by default")] = None,
+) -> None:
+    """Run, print and write the report."""
+    output.mkdir(parents=True, exist_ok=True)
+    scale = 20 if quick else 1
+    parts: dict[str, Callable[[], tuple[str, bool]]] = {
+        "engine": lambda: engine(210 // scale, 36, private_rounds=60 // scale, seed=seed),
+        "clients": lambda: clients(1_000 // scale, seed=seed),
+        "noise": lambda: noise(60 // (scale // 4 or 1), seed=seed),
+        "wire": lambda: wire(8 if not quick else 3),
+    }
+    if not quick:
+        parts |= {
+            "kill": lambda: killed_processes(points, seed=seed),
+            **{
+                f"processes-{plan.policy}": partial(real_processes, plan)
+                for plan in processes.PLANS
+            },
+        }
+    for name in only or ():
+        if name not in parts:
+            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(parts)}")
+    lost = run_parts({name: parts[name] for name in only or parts}, output / "faults.md")
+    sys.exit(1 if lost else 0)
+
+
+def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path) -> list[str]:
+    """Run all parts, write each down as it ends, and name those that failed or were not kept.
+
+    A part that raises keeps no other from running, and an interrupt leaves in the report what has
+    ended. The last line, printed and written, is the verdict; a report without it is unfinished.
+    """
+    report.write_text("", encoding="utf-8")
+
+    def tell(text: str) -> None:
+        with report.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n\n")
+        print(f"\n{text}", flush=True)
+
+    tell(f"# Faults\n\n{platform.machine()}, Python {platform.python_version()}.")
+    lost = []
+    for name, part in parts.items():
+        started = time.monotonic()
+        try:
+            text, kept = part()
+            verdict = "kept" if kept else "not kept"
+        except Exception:
+            text, verdict = f"## {name}\n\n```\n{traceback.format_exc()}```", "failed"
+        tell(f"{text}\n\n{time.monotonic() - started:.0f} s, {verdict}.")
+        if verdict != "kept":
+            lost.append(f"{name} ({verdict})")
+    print(f"\nwritten to {report}")
+    tell(f"NOT ALL KEPT: {', '.join(lost)}" if lost else "all kept")
+    return lost
+
+
+def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[str, bool]:
+    """All methods under mixed faults."""
+    outcomes = [run_case(case, rounds, flood=flood, seed=seed) for case in CASES]
+    outcomes.append(run_case(PRIVATE, private_rounds, flood=flood, seed=seed))
+    faults: Counter[str] = sum((o.faults for o in outcomes), Counter())
+    flooded = sum(o.faults["malformed"] for o in outcomes)
+    lines = [engine_table(outcomes), totals_table(faults)]
+    text = f"## Runs under faults\n\n{lines[0]}\n\n{lines[1]}\n\n{len(_kinds(outcomes))} kinds"
+    text += f" of malformed replies, {flooded:,} of them."
+    return text, all(kept(outcome) for outcome in outcomes)
+
+
+def kept(outcome: Outcome) -> bool:
+    """Whether nothing that should hold was broken in a run."""
+    broken = (outcome.crashes, outcome.accepted, outcome.wrong_aggregates, outcome.unexplained)
+    return not any(broken) and outcome.epsilon_is_right
+
+
+def engine_table(outcomes: Sequence[Outcome]) -> str:
+    """A row a method."""
+    return table(
+        (
+            "method",
+            "rounds",
+            "released",
+            "faults",
+            "malformed",
+            "crashes",
+            "wrongly used",
+            "wrong aggregates",
+            "ε right",
+        ),
+        [
+            (
+                o.name,
+                o.rounds,
+                o.released,
+                f"{sum(o.faults.values()) - o.faults['malformed']:,}",
+                f"{o.faults['malformed']:,}",
+                len(o.crashes),
+                len(o.accepted),
+                len(o.wrong_aggregates),
+                "none stated" if not o.epsilon else "yes" if o.epsilon_is_right else "NO",
+            )
+            for o in outcomes
+        ],
+    )
+
+
+def totals_table(faults: Counter[str]) -> str:
+    """A row a kind of fault, over all methods."""
+    what = {
+        "dropped": "reply lost",
+        "late": "reply of an earlier round (stale)",
+        "raises": "client raises",
+        "malformed": "malformed reply",
+        "huge": "upload 10,000 times too large",
+        "duplicated": "reply twice",
+        "replayed": "reply of an earlier round again (replayed)",
+        "relabelled": "the same, relabelled as of this round",
+        "stranger": "reply of a node that was not asked",
+    }
+    return table(("fault", "number"), [(t, f"{faults[name]:,}") for name, t in what.items()])
+
+
+def _kinds(outcomes: Sequence[Outcome]) -> set[str]:
+    return {kind for outcome in outcomes for kind in outcome.wrong}
+
+
+def clients(count: int, *, seed: int) -> tuple[str, bool]:
+    """Malformed requests to the clients of all methods."""
+    found = everyone(count, seed=seed)
+    header = ("method", "malformed requests", "kinds", "answered", "remembered", "sound", "refused")
+    rows = [
+        (n, a.requests, len(a.wrong), len(a.answered), len(a.remembered), a.sound, a.refused)
+        for n, a in found.items()
+    ]
+    return f"## Malformed requests\n\n{table(header, rows)}", all(map(_sound, found.values()))
+
+
+def _sound(asked: Asked) -> bool:
+    return not (asked.answered or asked.remembered or asked.refused)
+
+
+def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
+    """Noise that was measured, over that accounted for."""
+    policies: tuple[tuple[DropoutPolicy, NoisePlacement], ...] = (
+        ("top-up", "client"),
+        ("discard", "client"),
+        ("discard", "server"),
+    )
+    found: list[Measured] = [
+        measure(dropout, policy, placement, rounds=rounds, seed=seed)
+        for policy, placement in policies
+        for dropout in DROPOUTS
+    ]
+    header = ("dropout", "policy", "rounds released", "measured / accounted", "P(as little)")
+    rows = [
+        (
+            f"{m.dropout:.0%}",
+            m.policy,
+            f"{m.released} of {m.rounds}",
+            f"{m.ratio:.4f}" if m.released else "–",
+            f"{m.too_little:.3f}" if m.released else "–",
+        )
+        for m in found
+    ]
+    return f"## Noise under dropout\n\n{table(header, rows)}", all(m.enough for m in found)
+
+
+def wire(rounds: int) -> tuple[str, bool]:
+    """Every message of every personalised method, searched."""
+    found: list[Searched] = [
+        search(name, build(), personal, rounds=rounds)
+        for name, (build, personal) in PERSONALISED.items()
+    ]
+    header = ("method", "messages", "bytes on the wire", "personal bytes", "of these on the wire")
+    rows = [
+        (f.name, f.messages, f"{f.wire_bytes:,}", f"{f.personal_bytes:,}", f.found_bytes)
+        for f in found
+    ]
+    nothing = all(f.found_bytes == f.found_names == 0 for f in found)
+    return f"## Personal parameters on the wire\n\n{table(header, rows)}", nothing
+
+
+def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
+    """Processes killed at ``points`` points, and resumed."""
+    outcomes = kill.run(points, seed=seed)
+    rows = table(kill.HEADER, [outcome.row() for outcome in outcomes])
+    failures = [f"* {failure}" for outcome in outcomes for failure in outcome.failures]
+    return "\n".join([f"## Killed processes\n\n{rows}", *failures]), not failures
+
+
+def real_processes(plan: processes.Plan) -> tuple[str, bool]:
+    """A real SuperLink and real SuperNodes, disturbed by ``plan``."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows, outcome = processes.run(Path(folder), plan)
+        # Still in the folder: an outcome reads its run directory when asked.
+        text = f"## Real processes, {plan.policy}\n\n{processes.report(rows, outcome)}"
+        return text, outcome.kept
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    typer.run(main)

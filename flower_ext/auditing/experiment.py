@@ -1,0 +1,151 @@
+"""Two worlds that differ in one unit, and how far a run seems to have the canary in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+
+from flower_ext.privacy import AdversaryView
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What one run shows.
+
+    Parameters
+    ----------
+    models : Sequence[Arrays]
+        The initial model, and the model after each round.
+    sent, uploads : Sequence[Mapping[int, Arrays]]
+        Of each round, by partition: the model that the client was sent, and what it sent back less
+        that model.
+    """
+
+    models: Sequence[Arrays]
+    sent: Sequence[Mapping[int, Arrays]]
+    uploads: Sequence[Mapping[int, Arrays]]
+
+
+Score = Callable[[Observation, AdversaryView], float]
+
+
+def projected(
+    direction: Arrays,
+    *,
+    signs: Sequence[float] = (1.0,),
+    partitions: Sequence[int] | None = None,
+    whole: bool = False,
+) -> Score:
+    """The score that is best against Gaussian noise: how far the canary's direction was gone.
+
+    Parameters
+    ----------
+    direction : Arrays
+        Of what the canary adds, by names of the model's arrays; others count as zero.
+    signs : Sequence[float]
+        By round, which way the canary pulls; of a shorter list the last one goes on.
+    partitions : Sequence[int], optional
+        Whose uploads the canary is in, for who sees each of them; by default all.
+    whole : bool
+        Uploads are whole models, of which what was sent must not be taken off.
+    """
+    wide = {name: np.asarray(array, dtype=np.float64) for name, array in direction.items()}
+
+    def along(arrays: Arrays) -> float:
+        return sum(float((arrays[name] * way).sum()) for name, way in wide.items())
+
+    def upload(seen: Observation, number: int, partition: int) -> float:
+        base = along(seen.sent[number][partition]) if whole else 0.0
+        return base + along(seen.uploads[number][partition])
+
+    def step(seen: Observation, view: AdversaryView, number: int) -> float:
+        if view is AdversaryView.RELEASED_MODELS:
+            return along(seen.models[number + 1]) - along(seen.models[number])
+        own = seen.uploads[number]
+        if view is AdversaryView.EACH_UPLOAD and partitions is not None:
+            own = {partition: own[partition] for partition in partitions if partition in own}
+        return sum(upload(seen, number, partition) for partition in own)
+
+    def score(seen: Observation, view: AdversaryView) -> float:
+        rounds = range(len(seen.models) - 1)
+        return sum(
+            signs[min(number, len(signs) - 1)] * step(seen, view, number) for number in rounds
+        )
+
+    return score
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """All that a run needs: what is equal in both worlds is given twice.
+
+    Parameters
+    ----------
+    strategy : Callable[[], Strategy]
+        Makes a fresh strategy for each trial. It should evaluate on no client, which takes time.
+    client_app : ClientApp
+    num_clients : int
+    """
+
+    strategy: Callable[[], Strategy]
+    client_app: ClientApp
+    num_clients: int
+    run_config: Mapping[str, bool | float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Two worlds that differ in one unit, and what an adversary makes of a run.
+
+    Choose the canary for the tight case: a unit whose part in an upload is a known direction of a
+    norm far above the bound, among others that are still.
+
+    Parameters
+    ----------
+    name : str
+    without, present : World
+        Without the canary, and with it. They must be neighbours under the relation of the ε.
+    initial : ArrayRecord
+        The first model.
+    score : Score
+        Of one run, for a view: higher where the canary seems to be present.
+    rounds : int
+    views : Sequence[AdversaryView]
+        Those to audit; those without a finite ε are left out.
+    printed : Mapping[AdversaryView, float], optional
+        ε by view, for strategies without ``guarantees()``.
+    delta : float, optional
+        With ``printed``.
+    gaussian : bool, optional
+        Whether the mechanism is Gaussian, so that `if_gaussian` is a bound. By default where the
+        guarantee's accountant says so.
+    on_round : Callable[[int], None], optional
+        Called before each training round, with its number: for a canary that acts by round.
+    """
+
+    name: str
+    without: World
+    present: World
+    initial: ArrayRecord
+    score: Score
+    rounds: int = 1
+    views: Sequence[AdversaryView] = tuple(AdversaryView)
+    printed: Mapping[AdversaryView, float] | None = None
+    delta: float | None = None
+    gaussian: bool | None = None
+    on_round: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds!r}: expected an integer >= 1")
+        if not self.views:
+            raise ValueError("views=(): expected at least one AdversaryView")
+        if self.printed is not None and self.delta is None:
+            raise ValueError("delta=None: expected the δ of the ε in printed")

@@ -1,0 +1,192 @@
+"""One noised sum a round: sampler, bound, noise and aggregation, which cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import array_api_compat as api
+
+from flower_ext.privacy.accounting import Release
+from flower_ext.privacy.bounds import sum_clipped
+from flower_ext.privacy.calibration import default_relation
+from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
+from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.sampling import Sampling
+from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
+from flower_ext.privacy.updates import Update, total
+
+NoisePlacement = Literal["client", "server"]
+DropoutPolicy = Literal["top-up", "discard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedSum:
+    """How a round releases one noised average.
+
+    Guarantees
+    ----------
+    Whatever part of a cohort answers, `aggregate` releases a sum with Gaussian noise of standard
+    deviation at least ``noise_multiplier * clipping_norm``, divided by a public constant.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        Draws the cohorts, and is accounted.
+    clipping_norm : float
+        L2 bound C on one unit's whole update.
+    noise_multiplier : float
+        σ: the sum carries N(0, (σC)² I).
+    rounds : int
+        Planned number of releases.
+    delta : float
+        δ at which the run reports ε.
+    relation : NeighboringRelation, optional
+        By default the one that amplification by ``sampling`` is proved for.
+    noise_placement : {"client", "server"}
+        Whether every client adds its share before it sends, or the server all of it.
+    dropout_policy : {"top-up", "discard"}
+        What to do where clients add noise and some do not answer.
+    unit : PrivacyUnit
+    sensitivity : float
+        By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
+        has a part in several.
+    """
+
+    sampling: Sampling
+    clipping_norm: float
+    noise_multiplier: float
+    rounds: int
+    delta: float
+    relation: NeighboringRelation | None = None
+    noise_placement: NoisePlacement = "client"
+    dropout_policy: DropoutPolicy = "top-up"
+    unit: PrivacyUnit = PrivacyUnit.CLIENT
+    sensitivity: float = 1.0
+
+    def __post_init__(self) -> None:
+        def require(name: str, ok: bool, expected: str) -> None:
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
+        require("noise_multiplier", 0 < self.noise_multiplier < math.inf, "a finite number > 0")
+        require("sensitivity", 0 < self.sensitivity < math.inf, "a finite number > 0")
+        require("rounds", self.rounds >= 1, "an integer >= 1")
+        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
+        require("noise_placement", self.noise_placement in ("client", "server"), "client or server")
+        require("dropout_policy", self.dropout_policy in ("top-up", "discard"), "top-up or discard")
+        if self.relation is None:
+            object.__setattr__(self, "relation", default_relation(self.sampling))
+        _ = self.release  # refuses a relation that does not go with the sampling
+
+    @property
+    def release(self) -> Release:
+        """What one round is for the accountant and the ledger."""
+        assert self.relation is not None
+        return Release(
+            sampling=self.sampling,
+            noise_multiplier=self.noise_multiplier / self.sensitivity,
+            relation=self.relation,
+        )
+
+    @property
+    def noise_stddev(self) -> float:
+        """Standard deviation σC of the noise on a complete sum."""
+        return self.noise_multiplier * self.clipping_norm
+
+    @property
+    def noise_grid(self) -> float:
+        """What all noised uploads and sums are whole multiples of, in every round alike.
+
+        A share of the noise follows from the size of its cohort, which may be secret; this does
+        not, and what is on one grid adds up on it.
+        """
+        return noise_grid(self.noise_stddev)
+
+    def client_noise_stddev(self, cohort_size: int) -> float:
+        """Standard deviation of one client's share: σC/√cohort, so that all shares make σC.
+
+        The size is that of the drawn cohort, also under Poisson sampling: with the expected size
+        instead, a small cohort's sum would carry too little noise.
+        """
+        if self.noise_placement == "server":
+            return 0.0
+        if cohort_size < 1:
+            raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
+        return self.noise_stddev / math.sqrt(cohort_size)
+
+    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
+        """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
+
+        To refuse larger ones changes a sum with that probability for each upload at most, which no
+        reported δ counts. It keeps a hostile client from moving the sum further than the noise of
+        an honest upload might; it does not bound it by C, as a server does that noises itself.
+        Infinite where the server noises.
+
+        Parameters
+        ----------
+        cohort_size : int
+            How many were asked.
+        numbers : int
+            Of the upload.
+        norms : float
+            How many clipping norms an upload may have before noise: more where it is a sum.
+        """
+        if self.noise_placement == "server":
+            return math.inf
+        share = self.client_noise_stddev(cohort_size)
+        return largest_noised_norm(norms * self.clipping_norm, share, numbers)
+
+    def aggregate(
+        self,
+        uploads: Sequence[Update],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
+    ) -> Aggregate:
+        """Noised sum of a round's uploads over the expected cohort size.
+
+        Where the server noises, it bounds every upload itself: the guarantee rests on no client.
+
+        Parameters
+        ----------
+        uploads : Sequence[Update]
+            At most one a unit; already bounded and noised where clients noise.
+        cohort_size : int
+            How many were asked.
+        like : Update
+            Names, shapes and dtypes of the result.
+
+        Raises
+        ------
+        RoundDiscarded
+            Clients noise, some did not answer, and the policy is ``"discard"``.
+        ValueError
+            More uploads than were asked for, or of other names or shapes than ``like``.
+        """
+        answered = len(uploads)
+        if answered > cohort_size:
+            raise ValueError(f"{answered} uploads from a cohort of {cohort_size}")
+        if self.noise_placement == "server":
+            summed = sum_clipped(uploads, self.clipping_norm, like=like).value
+            missing = 1.0
+        else:
+            if answered < cohort_size and self.dropout_policy == "discard":
+                raise RoundDiscarded(
+                    f"{answered} of {cohort_size} clients answered; the sum lacks their noise"
+                )
+            summed = total(uploads, like=like)
+            missing = 1 - answered / cohort_size if cohort_size else 1.0
+        stddev = self.noise_stddev * math.sqrt(missing)
+        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
+        size = self.sampling.expected_cohort_size
+        value = {
+            name: api.array_namespace(array).astype(array / size, like[name].dtype)
+            for name, array in noised.items()
+        }
+        topped_up = 0.0 if self.noise_placement == "server" else stddev
+        return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

@@ -1,0 +1,214 @@
+"""What all parties agree on before a private weighting begins, and what it must satisfy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from flower_ext.secure.fixed_point import FixedPoint
+from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
+from flower_ext.secure.weighting.packing import Packing
+from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
+
+_MOST_RECORDS = 2**24
+"""Up to it silos look for factors of the modulus within a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightingSettings:
+    """Public facts of one run of the protocol. Checked at construction, before any encryption.
+
+    Parameters
+    ----------
+    run : str
+        Name of the run, never used before: masks belong to it.
+    users, silos, coordinates : int
+        |U|, |S| (two at least), and the length of an update.
+    max_records_per_user : int
+        N_max: the most records that one user may have over all silos.
+    allowed_totals : tuple of int, optional
+        If given, every user has one of these numbers of records over all silos, or none. Their
+        least common multiple is small, so many coordinates fit one plaintext.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo. If they sum to N_max at most, no user can exceed
+        it. Without them a silo checks its own records only, and an excess over all silos shows in
+        the decrypted sum (see `WeightingServer.close_round`).
+    update_bound : float
+        Largest magnitude of an update's coordinate; a clipping norm is one.
+    noise_bound : float
+        Largest magnitude of one silo's noise in a coordinate. Generous costs little.
+    precision : float
+        P: largest error of a coordinate of the result, over all users and silos together.
+    draw_choices, draw_hits : int
+        If ``draw_choices`` is given, each user takes part in a round with probability
+        ``draw_hits`` / ``draw_choices``, and no party learns who does.
+    key_bits : int
+        Length of the Paillier modulus.
+    coordinates_per_plaintext : int, optional
+        As many as fit by default.
+    table_memory_limit : int
+        Bytes that a silo may use for tables of powers.
+    allow_insecure_key_size : bool
+        For tests.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range, or the sum could reach half the modulus (condition 2 of Theorem 1).
+    """
+
+    run: str
+    users: int
+    silos: int
+    coordinates: int
+    max_records_per_user: int = 2000
+    allowed_totals: tuple[int, ...] | None = None
+    silo_record_limits: tuple[int, ...] | None = None
+    update_bound: float
+    noise_bound: float
+    precision: float = 1e-10
+    draw_choices: int | None = None
+    draw_hits: int = 1
+    key_bits: int = SECURE_KEY_BITS
+    coordinates_per_plaintext: int | None = None
+    table_memory_limit: int = DEFAULT_TABLE_MEMORY
+    allow_insecure_key_size: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise ValueError("run='': expected a name that no other run has")
+        for name, least in (
+            ("users", 1),
+            ("silos", 2),
+            ("coordinates", 1),
+            ("max_records_per_user", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= {least}")
+        if not 0 < self.precision < math.inf:
+            raise ValueError(f"precision={self.precision!r}: expected a finite number > 0")
+        check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
+        self._check_totals()
+        self._check_silo_limits()
+        if self.draw_choices is not None and not 0 < self.draw_hits < self.draw_choices:
+            raise ValueError(
+                f"draw_hits={self.draw_hits!r}: expected an integer from 1 to "
+                f"draw_choices - 1 = {self.draw_choices - 1}"
+            )
+        _ = self.encoding, self.noise_encoding, self.packing  # each refuses what does not fit
+
+    @cached_property
+    def common_multiple(self) -> int:
+        """C_LCM: a multiple of every number of records that a user may have.
+
+        Raises
+        ------
+        ValueError
+            It is longer than the key.
+        """
+        multiple = 1
+        for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
+            multiple = math.lcm(multiple, total)
+            if multiple.bit_length() > self.key_bits:
+                raise ValueError(
+                    "the least common multiple of all totals up to max_records_per_user="
+                    f"{self.max_records_per_user} does not fit a plaintext of {self.key_bits} "
+                    "bits: expected fewer records per user, fewer allowed totals, or a larger key"
+                )
+        return multiple
+
+    @property
+    def step(self) -> float:
+        """Distance of neighbouring encoded values.
+
+        Rounding errs by half of it for each user and each silo, and so does each silo's dither; all
+        of them together by ``precision``.
+        """
+        return 2 * self.precision / (self.users + 2 * self.silos)
+
+    @cached_property
+    def encoding(self) -> FixedPoint:
+        """Of updates."""
+        return FixedPoint(step=self.step, bound=self.update_bound)
+
+    @cached_property
+    def noise_encoding(self) -> FixedPoint:
+        """Of noise: the same step, another bound."""
+        return FixedPoint(step=self.step, bound=self.noise_bound)
+
+    def contribution_bound(self, clipping_norm: float) -> float:
+        """Largest L2 norm by which one user moves the sum, if its updates have ``clipping_norm``.
+
+        Encoding moves each coordinate of an update by half a step at most. The dither amounts to
+        rounding the sum to whole steps at random, which moves each coordinate by less than one.
+        """
+        return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
+
+    @property
+    def sum_bound(self) -> int:
+        """Largest magnitude of a coordinate of the encoded sum.
+
+        A user's weights sum to one over the silos, so a user adds one update at most. A silo adds
+        its noise and a dither of half a step.
+        """
+        users = self.users * self.encoding.largest
+        return self.common_multiple * (users + self.silos * (self.noise_encoding.largest + 1))
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How many coordinates travel in one ciphertext."""
+        smallest_modulus = 1 << (self.key_bits - 1)
+        return Packing.fitting(self.sum_bound, smallest_modulus, self.coordinates_per_plaintext)
+
+    @property
+    def ciphertexts(self) -> int:
+        """Ciphertexts that a silo uploads in a round."""
+        return self.packing.plaintexts(self.coordinates)
+
+    @property
+    def residue_bytes(self) -> int:
+        """Length of a number modulo n."""
+        return (self.key_bits + 7) // 8
+
+    @property
+    def ciphertext_bytes(self) -> int:
+        """Length of a number modulo n²."""
+        return (2 * self.key_bits + 7) // 8
+
+    @cached_property
+    def context(self) -> bytes:
+        """Hash of all fields. Keys and masks derive from it: parties of different settings fail."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
+
+    def record_limit(self, silo: int) -> int:
+        """The most records that one user may have in ``silo``."""
+        limits = self.silo_record_limits
+        return self.max_records_per_user if limits is None else limits[silo]
+
+    def _check_totals(self) -> None:
+        totals = self.allowed_totals
+        if self.max_records_per_user > _MOST_RECORDS:
+            raise ValueError(
+                f"max_records_per_user={self.max_records_per_user}: expected fewer records per "
+                f"user, {_MOST_RECORDS} at most"
+            )
+        if totals is not None and not (
+            totals and all(1 <= total <= self.max_records_per_user for total in totals)
+        ):
+            raise ValueError(
+                f"allowed_totals={totals!r}: expected integers from 1 to "
+                f"max_records_per_user={self.max_records_per_user}"
+            )
+
+    def _check_silo_limits(self) -> None:
+        limits = self.silo_record_limits
+        if limits is None:
+            return
+        if len(limits) != self.silos or min(limits) < 0 or sum(limits) > self.max_records_per_user:
+            raise ValueError(
+                f"silo_record_limits={limits!r}: expected {self.silos} integers >= 0 that sum to "
+                f"at most max_records_per_user={self.max_records_per_user}"
+            )

@@ -1,0 +1,57 @@
+"""The silos' side of a draw of users that nobody knows: they take what their seed chooses."""
+
+from __future__ import annotations
+
+from flower_ext.secure.errors import ProtocolError
+from flower_ext.secure.masks import derive
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.messages import SealedWeights
+from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver
+
+
+def chooser(
+    settings: WeightingSettings, seed: bytes, round_number: int, public: bytes, *, workers: int
+) -> Receiver:
+    """Return the silos' end of a round's transfers, the same at all silos.
+
+    Raises
+    ------
+    ProtocolError
+        The settings have no ``draw_choices``.
+    ValueError
+        ``public`` is no group element.
+    """
+    if settings.draw_choices is None:
+        raise ProtocolError("the settings have no draw_choices: expected weights of known users")
+    return Receiver(
+        public,
+        derive(seed, "draw", round_number),
+        transfers=settings.users,
+        choices=settings.draw_choices,
+        workers=workers,
+    )
+
+
+def opened(
+    settings: WeightingSettings, seed: bytes, message: SealedWeights, *, workers: int
+) -> bytes:
+    """Return the chosen ciphertext of each user, by place in the secret order.
+
+    Raises
+    ------
+    ProtocolError
+        The settings have no ``draw_choices``.
+    ValueError
+        Malformed.
+    """
+    receiver = chooser(settings, seed, message.round_number, message.public, workers=workers)
+    size, choices = settings.ciphertext_bytes + SEAL_BYTES, settings.draw_choices or 1
+    if len(message.sealed) != size * choices * settings.users:
+        raise ValueError(
+            f"sealed weights of {len(message.sealed)} bytes: expected {choices} of {size} "
+            f"bytes for each of {settings.users} users"
+        )
+    texts = [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]
+    return b"".join(
+        receiver.open([texts[at : at + choices] for at in range(0, len(texts), choices)])
+    )

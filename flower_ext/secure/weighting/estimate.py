@@ -1,0 +1,138 @@
+"""How long a round will take, from a few operations timed on this machine."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gmpy2
+from gmpy2 import mpz
+
+from flower_ext.secure.weighting.agreement import WeightingSettings
+from flower_ext.secure.weighting.multiexp import choose_windows
+from flower_ext.secure.weighting.oblivious import ORDER, PRIME, SEAL_BYTES
+from flower_ext.secure.weighting.paillier import ZeroPool
+
+_REPEATS = 3
+_MULTIPLICATIONS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEstimate:
+    """Seconds of one round on one core, by part, and bytes of one silo.
+
+    Attributes
+    ----------
+    choose, fold, tables, products, pack, rerandomise : float
+        Of one silo that has records of every user. ``fold`` and ``tables`` fall away in later
+        rounds when no users are drawn. ``choose``: oblivious transfer of the weights of drawn
+        users, by the silo that answers for all; the others take a third less.
+    encrypt, decrypt : float
+        Of the server, for all silos together.
+    prepare : float
+        Of one silo, once: `WeightingSilo.prepare`. Zero where there is none.
+    download_bytes, upload_bytes : int
+        Of one silo.
+    """
+
+    choose: float
+    fold: float
+    tables: float
+    products: float
+    pack: float
+    rerandomise: float
+    encrypt: float
+    decrypt: float
+    prepare: float
+    download_bytes: int
+    upload_bytes: int
+
+    @property
+    def silo(self) -> float:
+        """Seconds of one silo."""
+        return self.choose + self.fold + self.tables + self.products + self.pack + self.rerandomise
+
+    @property
+    def server(self) -> float:
+        """Seconds of the server."""
+        return self.encrypt + self.decrypt
+
+
+def estimate_round(
+    settings: WeightingSettings, *, users_per_silo: int | None = None, prepared: bool = True
+) -> RoundEstimate:
+    """Estimate a round of ``settings`` in less than a second of measuring.
+
+    Parameters
+    ----------
+    users_per_silo : int, optional
+        Users that have records in a silo; all by default.
+    prepared : bool
+        Whether silos call `WeightingSilo.prepare`.
+    """
+    bits = settings.key_bits
+    users = settings.users if users_per_silo is None else users_per_silo
+    modulus, prime_squared = _odd(2 * bits), _odd(bits)
+    multiplication = _multiplication_seconds(modulus)
+    exponentiation = _seconds(gmpy2.powmod, _odd(2 * bits - 1), _odd(bits), modulus)
+    half = _seconds(gmpy2.powmod, _odd(bits - 1), _odd(bits // 2), prime_squared)
+    windows = choose_windows(
+        bases=max(1, users),
+        products=settings.coordinates,
+        lowest=-settings.encoding.largest,
+        highest=settings.encoding.largest,
+        modulus_bits=2 * bits,
+        table_memory_limit=settings.table_memory_limit,
+    )
+    transfer = _seconds(gmpy2.powmod, mpz(2), ORDER // 3, PRIME) if settings.draw_choices else 0.0
+    choices = settings.draw_choices or 1
+    seal = SEAL_BYTES if settings.draw_choices else 0
+    pool = ZeroPool.size(bits)
+    share = math.ceil(settings.ciphertexts / settings.silos)
+    return RoundEstimate(
+        choose=3 * settings.users * transfer,
+        fold=users * exponentiation,
+        tables=windows.table_multiplications(users) * multiplication,
+        products=settings.coordinates * windows.column_multiplications(users) * multiplication,
+        pack=(settings.coordinates - settings.ciphertexts)
+        * settings.packing.slot_bits
+        * multiplication,
+        rerandomise=share * (pool * multiplication if prepared else exponentiation),
+        encrypt=settings.users * (2 * choices * half + transfer),
+        decrypt=settings.ciphertexts * (2 * half + settings.silos * multiplication),
+        prepare=pool * exponentiation + ZeroPool.table_multiplications(bits) * multiplication
+        if prepared
+        else 0.0,
+        download_bytes=settings.users * choices * (settings.ciphertext_bytes + seal),
+        upload_bytes=settings.ciphertexts * settings.ciphertext_bytes,
+    )
+
+
+def _odd(bits: int) -> mpz:
+    return mpz(secrets.randbits(bits)) | (mpz(1) << (bits - 1)) | 1
+
+
+def _multiplication_seconds(modulus: mpz) -> float:
+    values = [_odd(modulus.bit_length() - 1) for _ in range(100)]
+
+    def multiply() -> mpz:
+        product = mpz(1)
+        for _ in range(_MULTIPLICATIONS // len(values)):
+            for value in values:
+                product = product * value % modulus
+        return product
+
+    return _seconds(multiply) / _MULTIPLICATIONS
+
+
+def _seconds(work: Callable[..., object], *arguments: object) -> float:
+    """The fastest of a few calls."""
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        work(*arguments)
+        times.append(time.perf_counter() - started)
+    return min(times)

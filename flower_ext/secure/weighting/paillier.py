@@ -1,0 +1,296 @@
+"""Paillier encryption with generator n + 1, and fast paths for whoever holds the secret key.
+
+Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
+(EUROCRYPT 1999). Keys and ciphertexts are those of the `phe` package.
+
+Arithmetic is GMP's, whose running time depends on its operands: nobody may time a party from
+within its machine.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import gmpy2
+import numpy as np
+from gmpy2 import mpz
+from phe.paillier import generate_paillier_keypair
+
+from flower_ext.secure.threads import Progress, map_slices
+from flower_ext.secure.weighting.multiexp import FixedBaseProducts
+
+SECURE_KEY_BITS = 3072
+"""128-bit security for factoring (NIST SP 800-57)."""
+
+_LARGEST_KEY_BITS = 2**14
+_STATISTICAL_BITS = 128
+_DIGIT_BITS = 10
+_HALF_DIGIT = 1 << (_DIGIT_BITS - 1)
+
+
+def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
+    """Refuse a key size below 3072 bits unless it is a test's, and one that takes days.
+
+    Raises
+    ------
+    ValueError
+        Names the size and what would be accepted.
+    """
+    if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
+        raise ValueError(
+            f"key_bits={key_bits!r}: expected an even integer from {SECURE_KEY_BITS} to "
+            f"{_LARGEST_KEY_BITS}"
+        )
+    if key_bits < SECURE_KEY_BITS and not allow_insecure_key_size:
+        raise ValueError(
+            f"key_bits={key_bits}: expected at least {SECURE_KEY_BITS} "
+            "(smaller in tests only, with allow_insecure_key_size=True)"
+        )
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """The modulus n, and what anybody can do with it."""
+
+    n: mpz
+
+    @cached_property
+    def n_squared(self) -> mpz:
+        """Modulus of ciphertexts."""
+        return self.n * self.n
+
+    @property
+    def bits(self) -> int:
+        """Length of n."""
+        return int(self.n.bit_length())
+
+    def check(self, key_bits: int, *, coprime_to: int) -> None:
+        """Refuse a modulus that no key of ``key_bits`` bits has.
+
+        Parameters
+        ----------
+        coprime_to : int
+            The largest number that is blinded: r times it is uniform only if it is a unit modulo n.
+
+        Raises
+        ------
+        ValueError
+            Wrong length, even, prime, a square, or it shares a factor with a number up to
+            ``coprime_to``.
+        """
+        if self.bits != key_bits:
+            raise ValueError(f"public key of {self.bits} bits: expected {key_bits}")
+        if not self.n & 1 or gmpy2.is_prime(self.n) or gmpy2.is_square(self.n):
+            raise ValueError("public key: expected the product of two large primes")
+        if gmpy2.gcd(self.n, gmpy2.primorial(coprime_to)) != 1:
+            raise ValueError(
+                f"public key: it has a factor of {coprime_to} or less, expected the product of "
+                "two large primes"
+            )
+
+    def check_ciphertext(self, ciphertext: mpz) -> None:
+        """Refuse what is not in Z*_{n²}.
+
+        Raises
+        ------
+        ValueError
+            Out of range, or shares a factor with n.
+        """
+        if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
+            raise ValueError("ciphertext: expected a unit modulo n², between 0 and n²")
+
+    def plain(self, message: mpz) -> mpz:
+        """``message`` as a ciphertext that hides nothing, to be multiplied into one that does."""
+        return (1 + self.n * (message % self.n)) % self.n_squared
+
+    def encrypt(self, message: mpz) -> mpz:
+        """A fresh ciphertext of ``message`` modulo n."""
+        return self.plain(message) * self.encrypt_zero() % self.n_squared
+
+    def encrypt_zero(self) -> mpz:
+        """A fresh ciphertext of zero: r^n for a uniform unit r. One full exponentiation."""
+        return gmpy2.powmod(_random_unit(self.n), self.n, self.n_squared)
+
+    def rerandomise(self, ciphertext: mpz, zeros: ZeroPool | None = None) -> mpz:
+        """The same message under fresh randomness.
+
+        The key holder can read the randomness of a ciphertext. One that was computed from its own
+        ciphertexts shows it what was computed, until this.
+        """
+        zero = self.encrypt_zero() if zeros is None else zeros.take(1)[0]
+        return ciphertext * zero % self.n_squared
+
+
+@dataclass(frozen=True)
+class PrivateKey:
+    """The primes p and q of equal length with n = pq. Never shown, never sent."""
+
+    p: mpz = field(repr=False)
+    q: mpz = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.p == self.q or self.p.bit_length() != self.q.bit_length():
+            raise ValueError("primes: expected two different ones of the same length")
+
+    @cached_property
+    def public(self) -> PublicKey:
+        """What everybody may know."""
+        return PublicKey(self.p * self.q)
+
+    def encrypt(
+        self, messages: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
+    ) -> list[mpz]:
+        """Fresh ciphertexts, distributed as `PublicKey.encrypt`'s, about 3.5 times as fast.
+
+        r^n modulo p² is s^p, where s = r^q modulo p; and s is uniform where r is, because taking
+        the q-th power permutes the units modulo p. So s is drawn instead of r.
+        """
+
+        def encrypt(slice_: Sequence[mpz]) -> list[mpz]:
+            n, n_squared = self.public.n, self.public.n_squared
+            ciphertexts = []
+            for message in slice_:
+                modulo_p = gmpy2.powmod(_random_unit(self.p), self.p, self._p_squared)
+                modulo_q = gmpy2.powmod(_random_unit(self.q), self.q, self._q_squared)
+                lift = (modulo_q - modulo_p) * self._p_squared_inverse % self._q_squared
+                randomness = modulo_p + self._p_squared * lift
+                ciphertexts.append((1 + n * (message % n)) * randomness % n_squared)
+            return ciphertexts
+
+        return map_slices(encrypt, messages, workers=workers, progress=progress)
+
+    def decrypt(
+        self, ciphertexts: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
+    ) -> list[mpz]:
+        """Messages in [0, n).
+
+        Raises
+        ------
+        ValueError
+            Something is not a ciphertext.
+        """
+        for ciphertext in ciphertexts:
+            self.public.check_ciphertext(ciphertext)
+
+        def decrypt(slice_: Sequence[mpz]) -> list[mpz]:
+            messages = []
+            for ciphertext in slice_:
+                modulo_p = self._logarithm(ciphertext, self.p, self._p_squared, self._p_factor)
+                modulo_q = self._logarithm(ciphertext, self.q, self._q_squared, self._q_factor)
+                lift = (modulo_q - modulo_p) * self._p_inverse % self.q
+                messages.append(modulo_p + self.p * lift)
+            return messages
+
+        return map_slices(decrypt, ciphertexts, workers=workers, progress=progress)
+
+    @staticmethod
+    def _logarithm(ciphertext: mpz, prime: mpz, squared: mpz, factor: mpz) -> mpz:
+        power = gmpy2.powmod(ciphertext % squared, prime - 1, squared)
+        return (power - 1) // prime * factor % prime
+
+    @cached_property
+    def _p_squared(self) -> mpz:
+        return self.p * self.p
+
+    @cached_property
+    def _q_squared(self) -> mpz:
+        return self.q * self.q
+
+    @cached_property
+    def _p_inverse(self) -> mpz:
+        return gmpy2.invert(self.p, self.q)
+
+    @cached_property
+    def _p_squared_inverse(self) -> mpz:
+        return gmpy2.invert(self._p_squared, self._q_squared)
+
+    @cached_property
+    def _p_factor(self) -> mpz:
+        return gmpy2.invert((self.p - 1) * self.q % self.p, self.p)
+
+    @cached_property
+    def _q_factor(self) -> mpz:
+        return gmpy2.invert((self.q - 1) * self.p % self.q, self.q)
+
+
+def generate_key(
+    key_bits: int = SECURE_KEY_BITS, *, allow_insecure_key_size: bool = False
+) -> PrivateKey:
+    """A key of two random primes, drawn by `phe` from the operating system's randomness.
+
+    Raises
+    ------
+    ValueError
+        As `check_key_bits`.
+    """
+    check_key_bits(key_bits, allow_insecure_key_size=allow_insecure_key_size)
+    while True:
+        _, drawn = generate_paillier_keypair(n_length=key_bits)
+        p, q = mpz(drawn.p), mpz(drawn.q)
+        if p.bit_length() == q.bit_length():
+            return PrivateKey(p, q)
+
+
+class ZeroPool:
+    """Fresh encryptions of zero at an eleventh of their price, after a set-up.
+
+    Set-up draws k encryptions of zero, honestly and once. Each further one is a product of all k to
+    powers that are drawn uniformly from -512 to 511. By the leftover hash lemma it is within 2⁻¹²⁸
+    of fresh, even to a key holder who knows the k: the powers carry 10k ≥ log₂ n + 256 bits of
+    entropy, and two vectors of powers meet in one product with probability (1 + 2⁻³⁰⁰) / φ(n),
+    because a prime divides all k differences of powers with probability 2⁻ᵏ at most.
+
+    Parameters
+    ----------
+    public : PublicKey
+    workers : int
+        Threads of the set-up.
+    """
+
+    def __init__(
+        self, public: PublicKey, *, workers: int = 1, progress: Progress | None = None
+    ) -> None:
+        self.public = public
+        self._size = self.size(public.bits)
+
+        def draw(slice_: Sequence[int]) -> list[mpz]:
+            return [public.encrypt_zero() for _ in slice_]
+
+        bases = map_slices(draw, range(self._size), workers=workers, progress=progress)
+        self._products = FixedBaseProducts(
+            bases,
+            public.n_squared,
+            lowest=-_HALF_DIGIT,
+            highest=_HALF_DIGIT - 1,
+            expected_products=2**20,  # so many that a table of one whole digit pays
+            workers=workers,
+        )
+
+    @staticmethod
+    def size(key_bits: int) -> int:
+        """How many encryptions the set-up makes for a key of ``key_bits`` bits."""
+        return math.ceil((key_bits + 2 * _STATISTICAL_BITS) / _DIGIT_BITS)
+
+    @staticmethod
+    def table_multiplications(key_bits: int) -> int:
+        """Modular multiplications of the set-up, beside its encryptions."""
+        return ZeroPool.size(key_bits) * (_HALF_DIGIT - 1)
+
+    def take(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
+        """``count`` encryptions of zero."""
+        drawn = np.frombuffer(secrets.token_bytes(2 * self._size * count), dtype=np.uint16)
+        digits = (drawn.astype(np.int64) % (2 * _HALF_DIGIT)) - _HALF_DIGIT
+        return self._products.of(
+            digits.reshape(self._size, count), workers=workers, progress=progress
+        )
+
+
+def _random_unit(modulus: mpz) -> mpz:
+    while True:
+        drawn = mpz(1 + secrets.randbelow(int(modulus) - 1))
+        if gmpy2.gcd(drawn, modulus) == 1:
+            return drawn

@@ -1,0 +1,227 @@
+"""Layers and operations for K models at once, and how their gradients go where they are wanted.
+
+From the first layer that works on channels, images travel as (batch, K·channels, height, width),
+channels last in memory: what treats channels alike knows no models. Everything else is
+(K, batch, …).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flower_ext.training.batched.form import Target
+from flower_ext.training.params import Params
+
+
+class Pass:
+    """What the layers of one pass over K models read, and where their gradients go."""
+
+    def __init__(self, params: Mapping[str, Tensor], targets: Mapping[str, Target]) -> None:
+        self.params, self.targets = params, targets
+        first = next(iter(params.values()))
+        self.count = len(first)
+        self.begin = torch.zeros((), device=first.device, requires_grad=True)
+        self.leaves: Params = {}
+
+    def leaf(self, name: str) -> Tensor:
+        """A parameter whose gradient, if it is wanted, autograd finds."""
+        name = name.lstrip(".")  # of a model of a single layer
+        value = self.params[name].detach()
+        if name in self.targets:
+            value = self.leaves[name] = value.requires_grad_()
+        return value
+
+    def product(self, x: Tensor, layer: str) -> Tensor:
+        """x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
+        names = [f"{layer}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
+        weight, bias = (self.params.get(name) for name in names)
+        assert weight is not None
+        targets = tuple(self.targets.get(name) for name in names)
+        if targets == (None, None):
+            return _product(x, weight, bias)
+        y: Tensor = _Product.apply(self.begin, x, weight, bias, *targets)  # type: ignore[no-untyped-call]
+        return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.bmm(x, weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
+
+    ``begin`` does nothing but require a gradient, so that there is a backward pass at all.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        begin: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_target: Target | None,
+        bias_target: Target | None,
+    ) -> Tensor:
+        ctx.x, ctx.weight, ctx.targets = x, weight, (weight_target, bias_target)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        # The product with W comes first: a target may be W itself.
+        down = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
+        weight, bias = ctx.targets
+        if weight is not None:
+            weight.add_product(slope.mT, ctx.x)
+        if bias is not None:
+            bias.add(slope.sum(dim=1))
+        return None, down, None, None, None, None
+
+
+def _linear(parameters: Pass, x: Tensor, *, layer: nn.Linear, name: str) -> Tensor:
+    return parameters.product(x, name)
+
+
+def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) -> Tensor:
+    weight = parameters.leaf(f"{name}.weight")
+    groups = len(weight) * layer.groups
+    x, kernel = _by_channel(x), weight.flatten(0, 1)
+    if len(kernel) == 1:  # PyTorch's backward pass wants a single filter in its usual order
+        kernel = kernel.contiguous()
+    bias = None if layer.bias is None else parameters.leaf(f"{name}.bias")
+    added = bias.flatten() if bias is not None and torch.get_num_threads() == 1 else None
+    x = functional.conv2d(x, kernel, added, layer.stride, layer.padding, layer.dilation, groups)
+    if bias is None or added is not None:
+        return x
+    y: Tensor = _Biased.apply(x, bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Biased(torch.autograd.Function):
+    """x (batch, K·channels, height, width) plus the biases (K, channels), in place.
+
+    The gradients of the biases are summed model by model. With several threads a convolution sums
+    them in an order that depends on how many channels there are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.count = len(bias)
+        ctx.mark_dirty(x)
+        return x.add_(bias.flatten().view(-1, 1, 1))
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return slope, None
+        numbers = slope.permute(0, 2, 3, 1).flatten(0, 2)
+        by_model = numbers.view(len(numbers), ctx.count, -1)
+        return slope, torch.stack([own.sum(dim=0) for own in by_model.unbind(dim=1)])
+
+
+def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) -> Tensor:
+    weight = bias = None
+    groups, x = layer.num_groups * parameters.count, _by_channel(x)
+    if layer.affine:
+        weight, bias = (parameters.leaf(f"{name}.{leaf}").flatten() for leaf in ("weight", "bias"))
+        if weight.requires_grad or bias.requires_grad:
+            x = _Wanting.apply(parameters.begin, x)  # type: ignore[no-untyped-call]
+    return functional.group_norm(x, groups, weight, bias, layer.eps)
+
+
+class _Wanting(torch.autograd.Function):
+    """x, whose gradient is always wanted: PyTorch's group_norm crashes without, channels last."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[None, Tensor]:
+        return None, slope
+
+
+def _pooled(parameters: Pass, x: Tensor, *, layer: nn.Module, name: str) -> Tensor:
+    y: Tensor = layer(_by_channel(x))
+    return y
+
+
+def _flattened(parameters: Pass, x: Tensor, *, layer: nn.Flatten, name: str) -> Tensor:
+    return by_model(x, parameters.count).flatten(2)
+
+
+def _number_by_number(parameters: Pass, x: Tensor, *, layer: nn.Module, name: str) -> Tensor:
+    y: Tensor = layer(x)
+    return y
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    """(K, batch, C, height, width) → (batch, K·C, height, width), channels last in memory."""
+    if x.dim() == 4:
+        return x
+    return x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+
+
+def by_model(x: Tensor, count: int) -> Tensor:
+    """The way back from `_by_channel`; what has been there all along as it is."""
+    return x.reshape(len(x), count, -1, *x.shape[2:]).transpose(0, 1) if x.dim() == 4 else x
+
+
+LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.GroupNorm: _group_norm,
+    nn.Flatten: _flattened,
+    **dict.fromkeys(
+        (
+            nn.Identity,
+            nn.ReLU,
+            nn.LeakyReLU,
+            nn.ELU,
+            nn.GELU,
+            nn.SiLU,
+            nn.Tanh,
+            nn.Sigmoid,
+            nn.Softplus,
+            nn.Dropout,
+        ),
+        _number_by_number,
+    ),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d), _pooled),
+}
+"""Layers with a form for many models."""
+
+OPERATIONS: frozenset[Any] = frozenset(
+    {
+        *(torch.relu, torch.tanh, torch.sigmoid, functional.relu, functional.tanh),
+        *(operator.add, operator.sub, operator.mul, torch.add, torch.mul),
+        *("relu", "tanh", "sigmoid", "add", "mul"),
+    }
+)
+"""Functions, and methods of tensors, that treat every number alike."""
+
+UNSTEADY: frozenset[Any] = frozenset(
+    {
+        *(nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, torch.sigmoid, "sigmoid"),
+        nn.AdaptiveAvgPool2d,
+    }
+)
+"""Of these PyTorch rounds the last numbers of an array, which fill no vector register, otherwise
+than those before them (measured on CPUs): which model comes last depends on the others."""
+
+
+def usual(layer: nn.Module) -> bool:
+    """Return False for a layer whose settings its form does not know."""
+    if isinstance(layer, nn.Conv2d):
+        return layer.padding_mode == "zeros"
+    if isinstance(layer, nn.Flatten):
+        return (layer.start_dim, layer.end_dim) == (1, -1)
+    return not isinstance(layer, nn.Dropout) or layer.p == 0

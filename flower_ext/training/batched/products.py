@@ -1,0 +1,153 @@
+"""Products of small matrices, and activations, as loops over numbers that Numba translates.
+
+A mini-batch has few rows: these are faster than a BLAS library, which rearranges matrices first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from flower_ext.training.batched.layout import (
+    BIAS,
+    INPUTS,
+    OUTPUTS,
+    RELU,
+    SIGMOID,
+    TANH,
+    WEIGHT,
+)
+
+ONE, ZERO = np.float32(1), np.float32(0)
+
+loops = njit(error_model="numpy")
+# Sums in any order, which vector registers want; NaN and infinity stay what they are.
+sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+@loops
+def copy(values: np.ndarray, into: np.ndarray) -> None:
+    """Write ``values`` to the beginning of ``into``."""
+    for i in range(len(values)):  # several times as fast as an assignment
+        into[i] = values[i]
+
+
+@loops
+def fill(into: np.ndarray, value: np.float32) -> None:
+    """Write ``value`` everywhere."""
+    for i in range(len(into)):
+        into[i] = value
+
+
+@sums
+def multiply(
+    weights: np.ndarray, layer: np.ndarray, values: np.ndarray, below: int, here: int, count: int
+) -> None:
+    """Rows x of a layer's inputs to x Wᵀ + b: two rows and five neurons at a time."""
+    wide, high = layer[INPUTS], layer[OUTPUTS]
+    matrix = weights[layer[WEIGHT] :][: high * wide]
+    for first in range(0, high, 5):
+        # The last one again where there are fewer: it is computed twice.
+        p, q, r = first, min(first + 1, high - 1), min(first + 2, high - 1)
+        s, t = min(first + 3, high - 1), min(first + 4, high - 1)
+        u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
+        x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
+        for row in range(0, count, 2):
+            other = min(row + 1, count - 1)
+            one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
+            a = b = c = d = e = f = g = h = i = j = ZERO
+            for k in range(wide):
+                a += one[k] * u[k]
+                b += one[k] * v[k]
+                c += one[k] * w[k]
+                d += one[k] * x[k]
+                e += one[k] * y[k]
+                f += two[k] * u[k]
+                g += two[k] * v[k]
+                h += two[k] * w[k]
+                i += two[k] * x[k]
+                j += two[k] * y[k]
+            outputs = values[here + row * high :][:high]
+            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = a, b, c, d, e
+            outputs = values[here + other * high :][:high]
+            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = f, g, h, i, j
+    if layer[BIAS] >= 0:
+        for row in range(count):
+            for place in range(high):
+                values[here + row * high + place] += weights[layer[BIAS] + place]
+
+
+@sums
+def add_products(
+    into: np.ndarray,
+    factors: np.ndarray,
+    targets: int,
+    values: np.ndarray,
+    sources: int,
+    wide: int,
+) -> None:
+    """``into`` += ``factors`` · ``values``: (targets, wide), (targets, sources), (sources, wide).
+
+    Five sources and two targets at a time. Where there are fewer sources the last comes again, by
+    zero (see `_send`).
+    """
+    # Unsigned places, as Numba would look at each of any other kind whether it is negative.
+    size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
+    for first in range(0, sources, 5):
+        p = np.uint64(first * wide)
+        q = min(p + size, last)
+        r = min(q + size, last)
+        s = min(r + size, last)
+        t = min(s + size, last)
+        for pair in range(0, targets - 1, 2):
+            a, b, c, d, e = _five(factors[pair], first)
+            f, g, h, i, j = _five(factors[pair + 1], first)
+            one = np.uint64(pair * wide)
+            two = one + size
+            for k in range(size):
+                u, v, w = values[p + k], values[q + k], values[r + k]
+                x, y = values[s + k], values[t + k]
+                into[one + k] += a * u + b * v + c * w + d * x + e * y
+                into[two + k] += f * u + g * v + h * w + i * x + j * y
+        if targets % 2:
+            a, b, c, d, e = _five(factors[targets - 1], first)
+            one = np.uint64((targets - 1) * wide)
+            for k in range(size):
+                u, v, w = values[p + k], values[q + k], values[r + k]
+                x, y = values[s + k], values[t + k]
+                into[one + k] += a * u + b * v + c * w + d * x + e * y
+
+
+@loops
+def _five(row: np.ndarray, first: int) -> tuple[float, float, float, float, float]:
+    return row[first], row[first + 1], row[first + 2], row[first + 3], row[first + 4]
+
+
+@loops
+def activate(values: np.ndarray, kind: int) -> None:
+    """Apply what follows a layer, in place."""
+    if kind == RELU:
+        for i in range(len(values)):
+            values[i] = ZERO if values[i] <= 0 else values[i]  # NaN stays
+    elif kind == TANH:
+        for i in range(len(values)):
+            values[i] = math.tanh(values[i])
+    elif kind == SIGMOID:
+        for i in range(len(values)):
+            values[i] = ONE / (ONE + math.exp(-values[i]))
+
+
+@loops
+def through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
+    """Slopes by what an activation puts out to slopes by what it takes."""
+    if kind == RELU:
+        for i in range(len(slopes)):
+            slopes[i] = ZERO if outputs[i] <= 0 else slopes[i]
+    elif kind == TANH:
+        for i in range(len(slopes)):
+            slopes[i] *= ONE - outputs[i] * outputs[i]
+    elif kind == SIGMOID:
+        for i in range(len(slopes)):
+            slopes[i] *= outputs[i] * (ONE - outputs[i])

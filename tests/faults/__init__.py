@@ -1,0 +1,1 @@
+"""What goes wrong, and what should hold all the same: for tests and `benchmarks.faults`."""

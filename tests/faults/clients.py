@@ -1,0 +1,69 @@
+"""Malformed requests to real clients: each is answered by an error, and nothing is remembered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.app import ConfigRecord, Message
+
+from flower_ext.federation import InProcessGrid, records
+from tests.faults.malformed import malformed, requests
+from tests.faults.worlds import CASES, PRIVATE, Case, initial, task
+
+
+@dataclass
+class Asked:
+    """What clients made of requests."""
+
+    requests: int = 0
+    answered: list[str] = field(default_factory=list)
+    """Malformed requests that were answered otherwise than by an error."""
+    remembered: list[str] = field(default_factory=list)
+    """Malformed requests that changed a client's memory."""
+    wrong: Counter[str] = field(default_factory=Counter)
+    sound: int = 0
+    """Well-formed requests after all that, and how many of them were answered by an error."""
+    refused: int = 0
+
+
+def ask(case: Case, count: int, *, seed: int) -> Asked:
+    """``count`` malformed requests to clients that took part in a round, then well-formed ones."""
+    found, rng = Asked(), np.random.default_rng(seed)
+    strategy = case.build(seed=seed)
+    # Clients that refuse seeded noise, as those in a deployment do.
+    app = type(strategy).client_app(task(), allow_seeded_noise=case is PRIVATE)
+    grid = InProcessGrid(app, case.nodes)
+    questions: list[Message] = []
+    for server_round in range(1, 9):  # the last stay unanswered; a cohort may be empty
+        asked = list(strategy.configure_train(server_round, initial(), ConfigRecord(), grid))
+        questions = asked or questions
+        if server_round < 8:
+            strategy.aggregate_train(server_round, grid.send_and_receive(asked))
+    facts = dict(questions[0].content.config_records[records.ROUND])
+    mutations = requests(facts)
+    if case is PRIVATE:
+        mutations.pop("seeded noise")  # allowed, as are small keys
+    if "seeded-noise" not in facts:  # nothing is asked for: whatever is, is unknown
+        mutations = {n: m for n, m in mutations.items() if not n.startswith("seeded-noise")}
+    for _ in range(count):
+        question = questions[rng.integers(len(questions))]
+        what, request = malformed(question, rng, mutations)
+        context = grid.contexts[request.metadata.dst_node_id]
+        before = {name: id(record) for name, record in context.state.items()}
+        (reply,) = grid.send_and_receive([request])
+        found.requests += 1
+        found.wrong[what] += 1
+        if not reply.has_error():
+            found.answered.append(what)
+        if {name: id(record) for name, record in context.state.items()} != before:
+            found.remembered.append(what)
+    found.sound = len(questions)
+    found.refused = sum(reply.has_error() for reply in grid.send_and_receive(questions))
+    return found
+
+
+def everyone(count: int, *, seed: int) -> dict[str, Asked]:
+    """`ask` for every method."""
+    return {case.name: ask(case, count, seed=seed) for case in (*CASES, PRIVATE)}

@@ -1,0 +1,232 @@
+"""Methods run while things go wrong; every round and the ε of each run are recomputed here."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import pld
+from flwr.app import ArrayRecord, Message
+
+from flower_ext.algorithms.uldp import UldpAvg
+from flower_ext.federation import FederatedStrategy, records
+from flower_ext.privacy import (
+    AdversaryView,
+    Ledger,
+    PoissonSampling,
+    RecordLevelPlan,
+    ReleasePlan,
+    seeded_generator,
+)
+from flower_ext.runs import RunDirectory
+from tests.faults.grid import Delivered, FaultyGrid
+from tests.faults.worlds import SEED, SILOS, Case, initial
+
+
+@dataclass
+class Outcome:
+    """What a run made of what befell it."""
+
+    name: str
+    rounds: int = 0
+    released: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    """Malformed messages by what was wrong with them."""
+    crashes: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    """Rounds in which other replies were used than those that count."""
+    wrong_aggregates: list[str] = field(default_factory=list)
+    unexplained: int = 0
+    """Refusals without a reason."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    epsilon: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By adversary: reported, and recomputed."""
+
+    @property
+    def epsilon_is_right(self) -> bool:
+        """Whether every reported ε is the recomputed one, within 1 in 1,000, and none below it."""
+        return all(-1e-6 <= ours / own - 1 <= 1e-3 for ours, own in self.epsilon.values())
+
+
+class Referee:
+    """Holds every round of a strategy against its own arithmetic, from the replies that count."""
+
+    def __init__(self, strategy: FederatedStrategy, grid: FaultyGrid, outcome: Outcome) -> None:
+        self.strategy, self.grid, self.outcome = strategy, grid, outcome
+        self.weights: defaultdict[int, float] = defaultdict(float)
+        """By client: rounds' worth of exposure to one who sees each sum."""
+        self._used: Mapping[int, records.Update] = {}
+        combine, aggregate = strategy.combine, strategy.aggregate_train
+        evaluate = strategy.aggregate_evaluate
+
+        def watched_combine(updates: Mapping[int, records.Update]) -> Any:
+            self._used = updates
+            return combine(updates)
+
+        def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
+            base = {name: array.copy() for name, array in strategy.sent.items()}
+            moved, metrics = aggregate(server_round, replies)
+            self._check(server_round, base, moved, grid.taken())
+            return moved, metrics
+
+        def watched_evaluate(server_round: int, replies: Iterable[Message]) -> Any:
+            summary = evaluate(server_round, replies)
+            self._check_scores(server_round, summary is not None)
+            return summary
+
+        vars(strategy).update(
+            combine=watched_combine,
+            aggregate_train=watched_aggregate,
+            aggregate_evaluate=watched_evaluate,
+        )
+
+    def _check_scores(self, number: int, summarised: bool) -> None:
+        told = {
+            partition: dict(reply.content.metric_records[records.METRICS])
+            for partition, reply in self.grid.scores.items()
+        }
+        if summarised != bool(told) or (told and self.strategy.client_metrics != told):
+            self.outcome.accepted.append(f"scores of round {number}")
+        mean = self.strategy.progress.row.get("accuracy_mean", 0.0)
+        if told and not np.isclose(mean, np.mean([one["accuracy"] for one in told.values()])):
+            self.outcome.wrong_aggregates.append(f"scores of round {number}")
+
+    def _check(
+        self, number: int, base: records.Arrays, moved: ArrayRecord | None, came: Delivered
+    ) -> None:
+        outcome, used = self.outcome, self._used
+        self._used = {}
+        outcome.rounds += 1
+        outcome.released += moved is not None
+        counted = {partition: _arrays(reply) for partition, reply in came.counted.items()}
+        same = set(used) == set(counted) and all(
+            np.array_equal(used[partition].arrays[name], array)
+            for partition, arrays in counted.items()
+            for name, array in arrays.items()
+        )
+        if not same:
+            outcome.accepted.append(f"round {number}: {sorted(used)}, not {sorted(counted)}")
+        for partition in self.strategy.cohort.asked if counted else ():
+            self.weights[partition] += came.asked / len(counted)
+        if self.strategy.client.name == "uldp_avg_private":
+            if (moved is not None) != (len(counted) == SILOS):
+                outcome.wrong_aggregates.append(f"round {number}: released without all silos")
+            return
+        expected = expected_model(self.strategy, base, list(counted.values()), came.asked)
+        if (moved is None) != (expected is None):
+            outcome.wrong_aggregates.append(f"round {number}: released {moved is not None}")
+        elif moved is not None and expected is not None:
+            found = records.to_arrays(moved)
+            if not all(np.allclose(found[n], expected[n], rtol=1e-5, atol=1e-6) for n in expected):
+                outcome.wrong_aggregates.append(f"round {number}: another model")
+
+
+def expected_model(
+    strategy: FederatedStrategy,
+    base: records.Arrays,
+    uploads: list[records.Arrays],
+    asked: int,
+) -> records.Arrays | None:
+    """The next model by plain arithmetic, with the seeded noise; None where nothing is released."""
+    plan, number = strategy.plan, strategy.participations.rounds
+    wide = [{name: a.astype(np.float64) for name, a in upload.items()} for upload in uploads]
+    if not isinstance(plan, ReleasePlan):
+        if not wide:
+            return None
+        return {name: base[name] + np.mean([u[name] for u in wide], axis=0) for name in base}
+    stddev = plan.noise_multiplier * plan.clipping_norm
+    if plan.noise_placement == "server":
+        for upload in wide:
+            norm = np.sqrt(sum(float(np.square(a).sum()) for a in upload.values()))
+            for array in upload.values():
+                array *= min(1.0, plan.clipping_norm / norm)
+    elif len(uploads) < asked and plan.dropout_policy == "discard":
+        return None
+    else:
+        stddev *= np.sqrt(1 - len(uploads) / asked) if asked else 1.0
+    rng = seeded_generator(SEED, "server-noise", number)
+    divisor = plan.sampling.expected_cohort_size
+    if isinstance(strategy, UldpAvg):
+        divisor *= SILOS
+    moved = {}
+    for name, array in base.items():
+        noise = stddev * rng.standard_normal(array.shape) if stddev else 0.0
+        total = sum((upload[name] for upload in wide), np.zeros(array.shape)) + noise
+        moved[name] = array + strategy.server_learning_rate * total / divisor
+    return moved
+
+
+def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
+    """One method, ``rounds`` rounds, with ledger and run directory, until the end or an error."""
+    outcome = Outcome(case.name)
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.jsonl")
+        strategy = case.build(
+            seed=SEED,
+            seeded_noise=True,
+            evaluate_every=20,
+            run=RunDirectory.create(Path(folder) / "run", {}),
+        )
+        if isinstance(strategy.plan, ReleasePlan):
+            strategy.ledger = ledger
+        grid = FaultyGrid(
+            case.client_app(strategy),
+            case.nodes,
+            rates=replace(case.rates, flood=flood),
+            mutations=case.mutations,
+            rng=np.random.default_rng(seed),
+            huge=case.huge,
+        )
+        referee = Referee(strategy, grid, outcome)
+        try:
+            strategy.start(grid, initial(), num_rounds=rounds)
+            outcome.epsilon = epsilons(strategy, referee, ledger)
+        except Exception as error:
+            outcome.crashes.append(f"{type(error).__name__}: {error}")
+        ledger.close()
+    outcome.faults, outcome.wrong = grid.faults, grid.wrong
+    for refusal in strategy.refusals:
+        reason = refusal.partition(": ")[2]
+        outcome.unexplained += not reason
+        outcome.refusals[reason[:40]] += 1
+    return outcome
+
+
+def epsilons(
+    strategy: FederatedStrategy, referee: Referee, ledger: Ledger
+) -> dict[str, tuple[float, float]]:
+    """Each reported ε beside the one recomputed from rounds and participations alone."""
+    plan, rounds = strategy.plan, referee.outcome.rounds
+    reported = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
+    if isinstance(plan, RecordLevelPlan):
+        multiplier = plan.noise_stddev / (2 * plan.clipping_norm) / np.sqrt(rounds)
+        (ours,) = reported.values()
+        return {"each upload": (ours, dp_accounting.get_epsilon_gaussian(multiplier, plan.delta))}
+    if not isinstance(plan, ReleasePlan):
+        return {}
+    multiplier = plan.noise_multiplier / plan.sensitivity
+    assert isinstance(plan.sampling, PoissonSampling)
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+    gaussian = dp_accounting.GaussianDpEvent(multiplier)
+    event = dp_accounting.PoissonSampledDpEvent(plan.sampling.rate, gaussian)
+    own = accountant.compose(event, rounds).get_epsilon(plan.delta)
+    found = {
+        "released models": (reported[AdversaryView.RELEASED_MODELS], own),
+        "the ledger": (ledger.spent(plan.delta).epsilon, own),
+    }
+    sums = reported.get(AdversaryView.SUM_ONLY, np.inf)
+    if np.isfinite(sums) and not isinstance(strategy, UldpAvg):
+        worst = multiplier / np.sqrt(max(referee.weights.values()))
+        found["each sum"] = (sums, dp_accounting.get_epsilon_gaussian(worst, plan.delta))
+    return found
+
+
+def _arrays(reply: Message) -> records.Arrays:
+    return records.to_arrays(reply.content.array_records[records.UPDATE])

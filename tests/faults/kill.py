@@ -1,0 +1,377 @@
+"""Runs that are killed at any point, resumed, and held against what really happened.
+
+    python -m tests.faults.kill --points 100
+
+An app runs in a process of its own, which gets SIGKILL at a random time, or right after one of its
+files has changed. Then it is resumed, killed again, and at last left to end. A seeded run has to
+end as if nothing had happened, bit for bit; under secure noise, what clients really released must
+be on the accounts, and no training number may have been used twice. What was really released a
+witness notes, apart from the run.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from flwr.app import Context, Message, RecordDict
+
+from flower_ext.federation import recording, records, run_in_process
+from flower_ext.federation.engines.run_app import load_app
+from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.state.sealed import unpack
+from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
+from flower_ext.privacy.participations import Participations
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.report import table
+from flower_ext.runs.settings import num_nodes
+
+APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
+SMALL: Mapping[str, Any] = {
+    "clients": 5,
+    "partition": "iid",
+    "sampling": "poisson",
+    "sampling-rate": 0.6,
+    "rounds": 6,
+    "noise-multiplier": 0.7,
+    "local-epochs": 1,
+    "evaluate-every": 4,
+}
+WATCHED = (
+    "ledger.jsonl",
+    "asked.jsonl",
+    "metrics.jsonl",
+    "*.checkpoint",
+    ".*.draft",
+    "*.memory",
+    "guarantee.json",
+    "run.json",
+    "model.safetensors",
+)
+"""Files right after whose changes a run is killed, besides at random times."""
+_LIMIT = 600.0
+_IN_A_ROW = 6
+"""How often one run is killed at most."""
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["flower_ext.algorithms", "flower_ext.federation.engines.run_app", "sklearn.datasets"]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of an app, in ``folder``: its directory, its clients' state, its witness."""
+
+    app: Path
+    config: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.folder / "run"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's configuration: it goes on if it has begun."""
+        own: dict[str, Any] = {"run-directory": str(self.run), "resume": True}
+        if "state-folder" in self.config:
+            own["state-folder"] = str(self.folder / "state")
+        return {**self.config, **own}
+
+    def start(self) -> BaseProcess:
+        """A new process that runs it, or goes on with it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        process = _processes.Process(target=play, args=(self,))
+        process.start()
+        return process
+
+    def finish(self) -> None:
+        """Run it to its end.
+
+        Raises
+        ------
+        RuntimeError
+            It fails; what it said last is in the message.
+        """
+        process = self.start()
+        process.join(_LIMIT)
+        if process.exitcode != 0:
+            said = (self.folder / "log").read_text()[-3000:]
+            raise RuntimeError(f"the run ended with {process.exitcode}: {said}")
+
+    def released(self) -> list[tuple[int, list[int]]]:
+        """(training number, clients) of every time that clients trained and answered."""
+        file = self.folder / "witness"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [tuple(json.loads(line)) for line in lines]
+
+
+def play(trial: Trial) -> None:
+    """Run a trial in this process, with a witness."""
+    log = os.open(trial.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    vars(recording)["write_report"] = lambda run: run.path  # figures take longer than the run
+    server, client = load_app(trial.app)
+    assert isinstance(client, CohortApp)
+    witness = os.open(trial.folder / "witness", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for kind, answer in client.together.items():
+        if kind.startswith("train."):
+            client.together[kind] = _witnessed(answer, witness)
+    count = num_nodes(trial.settings)
+    assert count is not None
+    run_in_process(server, client, num_clients=count, run_config=trial.settings)
+
+
+def _witnessed(
+    answer: Callable[..., list[RecordDict | Exception]], witness: int
+) -> Callable[..., list[RecordDict | Exception]]:
+    def watched(
+        messages: Sequence[Message], contexts: Sequence[Context], **options: Any
+    ) -> list[RecordDict | Exception]:
+        replies = answer(messages, contexts, **options)
+        number = messages[0].content.config_records[records.ROUND]["number"]
+        clients = [context.node_config["partition-id"] for context in contexts]
+        os.write(witness, (json.dumps([number, clients]) + "\n").encode())
+        return replies
+
+    return watched
+
+
+def kill(process: BaseProcess, due: Callable[[], bool]) -> bool:
+    """SIGKILL a process once it is due; whether it was still running."""
+    deadline = time.monotonic() + _LIMIT
+    while process.is_alive() and not due():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run neither ended nor came to the point")
+        time.sleep(0.001)
+    assert process.pid is not None
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Due so many seconds from now."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Callable[[], bool]:
+    """Due a pause after files below ``folder`` have changed so many times from now on."""
+    seen, last, due_at = 0, frozenset(_states(folder, pattern)), None
+
+    def due() -> bool:
+        nonlocal seen, last, due_at
+        if due_at is None:
+            now = frozenset(_states(folder, pattern))
+            seen, last = seen + (now != last), now
+            if seen >= times:
+                due_at = time.monotonic() + pause
+        return due_at is not None and time.monotonic() >= due_at
+
+    return due
+
+
+def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
+    for file in folder.rglob(pattern):
+        try:
+            facts = file.stat()
+        except FileNotFoundError:
+            continue
+        yield str(file), facts.st_size, facts.st_mtime_ns
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What of two run directories differs that must not: all but times."""
+    found = [
+        name
+        for name in ("model.safetensors", "guarantee.json", "clients.csv")
+        if _content(one / name) != _content(other / name)
+    ]
+    rows = [
+        [
+            {name: value for name, value in row.items() if not name.endswith("seconds")}
+            for row in RunDirectory.open(path).metrics()
+        ]
+        for path in (one, other)
+    ]
+    if rows[0] != rows[1]:
+        found.append("metrics.jsonl")
+    if reserved(one) != reserved(other):
+        found.append("ledger.jsonl")
+    return found
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def reserved(run: Path) -> Counter[Release]:
+    """What the ledger counts."""
+    entries = RunDirectory(run).ledger() if run.exists() else []
+    return Counter(Release.from_dict(e["release"]) for e in entries if e["kind"] == "reserve")
+
+
+def short_of(trial: Trial, *, ended: bool) -> list[str]:
+    """Where the accounts say less than the witness saw; of a run that ended, all accounts."""
+    released, found = trial.released(), []
+    spent = reserved(trial.run)
+    numbers = [number for number, _ in released]
+    if sum(spent.values()) < len(set(numbers)):
+        found.append(f"ledger: {sum(spent.values())} of {len(set(numbers))} releases")
+    if not ended:
+        return found
+    if len(set(numbers)) < len(numbers):
+        found.append("a training number was used twice")
+    last = max((trial.run / "checkpoints").glob("*.checkpoint"), key=lambda f: int(f.stem))
+    counted = Participations.from_dict(unpack(last.read_bytes()).facts["participations"])
+    truth = Counter(client for _, clients in released for client in clients)
+    found += [f"client {c}" for c, times in truth.items() if counted.uploads[c] < times]
+    (release,) = spent
+    for claim in RunDirectory(trial.run).guarantees():
+        if claim.basis == "provable" and claim.view is AdversaryView.RELEASED_MODELS:
+            true = privacy_loss_of({release: len(released)}, delta=claim.delta).epsilon
+            if claim.epsilon < true * (1 - 1e-9):
+                found.append(f"guarantee: ε = {claim.epsilon:.4g}, {true:.4g} was spent")
+    return found
+
+
+@dataclass
+class Outcome:
+    """What came of the points of one kind of run."""
+
+    kind: str
+    points: int = 0
+    exact: int | None = None
+    under_counted: int = 0
+    at: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def row(self) -> tuple[str, ...]:
+        """For the table."""
+        exact = "–" if self.exact is None else f"{self.exact} of {self.points}"
+        return self.kind, str(self.points), exact, str(self.under_counted)
+
+
+HEADER = ("run", "kill −9 points", "resumed bit for bit", "under-counted spends")
+
+
+def run(points: int, *, seed: int = 0, folder: Path | None = None) -> list[Outcome]:
+    """Kill seeded and secure runs at ``points`` points in all, resume them, compare."""
+    with _workplace(folder) as place:
+        config = {**_defaults(APP), **SMALL}
+        seeded = Trial(app=APP, config={**config, "seeded-noise": True}, folder=place / "whole")
+        started = time.monotonic()
+        seeded.finish()
+        duration = time.monotonic() - started
+        outcomes = [
+            Outcome("seeded, client memory", exact=0),
+            Outcome("secure noise, client memory"),
+        ]
+        drawn, number = random.Random(seed), 0
+        while (left := points - sum(outcome.points for outcome in outcomes)) > 0:
+            outcome = outcomes[number % 2]
+            own = {**config, "seeded-noise": outcome.exact is not None}
+            trial = replace(seeded, config=own, folder=place / f"{number}")
+            killed = _kill_and_resume(trial, outcome, drawn, duration, most=min(left, _IN_A_ROW))
+            short: list[str] = []
+            if outcome.exact is None:
+                short = short_of(trial, ended=True)
+                outcome.under_counted += bool(short)
+            else:
+                short = differences(seeded.run, trial.run)
+                outcome.exact += 0 if short else killed
+            _note(outcome, number, short)
+            number += 1
+            print(f"{points - left + killed} of {points} points", file=sys.stderr)
+    return outcomes
+
+
+def _kill_and_resume(
+    trial: Trial, outcome: Outcome, drawn: random.Random, duration: float, *, most: int
+) -> int:
+    """Kill a run at random points, up to ``most`` times, then let it end; how often it died."""
+    killed = 0
+    while killed < most:
+        where, due = _point(trial, drawn, duration)
+        if not kill(trial.start(), due):
+            break
+        killed += 1
+        outcome.points += 1
+        outcome.at[where] += 1
+        short = short_of(trial, ended=False)
+        outcome.under_counted += bool(short)
+        _note(outcome, trial.folder.name, short)
+    trial.finish()
+    return killed
+
+
+def _point(trial: Trial, drawn: random.Random, duration: float) -> tuple[str, Callable[[], bool]]:
+    if drawn.random() < 0.4:
+        return "random time", after(drawn.uniform(0, duration))
+    pattern = drawn.choice(WATCHED)
+    times = 1 + drawn.randrange(3)
+    pause = drawn.choice((0.0, drawn.uniform(0, 0.005)))
+    return pattern, changed(trial.folder, pattern, times, pause)
+
+
+def _note(outcome: Outcome, number: object, what: list[str]) -> None:
+    if what:
+        outcome.failures.append(f"run {number}: {', '.join(what)}")
+
+
+@contextmanager
+def _workplace(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def _defaults(app: Path) -> dict[str, Any]:
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    config: dict[str, Any] = project["tool"]["flwr"]["app"]["config"]
+    return config
+
+
+def main(
+    points: Annotated[int, typer.Option(min=1, help="how often a run is killed")] = 100,
+    seed: Annotated[int, typer.Option(help="draws the points")] = 0,
+    folder: Annotated[Path | None, typer.Option(help="keep the runs here")] = None,
+) -> None:
+    """Print what came of it; exit with 1 if anything was lost."""
+    outcomes = run(points, seed=seed, folder=folder)
+    print(table(HEADER, [outcome.row() for outcome in outcomes]))
+    for outcome in outcomes:
+        at = sorted(outcome.at.items())
+        print(f"\n{outcome.kind}: " + ", ".join(f"{n} at {where}" for where, n in at))
+        for failure in outcome.failures:
+            print(f"  {failure}")
+    if any(outcome.failures for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

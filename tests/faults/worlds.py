@@ -1,0 +1,289 @@
+"""Small real learning problems on which the methods run while things go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from flower_ext.algorithms import (
+    Apple,
+    Centaur,
+    DP2FedSAM,
+    DPDitto,
+    DPFedAvg,
+    FedALA,
+    FedAMP,
+    PFedMe,
+    Scaffold,
+)
+from flower_ext.algorithms.scaffold import STEPS
+from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg, private_silo
+from flower_ext.data import Examples, SiloData
+from flower_ext.federation import FederatedStrategy, records
+from flower_ext.privacy import (
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.training import LocalTraining, Task
+from tests.faults.grid import Rates, times
+from tests.faults.malformed import ENVELOPE, METRICS, TRAIN, Mutation, in_array, metric
+
+CLIENTS, SILOS, USERS, SEED = 8, 3, 12, 5
+CLASSES, FEATURES, RECORDS = 3, 5, 20
+FAST = LocalTraining(epochs=1, batch_size=10)
+
+
+class Net(nn.Module):
+    """Two layers; the last is the personal head of the methods that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extractor = nn.Linear(FEATURES, 6)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(torch.relu(self.extractor(x)))
+        return result
+
+
+def client_data(number: int) -> SiloData:
+    """Records of one client, or silo, and whose they are."""
+    generator = torch.Generator().manual_seed(number)
+    features = torch.randn(RECORDS + 10, FEATURES, generator=generator)
+    targets = torch.randint(CLASSES, (RECORDS + 10,), generator=generator)
+    features[:, 0] += 2.0 * targets
+    return SiloData(
+        train=Examples(features[:RECORDS], targets[:RECORDS]),
+        test=Examples(features[RECORDS:], targets[RECORDS:]),
+        owners=torch.randint(USERS, (RECORDS,), generator=generator),
+    )
+
+
+DATA = [client_data(number) for number in range(CLIENTS)]
+
+
+def task() -> Task:
+    """The problem as every method takes it."""
+    return Task(model=Net, data=lambda number: DATA[number], device="cpu")
+
+
+def initial() -> ArrayRecord:
+    """The model before the first round."""
+    return ArrayRecord(task().initial_params(SEED))
+
+
+USUAL = Rates()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A method, and what can befall its replies."""
+
+    name: str
+    build: Callable[..., FederatedStrategy]
+    """Takes options of `FederatedStrategy`."""
+    nodes: int = CLIENTS
+    rates: Rates = USUAL
+    mutations: dict[str, Mutation]
+    huge: Mutation | None = None
+
+    def client_app(self, strategy: FederatedStrategy) -> ClientApp:
+        """Its client side, which takes part in simulation."""
+        return type(strategy).client_app(task(), allow_seeded_noise=True)
+
+
+def release_plan(**changes: Any) -> ReleasePlan:
+    """Client-level privacy."""
+    facts: dict[str, Any] = {
+        "sampling": PoissonSampling(CLIENTS, 0.7),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 200,
+        "delta": 1e-3,
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def user_plan(**changes: Any) -> ReleasePlan:
+    """User-level privacy over silos."""
+    return release_plan(
+        **{"sampling": PoissonSampling(USERS, 0.6), "unit": PrivacyUnit.USER, **changes}
+    )
+
+
+def record_plan() -> RecordLevelPlan:
+    """Record-level privacy of what each client uploads."""
+    return RecordLevelPlan(
+        sampling=FullParticipation(CLIENTS),
+        clipping_norm=2.0,
+        noise_stddev=0.3,
+        num_examples=RECORDS,
+        rounds=200,
+        delta=1e-3,
+    )
+
+
+def nobody_private() -> NonPrivatePlan:
+    """No privacy: what is refused is refused all the same."""
+    return NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+
+
+_SPARSE = Rates(
+    dropped=0.01,
+    late=0.04,
+    malformed=0.01,
+    raises=0.01,
+    huge=0.01,
+    duplicated=0.25,
+    replayed=0.25,
+    relabelled=0.25,
+    stranger=0.1,
+)
+_NO_HUGE = Rates(huge=0.0)
+
+CASES: tuple[Case, ...] = (
+    Case(
+        name="DP-FedAvg, clients noise, top-up",
+        build=lambda **o: DPFedAvg(plan=release_plan(), local=FAST, **o),
+        mutations=TRAIN,
+        huge=times(1e4),
+    ),
+    Case(
+        name="DP²-FedSAM, clients noise, discard",
+        build=lambda **o: DP2FedSAM(
+            plan=release_plan(dropout_policy="discard"), head=FAST, extractor=FAST, **o
+        ),
+        rates=_SPARSE,
+        mutations=TRAIN,
+        huge=times(1e4),
+    ),
+    Case(
+        name="DP-FedAvg, server noises",
+        build=lambda **o: DPFedAvg(plan=release_plan(noise_placement="server"), local=FAST, **o),
+        rates=_NO_HUGE,  # is clipped
+        mutations=TRAIN,
+    ),
+    Case(
+        name="ULDP-AVG, silos noise, top-up",
+        build=lambda **o: UldpAvg(
+            plan=user_plan(), num_silos=SILOS, local=FAST, server_learning_rate=3.0, **o
+        ),
+        nodes=SILOS,
+        mutations=TRAIN,
+        huge=times(1e4),
+    ),
+    Case(
+        name="DP-Ditto, noise on models",
+        build=lambda **o: DPDitto(plan=record_plan(), local=FAST, personal_training=FAST, **o),
+        mutations=TRAIN,
+        huge=times(1e4),
+    ),
+    Case(
+        name="SCAFFOLD, no privacy",
+        build=lambda **o: Scaffold(plan=nobody_private(), local=FAST, **o),
+        rates=_NO_HUGE,  # nothing says what is too large
+        mutations={
+            **TRAIN,
+            "steps impossible": metric(STEPS, [0, -1, 0.5, float("nan"), [2], 10**400]),
+        },
+    ),
+)
+
+_SUM = {
+    "no ciphertext": in_array(
+        records.UPDATE,
+        lambda a, rng: type(a)(np.full(a.shape, rng.choice([0, 255]), np.uint8)),
+        only=private_silo.SUM,
+    ),
+    "number of another round": in_array(
+        records.UPDATE,
+        lambda a, rng: type(a)(np.array(rng.choice([-1, 0, 10**6, 2**62]), np.int64)),
+        only=private_silo.NUMBER,
+    ),
+}
+PRIVATE = Case(
+    name="ULDP-AVG-w, encrypted",
+    build=lambda **o: PrivateUldpAvg(
+        plan=user_plan(dropout_policy="discard"),
+        num_silos=SILOS,
+        local=FAST,
+        protocol=PrivateWeighting(
+            key_bits=512, allow_insecure_key_size=True, max_records_per_user=60, precision=1e-4
+        ),
+        **o,
+    ),
+    nodes=SILOS,
+    rates=Rates(
+        dropped=0.03,
+        late=0.06,
+        malformed=0.05,
+        raises=0.03,
+        huge=0.0,
+        duplicated=0.25,
+        replayed=0.25,
+        relabelled=0.25,
+        stranger=0.1,
+    ),
+    mutations={
+        **{
+            n: m
+            for n, m in TRAIN.items()
+            if not n.startswith("array ") or n[6:] not in ("NaN", "infinite", "huge")
+        },
+        **_SUM,
+        **METRICS,
+        **ENVELOPE,
+    },
+)
+
+
+def personal_of(prefix: str = "") -> Callable[[str], bool]:
+    """Names in a client's memory that are its own alone."""
+    return lambda name: name.startswith(prefix)
+
+
+PERSONALISED: dict[str, tuple[Callable[[], FederatedStrategy], Callable[[str], bool]]] = {
+    "DP²-FedSAM": (
+        lambda: DP2FedSAM(plan=release_plan(), head=FAST, extractor=FAST),
+        personal_of(),
+    ),
+    "CENTAUR": (
+        lambda: Centaur(plan=release_plan(), head=FAST, extractor=FAST),
+        personal_of(),
+    ),
+    "P-FedSAM (no noise)": (
+        lambda: DP2FedSAM(plan=nobody_private(), head=FAST, extractor=FAST),
+        personal_of(),
+    ),
+    "DP-Ditto": (
+        lambda: DPDitto(plan=record_plan(), local=FAST, personal_training=FAST),
+        personal_of(),
+    ),
+    "Ditto (no noise)": (
+        lambda: DPDitto(plan=nobody_private(), local=FAST, personal_training=FAST),
+        personal_of(),
+    ),
+    "DP-FedAMP": (lambda: FedAMP(plan=record_plan(), local=FAST), personal_of()),
+    "DP-APPLE": (lambda: Apple(plan=record_plan(), local=FAST), personal_of()),
+    "DP-FedALA": (
+        lambda: FedALA(plan=record_plan(), adaptive=("head",), local=FAST),
+        personal_of(),
+    ),
+    "pFedMe": (
+        lambda: PFedMe(
+            plan=record_plan(), local=FAST, personal_training=LocalTraining(steps=2, epochs=1)
+        ),
+        personal_of(),
+    ),
+}

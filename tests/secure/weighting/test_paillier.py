@@ -1,0 +1,133 @@
+import numpy as np
+import phe
+import pytest
+from gmpy2 import gcd, invert, mpz, next_prime, powmod, primorial
+from scipy import stats
+
+from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
+from tests.secure.weighting.worlds import key
+
+
+def root(private: PrivateKey, ciphertext: mpz) -> mpz:
+    """The randomness r of a ciphertext (1 + n)^m · r^n: what a key holder can read."""
+    p, q, n = private.p, private.q, private.public.n
+    return powmod(ciphertext % n, invert(n, (p - 1) * (q - 1)), n)
+
+
+def test_ciphertexts_are_those_of_phe():
+    private = key()
+    public = phe.PaillierPublicKey(int(private.public.n))
+    theirs = phe.PaillierPrivateKey(public, int(private.p), int(private.q))
+    for message in (0, 1, 12345, int(private.public.n) - 1):
+        for ciphertext in (private.public.encrypt(mpz(message)), *private.encrypt([mpz(message)])):
+            assert theirs.raw_decrypt(int(ciphertext)) == message
+        assert private.decrypt([mpz(public.raw_encrypt(message))]) == [message]
+
+
+def test_sums_and_multiples_under_encryption():
+    private = key()
+    n, n_squared = private.public.n, private.public.n_squared
+    one, two = private.encrypt([mpz(20), n - 3])
+    assert private.decrypt([one * two % n_squared]) == [17]
+    assert private.decrypt([powmod(one, 4, n_squared)]) == [80]
+    assert private.decrypt([one * private.public.plain(mpz(-21)) % n_squared]) == [n - 1]
+
+
+def test_both_ways_of_encrypting_draw_the_randomness_uniformly():
+    """A key so small that every unit is seen: 7 · 11, with 60 units."""
+    private = PrivateKey(mpz(13), mpz(11))
+    units = [r for r in range(1, 143) if gcd(r, 143) == 1]
+    draws = 120 * 40
+    for ciphertexts in (
+        private.encrypt([mpz(5)] * draws),
+        [private.public.encrypt(mpz(5)) for _ in range(draws)],
+    ):
+        seen = [int(root(private, ciphertext)) for ciphertext in ciphertexts]
+        counts = [seen.count(unit) for unit in units]
+        assert sum(counts) == draws
+        assert stats.chisquare(counts).pvalue > 1e-6
+        assert set(private.decrypt(ciphertexts[:100])) == {5}
+
+
+def test_randomness_is_fresh_every_time():
+    private = key()
+    ciphertexts = private.encrypt([mpz(1)] * 200)
+    ciphertexts += [private.public.encrypt(mpz(1)) for _ in range(50)]
+    again = [private.public.rerandomise(ciphertext) for ciphertext in ciphertexts]
+    assert len({*ciphertexts, *again}) == 500
+    assert set(private.decrypt(again)) == {1}
+
+
+def test_a_pool_gives_fresh_zeros_that_are_uniform():
+    private = PrivateKey(mpz(13), mpz(11))
+    pool = ZeroPool(private.public)
+    units = [r for r in range(1, 143) if gcd(r, 143) == 1]
+    zeros = pool.take(4800)
+    assert set(private.decrypt(zeros)) == {0}
+    seen = np.array([int(root(private, zero)) for zero in zeros])
+    assert stats.chisquare([(seen == unit).sum() for unit in units]).pvalue > 1e-6
+
+
+def test_a_pool_of_a_large_key_holds_enough_entropy_and_repeats_nothing():
+    private = key()
+    pool = ZeroPool(private.public)
+    assert 10 * pool.size(3072) >= 3072 + 256
+    zeros = pool.take(300)
+    assert len(set(zeros)) == 300
+    assert set(private.decrypt(zeros)) == {0}
+    ciphertext = private.public.encrypt(mpz(7))
+    assert private.decrypt([private.public.rerandomise(ciphertext, pool)]) == [7]
+
+
+def test_what_is_no_ciphertext_is_refused():
+    private = key()
+    n_squared = private.public.n_squared
+    for wrong in (mpz(0), mpz(-1), n_squared, n_squared + 1, private.p, 5 * private.public.n):
+        with pytest.raises(ValueError, match="unit modulo n²"):
+            private.decrypt([wrong])
+
+
+def test_small_keys_are_for_tests_only():
+    with pytest.raises(ValueError, match="key_bits=2048: expected at least 3072"):
+        generate_key(2048)
+    for odd in (513, 10, -4, 10**9):
+        with pytest.raises(ValueError, match="even integer"):
+            generate_key(odd, allow_insecure_key_size=True)
+    for bits in (128, 256, 514):
+        assert key(bits).public.bits == bits
+
+
+def test_moduli_that_no_key_has_are_refused():
+    n = key().public.n
+    key().public.check(512, coprime_to=2000)
+    for modulus, match in (
+        (n >> 1, "511 bits"),
+        (n - 1, "two large primes"),
+        (key(1024).p, "two large primes"),
+        (max(key().p, key().q) ** 2, "two large primes"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            PublicKey(modulus).check(512, coprime_to=1)
+    for p, q in ((key().p, key().p), (key().p, key(256).q)):
+        with pytest.raises(ValueError, match="two different"):
+            PrivateKey(p, q)
+
+
+def test_moduli_with_a_factor_that_a_total_may_share_are_refused():
+    """A total times a uniform blind is uniform only where the total is a unit modulo n."""
+    rough = next_prime(mpz(63) << 500) * 59
+    assert rough.bit_length() == 512
+    PublicKey(rough).check(512, coprime_to=58)
+    smooth = next_prime(mpz(2) ** 200) * primorial(300) // 2
+    for modulus, largest in ((rough, 59), (rough, 2000), (smooth, 3)):
+        with pytest.raises(ValueError, match=f"a factor of {largest} or less"):
+            PublicKey(modulus).check(modulus.bit_length(), coprime_to=largest)
+
+
+def test_keys_differ_and_their_primes_are_not_shown():
+    assert key(256, 0).p != key(256, 1).p
+    private = key()
+    for shown in (repr(private), str(private), f"{private}"):
+        assert str(private.p) not in shown
+        assert str(private.q) not in shown
+        assert hex(private.p)[2:] not in shown

@@ -1,0 +1,112 @@
+"""Small runs of the protocol, and the plain sum they must equal."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from flower_ext.secure import MaskedSum, WeightingServer, WeightingSettings, WeightingSilo
+from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
+
+KEY_BITS = 512
+
+
+def key(bits: int = KEY_BITS, number: int = 0) -> PrivateKey:
+    """A small key; generated once a process."""
+    return _key(bits, number)
+
+
+@cache
+def _key(bits: int, number: int) -> PrivateKey:
+    return generate_key(bits, allow_insecure_key_size=True)
+
+
+def weighting_settings(**changes) -> WeightingSettings:
+    facts = {
+        "run": "test",
+        "users": 4,
+        "silos": 3,
+        "coordinates": 5,
+        "max_records_per_user": 60,
+        "update_bound": 1.0,
+        "noise_bound": 10.0,
+        "key_bits": KEY_BITS,
+        "allow_insecure_key_size": True,
+    }
+    return WeightingSettings(**facts | changes)
+
+
+def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.ndarray:
+    """Records of each user in each silo, N_max of them at most; some users have none."""
+    totals = rng.integers(0, settings.max_records_per_user + 1, settings.users)
+    if not totals.any():
+        totals[0] = 1
+    return np.array(
+        [rng.multinomial(total, rng.dirichlet(np.ones(settings.silos))) for total in totals]
+    ).T
+
+
+@dataclass
+class World:
+    """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
+
+    settings: WeightingSettings
+    counts: np.ndarray
+    save: Callable[[bytes], None] | None = None
+    sent: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.server = WeightingServer(self.settings, key=key(self.settings.key_bits))
+        self.silos = [
+            WeightingSilo(self.settings, i, save=self.save) for i in range(self.settings.silos)
+        ]
+        relayed = self.server.relay_keys([silo.key for silo in self.silos])
+        for silo in self.silos:
+            silo.receive_keys(self.server.public_key, relayed)
+        seeds = self.server.relay_seed(self.silos[0].seal_seed())
+        for silo, seed in zip(self.silos[1:], seeds, strict=True):
+            silo.open_seed(seed)
+        blinded = [s.blind_counts(c) for s, c in zip(self.silos, self.counts, strict=True)]
+        self.server.receive_counts(blinded)
+        self.sent += [*relayed, *seeds, *blinded]
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Updates of shape (silos, users, coordinates) and noise of shape (silos, coordinates)."""
+        settings = self.settings
+        shape = (settings.silos, settings.users, settings.coordinates)
+        updates = rng.uniform(-settings.update_bound, settings.update_bound, shape)
+        noise = rng.uniform(-settings.noise_bound, settings.noise_bound, shape[::2])
+        return updates, noise
+
+    def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
+        """Updates of the users that have records in ``silo``."""
+        return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
+
+    def weigh(self, message, updates, noise) -> list[MaskedSum]:
+        return [
+            silo.weigh(message, self.own(i, updates), noise[i]) for i, silo in enumerate(self.silos)
+        ]
+
+    def run_round(self, number, updates, noise, sampled=None) -> np.ndarray:
+        if self.settings.draw_choices is None:
+            message = self.server.open_round(number, sampled=sampled)
+        else:
+            offer = self.server.offer_draw(number)
+            answer = self.silos[0].answer_draw(offer)
+            message = self.server.open_drawn_round(answer)
+            self.sent += [offer, answer]
+        sums = self.weigh(message, updates, noise)
+        self.sent += [message, *sums]
+        return self.server.close_round(sums)
+
+    def plain(self, updates, noise, users=None) -> np.ndarray:
+        """The same sum in the open, one product at a time."""
+        total = np.zeros(self.settings.coordinates)
+        for silo in range(self.settings.silos):
+            for user in range(self.settings.users) if users is None else users:
+                if self.counts[silo, user]:
+                    weight = self.counts[silo, user] / self.counts[:, user].sum()
+                    total = total + weight * updates[silo, user]
+            total = total + noise[silo]
+        return total
