@@ -17,7 +17,7 @@ from flower_ext.cli.calibrate import calibrate
 from flower_ext.cli.deployment import CONNECTION, Deployment, DeploymentFailed
 from flower_ext.cli.launch import LaunchFailed, checked_settings, launch
 from flower_ext.cli.ledger import ledger
-from flower_ext.cli.plan import plan, search
+from flower_ext.cli.schedule import plan, search
 from flower_ext.cli.screen import console, failed
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.comparison import write_comparison

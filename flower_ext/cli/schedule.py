@@ -13,7 +13,7 @@ import typer
 
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.launch import LaunchFailed
-from flower_ext.cli.plan_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
+from flower_ext.cli.schedule_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
 from flower_ext.cli.screen import console, failed, titled_table
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
