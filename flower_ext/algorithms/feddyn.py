@@ -88,7 +88,7 @@ class FedDyn(FederatedStrategy):
         if not 0 < regularization < float("inf"):
             raise ValueError(f"regularization={regularization!r}: expected a finite number > 0")
         super().__init__(plan=plan, **options)
-        self.regularization = regularization
+        self.regularization = self.added_proximal_weight = regularization
         self.local = local or LocalTraining()
         self.h: records.Arrays = {}
 
@@ -96,11 +96,6 @@ class FedDyn(FederatedStrategy):
     def training(self) -> Mapping[str, LocalTraining]:
         """The whole model, in one phase."""
         return {"local": self.local}
-
-    @property
-    def proximal_weight(self) -> float:
-        """α, besides what ``local`` asks for."""
-        return super().proximal_weight + self.regularization
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -63,6 +63,40 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
     return nodes
 
 
+def refuse_foreign(method: str, said: str, *, any_client_app: bool, client_protects: bool) -> None:
+    """Refuse ClientApps that know nothing of this package where they have to.
+
+    Parameters
+    ----------
+    method : str
+        Name of the strategy.
+    said : str
+        The first error in place of an answer.
+    any_client_app : bool
+        The method trains as every ClientApp does.
+    client_protects : bool
+        The plan leaves noise to the clients.
+
+    Raises
+    ------
+    FederationNotReady
+        Says how to build one that does.
+    """
+    said = f" (the first to fail said: {said})" if said else ""
+    fix = f"build the ClientApp with {method}.client_app(task)"
+    if not any_client_app:
+        raise FederationNotReady(
+            f"the ClientApp does not know {method}, which trains in its own way on the clients: "
+            f"{fix}{said}"
+        )
+    if client_protects:
+        raise FederationNotReady(
+            "the plan leaves noise to the clients, but the ClientApp does not know how: "
+            f"{fix}, or take a ReleasePlan with noise_placement='server'{said}"
+        )
+    log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
+
+
 @dataclass(frozen=True)
 class Roster:
     """Node ids by partition.

@@ -105,6 +105,34 @@ class Exchange:
             )
         return answers
 
+    def ask_everyone(
+        self,
+        grid: Grid,
+        question: ConfigRecord,
+        read: Callable[[Message], T],
+        own: Mapping[int, Content] | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
+    ) -> dict[int, T]:
+        """What the client side of a method answers to its question, by partition.
+
+        Parameters
+        ----------
+        own : Mapping[int, Content], optional
+            Records for one partition alone, next to the question.
+        partitions : Sequence[int], optional
+            Ask these only.
+
+        Raises
+        ------
+        FederationNotReady
+            A node does not answer, or not what ``read`` accepts.
+        """
+        content: Content = {records.QUESTION: question}
+        everyone = dict.fromkeys(self.nodes if partitions is None else partitions, content)
+        special = {partition: {**content, **alone} for partition, alone in (own or {}).items()}
+        return self.query(grid, {**everyone, **special}, read)
+
     def sent(self, reply: Message) -> tuple[int, records.Arrays]:
         """Whose reply to a training message this is, and the model that was sent there."""
         node = reply.metadata.src_node_id

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.evaluation import summarize
-from flower_ext.federation import records
+from flower_ext.federation.arrays import payload_bytes
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.scores import lower_is_better, reported_by_most
@@ -39,12 +39,12 @@ class Progress:
     def asked(self, kind: str, messages: Sequence[Message]) -> None:
         """Count messages to clients; ``kind`` is ``train``, ``evaluate`` or ``query``."""
         self._count(_prefix(kind) + "messages", len(messages))
-        self._count(_prefix(kind) + "bytes_down", records.payload_bytes(messages))
+        self._count(_prefix(kind) + "bytes_down", payload_bytes(messages))
 
     def answered(self, kind: str, replies: Sequence[Message], refusals: Sequence[str]) -> None:
         """Count replies; each refusal is reported."""
         self._count(_prefix(kind) + "messages", len(replies))
-        self._count(_prefix(kind) + "bytes_up", records.payload_bytes(replies))
+        self._count(_prefix(kind) + "bytes_up", payload_bytes(replies))
         self._count("refused", len(refusals))
         for refusal in refusals:
             log.warning("refused reply: %s", refusal)

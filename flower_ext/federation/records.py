@@ -10,19 +10,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from io import BytesIO
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from torch import Tensor
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.federation._flower_private import record_of
+from flower_ext.federation.arrays import Arrays as Arrays
+from flower_ext.federation.arrays import read_array
+from flower_ext.federation.arrays import to_arrays as to_arrays
+from flower_ext.federation.arrays import to_params as to_params
+from flower_ext.federation.arrays import to_record as to_record
 from flower_ext.federation.failures import said
-from flower_ext.training import LocalTraining, Params, UnshareableModel
+from flower_ext.training import LocalTraining, UnshareableModel
 
-Arrays = dict[str, np.ndarray]
 T = TypeVar("T")
 
 MODEL = "arrays"
@@ -58,96 +59,6 @@ LONGEST_REASON = 1_000
 
 class RefusedReply(ValueError):
     """A reply that must not be aggregated; the message says why."""
-
-
-class UnsentArray(Array):
-    """An array that becomes bytes only where it leaves this process.
-
-    Flower's own serialises at once, which clients in the server's process would do for nothing.
-    Whoever makes one must not change ``values`` afterwards.
-    """
-
-    values: np.ndarray
-    stype = "numpy.ndarray"
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.__dict__["values"] = values  # Flower's setter would look for chunks to drop
-
-    @property
-    def dtype(self) -> str:  # type: ignore[override]
-        """As NumPy names it."""
-        return _name(self.values.dtype)
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of ``values``."""
-        return self.values.shape
-
-    @property
-    def data(self) -> bytes:  # type: ignore[override]
-        """As Flower serialises."""
-        return bytes(Array(self.values).data)
-
-    def deflate(self) -> bytes:
-        """As Flower's own, under its name: SuperLink takes arrays by no other."""
-        return bytes(Array(self.values).deflate())
-
-    def numpy(self) -> np.ndarray:
-        """A copy, as from bytes."""
-        return self.values.copy()
-
-
-@lru_cache(maxsize=64)
-def _name(dtype: np.dtype) -> str:
-    return str(dtype)
-
-
-def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Tensors or arrays as an ArrayRecord, on the CPU, order kept; not to be changed afterwards."""
-    arrays = {
-        # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
-        name: UnsentArray(np.asarray(v.numpy(force=True) if isinstance(v, Tensor) else v))
-        for name, v in params.items()
-    }
-    return record_of(ArrayRecord, arrays)
-
-
-def to_params(record: ArrayRecord) -> Params:
-    """An ArrayRecord as tensors, each with its own memory."""
-    return {name: torch.from_numpy(values.copy()) for name, values in to_arrays(record).items()}
-
-
-def to_arrays(record: ArrayRecord) -> Arrays:
-    """An ArrayRecord as NumPy arrays, which are not to be changed."""
-    return {name: _values(array) for name, array in record.items()}
-
-
-def _values(array: Array) -> np.ndarray:
-    return array.values if isinstance(array, UnsentArray) else _read_npy(array)
-
-
-def _read_npy(array: Array) -> np.ndarray:
-    """One array in NumPy's format and nothing else: no pickle, no archive, nothing after it.
-
-    Unlike ``numpy.load``, it takes no memory for numbers that are only announced.
-    """
-    if array.stype != "numpy.ndarray":
-        raise ValueError(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
-    file = BytesIO(array.data)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }[np.lib.format.read_magic(file)]
-    shape, fortran_order, dtype = read_header(file)
-    start = file.tell()
-    if dtype.hasobject:
-        raise ValueError("it holds pickled objects")
-    if (tuple(array.shape), array.dtype) != (shape, str(dtype)):
-        raise ValueError(f"it holds {dtype}{shape}, not {array.dtype}{tuple(array.shape)}")
-    if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(array.data) - start} bytes for {dtype}{shape}")
-    values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
-    return values.reshape(shape, order="F" if fortran_order else "C")
 
 
 def shared_arrays(record: ArrayRecord) -> Arrays:
@@ -209,33 +120,6 @@ def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> byte
         found = "nothing" if array is None else f"{array.dtype}{array.shape}"
         raise RefusedReply(f"{name!r}: expected {length} bytes, got {found}")
     return array.tobytes()
-
-
-def payload_bytes(messages: Iterable[Message]) -> int:
-    """Bytes of all arrays in messages as they are serialised; the rest of them is small."""
-    contents = [message.content for message in messages if message.has_content()]
-    sizes = {
-        key: sum(
-            _payload(a) for r in content.values() if isinstance(r, ArrayRecord) for a in r.values()
-        )
-        for key, content in {id(content): content for content in contents}.items()
-    }
-    return sum(sizes[id(content)] for content in contents)
-
-
-def _payload(array: Array) -> int:
-    if isinstance(array, UnsentArray):
-        return array.values.nbytes + _header_bytes(array.values.shape, array.values.dtype)
-    return len(array.data)
-
-
-@lru_cache(maxsize=1024)
-def _header_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Bytes that NumPy's format puts before the numbers of such an array."""
-    file = BytesIO()
-    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, facts)
-    return file.tell()
 
 
 @dataclass(frozen=True)
@@ -419,7 +303,7 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
     arrays: Arrays = {}
     for name, expected in base.items():
         try:
-            array = _values(record[name])
+            array = read_array(record[name])
         except Exception as error:  # whatever a hostile payload provokes, it is one refusal
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:

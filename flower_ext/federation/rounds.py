@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.stragglers import shortened
+from flower_ext.privacy import PrivacyPlan
+from flower_ext.privacy.updates import l2_norm
 from flower_ext.training import LocalTraining
+
+_ROUNDING = 1.01
+"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
 
 
 def in_round(trainings: Mapping[str, LocalTraining], number: int) -> dict[str, LocalTraining]:
@@ -71,6 +77,55 @@ def with_remembered(
         if (id(content), last) not in told:
             told[id(content), last] = {**content, records.ROUND: facts(last)}
     return {p: told[id(c), remembered.get(p, 0)] for p, c in contents.items()}
+
+
+def read_update(
+    reply: Message,
+    plan: PrivacyPlan,
+    cohort: Cohort,
+    base: records.Arrays,
+    sent: Callable[[Message], tuple[int, records.Arrays]],
+) -> records.Update:
+    """A client's update, no larger than bound and noise of an honest client explain.
+
+    What clients noise cannot be clipped without changing the noise. See
+    `NoisedSum.largest_upload` for what this protects.
+
+    Parameters
+    ----------
+    base : Arrays
+        Names, shapes and dtypes of the model.
+    sent : Callable[[Message], tuple[int, Arrays]]
+        Whose reply it is, and the model that was sent there.
+
+    Raises
+    ------
+    RefusedReply
+        It is none of this model, or too large.
+    """
+    update = records.read_update(reply, base=base, trust_models=not plan.client_protects)
+    if not update.metrics.get("num-examples", 1) >= 1:
+        raise records.RefusedReply(
+            f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
+        )
+    if not plan.client_protects:
+        return update
+    partition, received = sent(reply)
+    limit = plan.largest_upload(
+        cohort_size=len(cohort.asked),
+        numbers=sum(array.size for array in update.arrays.values()),
+        norms=cohort.norms.get(partition, 1.0),
+    )
+    if math.isinf(limit):
+        return update
+    bounded = update.arrays
+    if plan.bounds_models:
+        bounded = {name: received[name] + step for name, step in update.arrays.items()}
+    if (norm := l2_norm(bounded)) > limit * _ROUNDING:
+        raise records.RefusedReply(
+            f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
+        )
+    return update
 
 
 def norm_columns(updates: Iterable[records.Update]) -> dict[str, float]:

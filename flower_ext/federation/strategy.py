@@ -6,59 +6,38 @@ guarantee rests on happens here, once, and is taken from one frozen plan.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from logging import getLogger
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records, rounds
-from flower_ext.federation.client import client_app
-from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.cohort import refuse_foreign
 from flower_ext.federation.exchange import Content
-from flower_ext.federation.population import Cohort, Population
+from flower_ext.federation.hooks import MethodHooks
+from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
-from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.state.checkpoint import Asked
-from flower_ext.federation.stragglers import Stragglers
 from flower_ext.privacy import (
-    Budget,
-    BudgetExhausted,
     Guarantee,
-    Ledger,
-    NoiseSource,
-    PrivacyPlan,
-    SecureNoise,
-    SeededNoise,
     secure_generator,
-    seeded_generator,
 )
 from flower_ext.privacy.ledger import Reservation
-from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.plan import RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.privacy.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
-from flower_ext.privacy.updates import l2_norm
-from flower_ext.runs import RunDirectory
-from flower_ext.training import LocalTraining, Task
+from flower_ext.privacy.run_facts import RunFacts
 
 log = getLogger("flwr")
-T = TypeVar("T")
-
-_ROUNDING = 1.01
-"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
 
 
-class FederatedStrategy(RunLoop):
+class FederatedStrategy(MethodHooks):
     """Base of every method: subclass it, name the client side, list the training phases.
+
+    What a method may fill in beyond that is in `MethodHooks`.
 
     Parameters
     ----------
@@ -103,198 +82,6 @@ class FederatedStrategy(RunLoop):
         the guarantees list it as not covered.
     """
 
-    any_client_app: ClassVar[bool] = False
-    """Whether a ClientApp that knows nothing of this package can take part."""
-    one_model: ClassVar[bool] = True
-    """Whether all clients are sent the same shared model; see `client_state`."""
-    units_are_clients: ClassVar[bool] = True
-    """Whether a `ReleasePlan` protects clients, each of them with one upload a round."""
-    bounds_units: ClassVar[bool] = False
-    """Whether an upload is a sum over units, each of which the client side bounds by itself."""
-    needs_each_update: ClassVar[bool] = False
-    """Whether the server needs every single update, which a `ReleasePlan` hides."""
-
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        personal: Sequence[str] = (),
-        server_learning_rate: float = 1.0,
-        stragglers: Stragglers | None = None,
-        seed: int | None = None,
-        seeded_noise: bool = False,
-        evaluate_every: int = 1,
-        training_loss: bool = False,
-        diagnostics: bool = False,
-        timeout: float = 600.0,
-        ledger: Ledger | None = None,
-        budget: Budget | None = None,
-        run: RunDirectory | None = None,
-        population: Population | None = None,
-        exposed: Sequence[str] = (),
-    ) -> None:
-        if not 0 < server_learning_rate < float("inf"):
-            raise ValueError(f"server_learning_rate={server_learning_rate!r}: expected > 0")
-        if evaluate_every < 0:
-            raise ValueError(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
-        if seeded_noise and seed is None:
-            raise ValueError("seeded_noise=True needs a seed")
-        if budget is not None:
-            _check_budget_fits(budget, plan)
-        if ledger is not None and plan.release is None:
-            raise ValueError(
-                f"ledger with a {type(plan).__name__}: it records the releases of a ReleasePlan "
-                "alone; budget= stops a run under any plan that promises privacy"
-            )
-        if isinstance(personal, str):
-            raise ValueError(f"personal={personal!r}: expected several names, as ({personal!r},)")
-        self.plan = plan
-        plan.check(self.traits)
-        self.server_learning_rate = server_learning_rate
-        self.stragglers = stragglers
-        self.seed = seed
-        self.seeded_noise = seeded_noise
-        self.evaluate_every = evaluate_every
-        self.training_loss = training_loss
-        self.diagnostics = diagnostics
-        self.budget = budget
-        self.exposed = tuple(exposed)
-        super().__init__(
-            population=population or Population(plan.sampling),
-            repeats=self.repeats,
-            personal=personal,
-            timeout=timeout,
-            ledger=ledger,
-            run=run,
-        )
-        self.cohort = Cohort(asked=(), units=())
-        """That of the newest training round."""
-        self.sent: records.Arrays = {}
-        """The shared part of the model that clients were sent last; nothing before that."""
-        self._met = False
-        self._release = ExitStack()
-        self._reservation = Reservation()
-
-    # What a method may add ----------------------------------------------------------------
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The phases of local training, by the names that the client side uses."""
-        raise NotImplementedError
-
-    @property
-    def evaluation_training(self) -> Mapping[str, LocalTraining]:
-        """Phases of training on a client before it evaluates; none by default."""
-        return {}
-
-    @property
-    def proximal_weight(self) -> float:
-        """μ of the proximal term around the received model that every local training has."""
-        return min((one.proximal_weight for one in self.training.values()), default=0.0)
-
-    @property
-    def settings(self) -> Mapping[str, float]:
-        """Numbers of the method that its client side needs; none by default."""
-        return {}
-
-    def prepare(self, grid: Grid) -> None:
-        """What there is to do once, when all nodes are there and before the first round."""
-
-    def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
-        """What there is to do before training round ``number`` asks ``cohort``, which is returned.
-
-        Where some of it turns out not to be possible, fewer are returned.
-        """
-        return cohort
-
-    def server_state(self) -> Mapping[str, ArrayRecord]:
-        """Records that travel to the clients next to the model; none by default."""
-        return {}
-
-    def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Records for one client alone, besides or in place of what all get; none by default.
-
-        A record named ``records.MODEL`` is the model that this client receives: its update is the
-        difference to that.
-        """
-        return {}
-
-    def read_update(self, reply: Message) -> records.Update:
-        """A client's update.
-
-        Raises
-        ------
-        RefusedReply
-            It is none of the model that was sent, or larger than an honest one.
-        """
-        trusted = not self.plan.client_protects
-        update = records.read_update(reply, base=self.sent, trust_models=trusted)
-        if not update.metrics.get("num-examples", 1) >= 1:
-            raise records.RefusedReply(
-                f"num-examples={update.metrics['num-examples']!r}: expected at least 1"
-            )
-        if not trusted:
-            self._check_size(update.arrays, *self.exchange.sent(reply))
-        return update
-
-    def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
-        """The noised average of a round's updates, by partition.
-
-        Raises
-        ------
-        RoundDiscarded
-            Too few of them arrived.
-        """
-        return self.plan.aggregate(
-            [update.arrays for update in updates.values()],
-            cohort_size=len(self.cohort.asked),
-            noise=self._noise("server-noise", self.participations.rounds),
-            like=self.sent,
-        )
-
-    def next_model(
-        self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
-    ) -> records.Arrays:
-        """The next global model: ``base`` moved along the mean update.
-
-        Parameters
-        ----------
-        base, mean : Arrays
-            The model that was sent, and the mean of what came back, bounded and noised.
-        updates : Mapping[int, Update]
-            The single updates by partition; none under a `ReleasePlan`, which releases the mean.
-        """
-        return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
-
-    def claims(self, run: RunFacts) -> list[Guarantee]:
-        """What the method's paper promises after a run's rounds so far, and what is provable."""
-        return self.plan.guarantees(run)
-
-    def not_covered(self) -> list[str]:
-        """What leaves the clients outside the guarantee in this run."""
-        exposed = ["that a client answered or not, and when"]
-        if self.evaluate_every:
-            exposed.append(
-                "scores and test-set sizes that clients report un-noised at evaluation "
-                "(evaluate_every=0 turns this off)"
-            )
-        if self.evaluate_every and self.training_loss:
-            exposed.append(
-                "losses on training records that clients report un-noised at evaluation "
-                "(training_loss=False turns this off)"
-            )
-        if self.diagnostics:
-            exposed.append("norms of updates before clipping (diagnostics=False turns this off)")
-        return [*exposed, *self.exposed]
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a round that is done again is the same one, since all in it follows a seed."""
-        noiseless = self.plan.delta is None
-        return self.seed is not None and (self.seeded_noise or noiseless)
-
-    # Rounds -------------------------------------------------------------------------------
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -323,12 +110,8 @@ class FederatedStrategy(RunLoop):
                 number - 1,
             )
         self.cohort = self.begin_round(number, drawn, grid)
-        if self.plan.release is not None and self.ledger is not None:
-            same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
-            entry = self.ledger.reserve(
-                self.plan.release, round=server_round, identity=same if self.repeats else None
-            )
-            self._reservation = self._release.enter_context(entry)
+        same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
+        self.spending.reserve(self.plan.release, server_round, same if self.repeats else None)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
@@ -378,8 +161,8 @@ class FederatedStrategy(RunLoop):
             if "num-examples" in update.metrics:
                 size = int(update.metrics["num-examples"])
                 self.num_examples[partition] = min(size, self.num_examples.get(partition, size))
-        with self._release:
-            mean = self._aggregate(updates, server_round)
+        with self.spending.closing() as release:
+            mean = self._aggregate(updates, server_round, release)
         if self.client.keeps_memory and not (self.client.mirrored and mean is None):
             self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         if mean is None:
@@ -390,18 +173,18 @@ class FederatedStrategy(RunLoop):
         return records.to_record(moved), records.metrics_record(row)
 
     def _aggregate(
-        self, updates: Mapping[int, records.Update], server_round: int
+        self, updates: Mapping[int, records.Update], server_round: int, release: Reservation
     ) -> records.Arrays | None:
         try:
             aggregate = self.combine(updates)
         except RoundDiscarded as reason:
             log.warning("round %d discarded: %s", server_round, reason)
             self.progress.row["discarded"] = 1
-            self._reservation.discard(str(reason))
+            release.discard(str(reason))
             return None
         facts = {"answered": aggregate.answered, "topped_up_stddev": aggregate.topped_up_stddev}
         self.progress.row |= facts
-        self._reservation.note(cohort=len(self.cohort.asked), **facts)
+        release.note(cohort=len(self.cohort.asked), **facts)
         return dict(aggregate.value)
 
     def configure_evaluate(
@@ -436,47 +219,6 @@ class FederatedStrategy(RunLoop):
         self.client_metrics = scores
         return records.metrics_record(self.progress.scores(scores.values()))
 
-    # The run ------------------------------------------------------------------------------
-
-    @classmethod
-    def client_app(
-        cls, task: Task | Callable[[Context], Task], *, allow_seeded_noise: bool = False
-    ) -> ClientApp:
-        """A ClientApp that answers this method's messages (see `federation.client_app`)."""
-        return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)
-
-    def summary(self) -> None:
-        """Log the method and its plan."""
-        log.info("%s · %s", type(self).__name__, self.plan.describe())
-
-    @property
-    def traits(self) -> MethodTraits:
-        """What the method declares, for the plan to see whether it protects it."""
-        return MethodTraits(
-            name=type(self).__name__,
-            units_are_clients=self.units_are_clients,
-            bounds_units=self.bounds_units,
-            needs_each_update=self.needs_each_update,
-            keeps_memory=self.client.keeps_memory,
-            memoryless=self.client.memoryless,
-            upload_phase=self.client.upload_phase,
-        )
-
-    @property
-    def run_facts(self) -> RunFacts:
-        """All that the plan may know of the run so far."""
-        return RunFacts(
-            method=self.traits,
-            participations=self.participations,
-            num_examples=self.num_examples,
-            training=self.training,
-            proximal_weight=self.proximal_weight,
-            sent=self.sent,
-            secure_noise=not self.seeded_noise,
-            secure_cohorts=not self.repeats,
-            not_covered=self.not_covered(),
-        )
-
     def guarantees(self) -> list[Guarantee]:
         """What protects people after the rounds so far: published claim and provable ones.
 
@@ -498,40 +240,14 @@ class FederatedStrategy(RunLoop):
 
     def give_up(self, reason: str) -> None:
         """Close a round that was begun and will not be finished; what it reserved stays spent."""
-        self._reservation.discard(reason)
-        self._release.close()
+        with self.spending.closing() as release:
+            release.discard(reason)
 
     def _protection(self) -> dict[str, Any]:
         """What the round tells a client of how to protect its upload."""
         asked = self.plan.protection(self.run_facts, len(self.cohort.asked))
         facts = to_facts(asked, seeded_noise=self.seeded_noise)
         return {"report-size": True, **facts} if self.plan.tells_sizes else facts
-
-    def _check_size(self, update: records.Arrays, partition: int, received: records.Arrays) -> None:
-        """Refuse an upload that is larger than bound and noise of an honest client explain.
-
-        What clients noise cannot be clipped without changing the noise. See
-        `NoisedSum.largest_upload` for what this protects.
-
-        Raises
-        ------
-        RefusedReply
-            Names the norm and the largest probable one.
-        """
-        limit = self.plan.largest_upload(
-            cohort_size=len(self.cohort.asked),
-            numbers=sum(array.size for array in update.values()),
-            norms=self.cohort.norms.get(partition, 1.0),
-        )
-        if math.isinf(limit):
-            return
-        bounded: Mapping[str, Any] = update
-        if self.plan.bounds_models:
-            bounded = {name: received[name] + step for name, step in update.items()}
-        if (norm := l2_norm(bounded)) > limit * _ROUNDING:
-            raise records.RefusedReply(
-                f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
-            )
 
     def connect(self, grid: Grid, arrays: ArrayRecord) -> None:
         """Take ``arrays`` as the model that is sent; meet the clients, the first time."""
@@ -543,9 +259,14 @@ class FederatedStrategy(RunLoop):
             return
         roster = self.exchange.connect(grid, self.population.num_nodes)
         if not roster.known:
-            self._check_foreign_clients(roster.said)
+            refuse_foreign(
+                type(self).__name__,
+                roster.said,
+                any_client_app=self.any_client_app,
+                client_protects=self.plan.client_protects,
+            )
         self.prepare(grid)
-        if self.plan.needs_sizes and self.budget is not None:
+        if self.plan.needs_sizes and self.spending.budget is not None:
             self._ask_sizes(grid)
         self._met = True
 
@@ -555,49 +276,6 @@ class FederatedStrategy(RunLoop):
         everyone = dict.fromkeys(self.exchange.nodes, content)
         told = self.exchange.query(grid, everyone, records.read_answer)
         self.num_examples |= {p: int(answer["num-examples"]) for p, answer in told.items()}
-
-    def _check_foreign_clients(self, said: str) -> None:
-        said = f" (the first to fail said: {said})" if said else ""
-        fix = f"build the ClientApp with {type(self).__name__}.client_app(task)"
-        if not self.any_client_app:
-            raise FederationNotReady(
-                f"the ClientApp does not know {type(self).__name__}, which trains in its own way "
-                f"on the clients: {fix}{said}"
-            )
-        if self.plan.client_protects:
-            raise FederationNotReady(
-                "the plan leaves noise to the clients, but the ClientApp does not know how: "
-                f"{fix}, or take a ReleasePlan with noise_placement='server'{said}"
-            )
-        log.info("foreign ClientApp: plain train/evaluate messages, nodes numbered by their ids")
-
-    def ask_everyone(
-        self,
-        grid: Grid,
-        question: ConfigRecord,
-        read: Callable[[Message], T],
-        own: Mapping[int, Content] | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
-    ) -> dict[int, T]:
-        """What the client side answers to a question of this method, by partition (see `prepare`).
-
-        Parameters
-        ----------
-        own : Mapping[int, Mapping[str, ArrayRecord]], optional
-            Records for one partition alone, next to the question.
-        partitions : Sequence[int], optional
-            Ask these only.
-
-        Raises
-        ------
-        FederationNotReady
-            A node does not answer, or not what ``read`` accepts.
-        """
-        content: Content = {records.QUESTION: question}
-        nodes = self.exchange.nodes if partitions is None else partitions
-        special = {partition: {**content, **alone} for partition, alone in (own or {}).items()}
-        return self.exchange.query(grid, {**dict.fromkeys(nodes, content), **special}, read)
 
     def check_training(self) -> None:
         """Refuse local training that the plan does not speak of, as every round does.
@@ -616,54 +294,21 @@ class FederatedStrategy(RunLoop):
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""
-        if self.budget is None:
+        if self.spending.budget is None:
             return
         ahead = deepcopy(self.population)
         ahead.count(cohort, len(cohort.asked))
-        run = replace(self.run_facts, participations=ahead.participations)
-        epsilon = self.plan.spent(run).get("epsilon_provable", float("inf"))
-        if self.budget.ledger is not None:
-            self._charge(run, epsilon, self.budget, self.budget.ledger)
-        elif epsilon > self.budget.epsilon:
-            raise BudgetExhausted(
-                f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, above "
-                f"the budget of {self.budget.epsilon:g}"
-            )
-
-    def _charge(self, run: RunFacts, epsilon: float, budget: Budget, ledger: Path) -> None:
-        """Charge the round to the population's account, or say there that no ε covers it."""
-        checkpoints = self.checkpoints
-        who = {
-            "run": checkpoints.run_id,
-            "method": type(self).__name__,
-            "name": "" if checkpoints.run is None else checkpoints.run.path.name,
-        }
-        for shown in self.exposed:
-            note_uncovered(ledger, **who, what=shown)
-        plan = self.plan
-        if plan.delta is None:
-            note_uncovered(ledger, **who, what="training without noise")
-            return
-        claim = next(each for each in self.claims(run) if each.basis == "provable")
-        new = Charge(
-            **who,
-            training=self.next_training,
+        run = self.checkpoints.run
+        self.spending.check(
+            self.plan,
+            server_round,
+            replace(self.run_facts, participations=ahead.participations),
+            self.claims,
             repeatable=self.repeats,
-            unit=claim.unit,
-            relation=claim.relation if plan.release is None else plan.release.relation,
-            epsilon=epsilon,
-            delta=claim.delta if plan.release is None else plan.delta,
-            release=plan.release,
+            run_id=self.checkpoints.run_id,
+            method=type(self).__name__,
+            name="" if run is None else run.path.name,
         )
-        charge(ledger, new, budget)
-
-    def _generator(self, *path: str | int) -> np.random.Generator:
-        return secure_generator() if self.seed is None else seeded_generator(self.seed, *path)
-
-    def _noise(self, *path: str | int) -> NoiseSource:
-        if self.seeded_noise and self.seed is not None:
-            return SeededNoise(self.seed, *path)
-        return SecureNoise()
 
     def _facts(self, training_round: int, more: Mapping[str, float]) -> ConfigRecord:
         own: dict[str, float | str] = {
@@ -673,17 +318,3 @@ class FederatedStrategy(RunLoop):
             "diagnostics": self.diagnostics,
         }
         return ConfigRecord({**own, **more})
-
-
-def _check_budget_fits(budget: Budget, plan: PrivacyPlan) -> None:
-    """Refuse a δ that the plan does not promise, and a budget that nothing can be held to."""
-    delta = plan.delta
-    if budget.ledger is None and delta != budget.delta:
-        raise ValueError(
-            f"budget.delta={budget.delta!r}: expected that of the plan, "
-            f"{'which promises no privacy' if delta is None else delta!r}"
-        )
-    if delta is not None and delta > budget.delta:
-        raise ValueError(
-            f"budget.delta={budget.delta!r}: expected at least that of the plan, {delta!r}"
-        )

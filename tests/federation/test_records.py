@@ -5,6 +5,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 
 from flower_ext.federation import RefusedReply, records
 from flower_ext.federation._flower_private import become_server_of
+from flower_ext.federation.arrays import UnsentArray, payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 
 BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
@@ -123,14 +124,14 @@ def test_training_settings_survive_the_wire():
 def test_payload_counts_array_bytes():
     one, other = reply(update()), reply(update())
     expected = sum(len(a.data) for a in one.content.array_records["update"].values())
-    assert records.payload_bytes([one, other, one]) == 3 * expected > 3 * 7 * 4
+    assert payload_bytes([one, other, one]) == 3 * expected > 3 * 7 * 4
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5), (64, 32, 5, 5)])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     values = np.ones(shape, dtype=dtype)
-    unsent, sent = records.UnsentArray(values), Array(values)
+    unsent, sent = UnsentArray(values), Array(values)
     assert unsent.data == sent.data
     assert (unsent.deflate(), unsent.object_id) == (sent.deflate(), sent.object_id)
     assert set(unsent.children) == set(sent.children)
@@ -139,7 +140,7 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     record["a"] = unsent
     message = reply(update())
     message.content = RecordDict({"update": record})
-    assert records.payload_bytes([message]) == len(sent.data)
+    assert payload_bytes([message]) == len(sent.data)
     unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
     assert np.array_equal(unsent.numpy(), values)
 

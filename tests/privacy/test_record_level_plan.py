@@ -81,9 +81,6 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     assert epsilons(the_plan, 30) == {"published": published, "provable": provable}
     spent = the_plan.spent(run_facts(rounds=30))
     assert spent == {"epsilon_published": published, "epsilon_provable": provable}
-        "epsilon_published": published,
-        "epsilon_provable": provable,
-    }
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])

@@ -261,6 +261,7 @@ class UldpAvg(FederatedStrategy):
         check_user_plan(plan, num_silos, self.weights.weighting)
         options.setdefault("population", UsersInSilos(plan.sampling, num_silos))
         super().__init__(plan=plan, **options)
+        self.shown = self.weights.shown
         self.num_silos = num_silos
         self.local = local or LocalTraining()
         self.apart: Mapping[int, bool] = {}
@@ -342,10 +343,6 @@ class UldpAvg(FederatedStrategy):
     def hidden_draw(self) -> str:
         """What hides from the server who was drawn; empty where it knows."""
         return ""
-
-    def not_covered(self) -> list[str]:
-        """And what the silos tell of their users."""
-        return [*super().not_covered(), *self.weights.shown]
 
 
 class UldpSgd(UldpAvg):

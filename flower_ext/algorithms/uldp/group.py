@@ -140,6 +140,7 @@ class UldpGroup(FederatedStrategy):
         )
         plan = GroupPlan(sampling=FullParticipation(num_silos), one_round=one_round, delta=delta)
         super().__init__(plan=plan, **options)
+        self.shown = ("how many records each user has in each silo: the silos tell the server",)
         self.num_users = num_users
         self.group_size = group_size
         self.local = local
@@ -180,8 +181,3 @@ class UldpGroup(FederatedStrategy):
         """With k, once it is known."""
         k = self.group_size
         return replace(super().run_facts, group_size=k if isinstance(k, int) else None)
-
-    def not_covered(self) -> list[str]:
-        """And the users' histograms."""
-        shown = "how many records each user has in each silo: the silos tell the server"
-        return [*super().not_covered(), shown]

@@ -33,23 +33,14 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from flower_ext.algorithms.uldp import keeping
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, local_model
+from flower_ext.algorithms.uldp.private_setup import ask_bytes, set_up
 from flower_ext.algorithms.uldp.private_silo import (
     ANSWER,
-    BEGIN,
-    COUNT,
-    COUNTS,
     DRAW,
-    KEY,
-    KEYS,
     LOST,
     NUMBER,
     OFFER,
-    SEED,
-    SEEDS,
-    SERVER_KEY,
-    SILO_KEYS,
     STEP,
     SUM,
     WEIGHTS,
@@ -70,24 +61,18 @@ from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan, Secure
 from flower_ext.privacy.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.secure import (
-    BlindedCounts,
     DrawAnswer,
     IncompleteRound,
     MaskedSum,
     ProtocolError,
-    SealedSeed,
-    SiloKey,
     WeightingServer,
     WeightingSettings,
-    estimate_round,
 )
 from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
 
 log = getLogger("flwr")
 
 _SENSITIVITY = "sensitivity"
-_KEY_BYTES = 32
-_SEALED_BYTES = 60
 _NOISE_ROOM = 64.0
 """Standard deviations of a silo's noise that encoding has room for; noise never gets there."""
 _LARGEST_STEP = 0.25
@@ -111,6 +96,7 @@ class PrivateUldpAvg(UldpAvg):
         Those of `UldpAvg`.
     """
 
+    never_repeats = True  # keys, blinds and dither are secret
     population: HiddenUsers
     client = ClientMethod(
         name="uldp_avg_private",
@@ -172,39 +158,7 @@ class PrivateUldpAvg(UldpAvg):
         settings = self._weighting_settings(coordinates=sum(a.size for a in self.sent.values()))
         norm = self.plan.clipping_norm
         self.plan = replace(self.plan, sensitivity=settings.contribution_bound(norm) / norm)
-        self._log_estimate(settings)
-        server = WeightingServer(settings, workers=keeping.cores())
-        begin = ConfigRecord({STEP: BEGIN, **keeping.settings_to_facts(settings)})
-        keys = self._told(grid, begin, KEY, _KEY_BYTES)
-        relayed = server.relay_keys([SiloKey(silo=s, public=key) for s, key in keys.items()])
-        public = {
-            SERVER_KEY: records.to_bytes_array(server.public_key),
-            SILO_KEYS: np.stack([records.to_bytes_array(key.public) for key in relayed]),
-        }
-        shared = {KEYS: records.to_record(public)}
-        length = _SEALED_BYTES * (settings.silos - 1)
-        sealed = self._told(
-            grid,
-            ConfigRecord({STEP: KEYS}),
-            SEEDS,
-            length,
-            own=dict.fromkeys(keys, shared),
-            only=(0,),
-        )[0]
-        parts = [sealed[at : at + _SEALED_BYTES] for at in range(0, length, _SEALED_BYTES)]
-        seeds = server.relay_seed(
-            [SealedSeed(receiver=s, sealed=part) for s, part in enumerate(parts, start=1)]
-        )
-        for_one = {
-            seed.receiver: {
-                SEED: records.to_record({SEED: records.to_bytes_array(seed.sealed)}),
-            }
-            for seed in seeds
-        }
-        length = settings.users * settings.residue_bytes
-        counts = self._told(grid, ConfigRecord({STEP: COUNT}), COUNTS, length, own=for_one)
-        server.receive_counts([BlindedCounts(silo=s, counts=c) for s, c in counts.items()])
-        self._server = server
+        self._server = set_up(self, grid, settings)
         self.progress.row["setup_seconds"] = time.monotonic() - started
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
@@ -238,7 +192,8 @@ class PrivateUldpAvg(UldpAvg):
     def _drawn(self, number: int, grid: Grid) -> Sequence[ArrayRecord]:
         """Weighting (a) for users whom nobody knows: the same for all silos."""
         offer = self._connected.offer_draw(number)
-        told = self._told(
+        told = ask_bytes(
+            self,
             grid,
             ConfigRecord({STEP: DRAW, NUMBER: number}),
             ANSWER,
@@ -300,11 +255,6 @@ class PrivateUldpAvg(UldpAvg):
         sensitivity = max(self.plan.sensitivity, float(state[_SENSITIVITY][_SENSITIVITY]))
         self.plan = replace(self.plan, sensitivity=sensitivity)
         self.population.forget_order()
-
-    @property
-    def repeats(self) -> bool:
-        """Never: keys, blinds and dither are secret, whatever the seed."""
-        return False
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
         """And what the provable ones need of the users' records, unless silos see to it."""
@@ -379,49 +329,11 @@ class PrivateUldpAvg(UldpAvg):
             )
         return settings
 
-    def _told(
-        self,
-        grid: Grid,
-        question: ConfigRecord,
-        name: str,
-        length: int,
-        *,
-        own: Mapping[int, Mapping[str, ArrayRecord]] | None = None,
-        only: Sequence[int] | None = None,
-        asked: Sequence[int] | None = None,
-    ) -> dict[int, bytes]:
-        """Bytes of that name and length from each ``asked`` silo, or from ``only`` some of them."""
-        speakers = {self.exchange.nodes[s] for s in only or range(self.num_silos)}
-
-        def read(reply: Message) -> bytes:
-            arrays = records.read_answer(reply)
-            if reply.metadata.src_node_id not in speakers:
-                return b""
-            return records.read_bytes(arrays, name, length)
-
-        return self.ask_everyone(grid, question, read, own, partitions=asked)
-
     def _unflat(self, total: np.ndarray) -> records.Arrays:
         names = sorted(self.sent)
         ends = np.cumsum([self.sent[name].size for name in names])[:-1]
         parts = zip(names, np.split(total, ends), strict=True)
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
-
-    def _log_estimate(self, settings: WeightingSettings) -> None:
-        guess = estimate_round(settings, prepared=keeping.pool_pays(settings))
-        log.info(
-            "private weighting: on one core a round takes %.0f s in a silo that has all %d users "
-            "(%.0f s less while nobody is drawn, %.0f s more in the first) and %.0f s in the "
-            "server, which has %d cores; a silo sends %.1f MB and receives %.1f MB",
-            guess.silo,
-            settings.users,
-            guess.fold + guess.tables,
-            guess.prepare,
-            guess.server,
-            keeping.cores(),
-            guess.upload_bytes / 1e6,
-            guess.download_bytes / 1e6,
-        )
 
 
 class PrivateUldpSgd(PrivateUldpAvg, UldpSgd):

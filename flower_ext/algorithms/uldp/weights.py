@@ -247,9 +247,11 @@ def ask_silos(
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
     if not histogram:
-        strategy.ask_everyone(grid, question, records.read_answer)
+        strategy.exchange.ask_everyone(grid, question, records.read_answer)
         return None
-    told = strategy.ask_everyone(grid, question, lambda reply: _read_counts(reply, num_users))
+    told = strategy.exchange.ask_everyone(
+        grid, question, lambda reply: _read_counts(reply, num_users)
+    )
     return np.stack([told[silo] for silo in sorted(told)])
 
 

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.records import Arrays, payload_bytes, to_arrays, to_record
+from flower_ext.federation.arrays import Arrays, payload_bytes, to_arrays, to_record
 
 log = getLogger("flwr")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flower_ext.federation.records import Arrays
+from flower_ext.federation.arrays import Arrays
 from flower_ext.federation.state.sealed import Damaged, Packed, pack, unpack
 from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory

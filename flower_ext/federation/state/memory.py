@@ -13,8 +13,8 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import Tensor
 
+from flower_ext.federation.arrays import to_arrays, to_params, to_record
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.records import to_arrays, to_params, to_record
 from flower_ext.federation.state.folder import StateFolder, safe_name
 from flower_ext.federation.state.sealed import Damaged, pack, unpack
 from flower_ext.training import Params
