@@ -100,14 +100,14 @@ class MethodHooks(RunLoop):
         self.training_loss = training_loss
         self.diagnostics = diagnostics
         self.exposed = tuple(exposed)
-        self.spending = Spending(ledger=ledger, budget=budget, exposed=self.exposed)
-        self.spending.check_plan(plan)
+        spending = Spending(ledger=ledger, budget=budget, exposed=self.exposed)
+        spending.check_plan(plan)
         super().__init__(
             population=population or Population(plan.sampling),
             repeats=self.repeats,
             personal=personal,
             timeout=timeout,
-            ledger=ledger,
+            spending=spending,
             run=run,
         )
         self.cohort = Cohort(asked=(), units=())

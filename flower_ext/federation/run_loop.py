@@ -21,8 +21,9 @@ from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.exchange import Exchange
 from flower_ext.federation.population import Population
 from flower_ext.federation.progress import Progress
+from flower_ext.federation.spending import Spending
 from flower_ext.federation.state.checkpoint import Asked, Checkpoints, RunState
-from flower_ext.privacy import BudgetExhausted, Guarantee, Ledger
+from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger
 from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.training import matches
@@ -46,8 +47,8 @@ class RunLoop(Strategy):
         Module names that never leave the client.
     timeout : float
         Seconds to wait for nodes to connect, and for answers to queries.
-    ledger : Ledger, optional
-        Checked to hold every release of a run that goes on.
+    spending : Spending
+        Its ledger has to hold every release of a run that goes on.
     run : RunDirectory, optional
         Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
     """
@@ -61,13 +62,13 @@ class RunLoop(Strategy):
         repeats: bool,
         personal: Sequence[str],
         timeout: float,
-        ledger: Ledger | None,
+        spending: Spending,
         run: RunDirectory | None,
     ) -> None:
         self.population = population
         self.personal = tuple(personal)
         self.timeout = timeout
-        self.ledger = ledger
+        self.spending = spending
         self.progress = Progress(run)
         self.exchange = Exchange(self.client.name, self.progress, timeout=timeout)
         self.checkpoints = Checkpoints(run, repeats=repeats)
@@ -93,10 +94,6 @@ class RunLoop(Strategy):
     def spent(self) -> dict[str, float]:
         """ε so far, for the log and the report's figures."""
 
-    @abstractmethod
-    def give_up(self, reason: str) -> None:
-        """Close a round that was begun and will not be finished; what it reserved stays spent."""
-
     def state(self) -> Mapping[str, records.Arrays]:
         """What the method holds on the server between rounds, in named groups; none by default."""
         return {}
@@ -108,6 +105,16 @@ class RunLoop(Strategy):
     def participations(self) -> Participations:
         """Counts of the units whose data went into the rounds so far."""
         return self.population.participations
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The durable record of every release, where there is one."""
+        return self.spending.ledger
+
+    @property
+    def budget(self) -> Budget | None:
+        """What ends the run before a round that would exceed it, where there is one."""
+        return self.spending.budget
 
     @property
     def refusals(self) -> list[str]:
@@ -260,7 +267,8 @@ class RunLoop(Strategy):
             yield
         except BaseException as error:
             try:
-                self.give_up(f"{type(error).__name__}: {error}")
+                with self.spending.closing() as release:  # what it reserved stays spent
+                    release.discard(f"{type(error).__name__}: {error}")
                 if (one := self.checkpoints.open) is not None:
                     self._count_abandoned(one)
                 self._save_guarantees()

@@ -238,11 +238,6 @@ class FederatedStrategy(MethodHooks):
                     spent["epsilon_published"] = one.epsilon
         return spent
 
-    def give_up(self, reason: str) -> None:
-        """Close a round that was begun and will not be finished; what it reserved stays spent."""
-        with self.spending.closing() as release:
-            release.discard(reason)
-
     def _protection(self) -> dict[str, Any]:
         """What the round tells a client of how to protect its upload."""
         asked = self.plan.protection(self.run_facts, len(self.cohort.asked))
@@ -266,7 +261,7 @@ class FederatedStrategy(MethodHooks):
                 client_protects=self.plan.client_protects,
             )
         self.prepare(grid)
-        if self.plan.needs_sizes and self.spending.budget is not None:
+        if self.plan.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._met = True
 
@@ -294,7 +289,7 @@ class FederatedStrategy(MethodHooks):
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""
-        if self.spending.budget is None:
+        if self.budget is None:
             return
         ahead = deepcopy(self.population)
         ahead.count(cohort, len(cohort.asked))

@@ -175,7 +175,7 @@ def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
             run=RunDirectory.create(Path(folder) / "run", {}),
         )
         if isinstance(strategy.plan, ReleasePlan):
-            strategy.ledger = ledger
+            strategy.spending.ledger = ledger
         grid = FaultyGrid(
             case.client_app(strategy),
             case.nodes,
