@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext import planning, privacy, training
+from flower_ext import planning, privacy, secure, training
 from flower_ext.algorithms import ditto, upcycled
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +49,8 @@ def test_dp_ditto_is_in_ditto_and_says_so():
         (planning, "EmpiricalPlan", "planning.EmpiricalSchedule"),
         (training, "pilot_run", "algorithms.ditto.pilot_run"),
         (upcycled, "Schedule", "algorithms.upcycled.Coefficient"),
+        (secure, "WeightingPlan", "secure.weighting.agreement.WeightingSettings"),
+        *((privacy, name, now[len("flower_ext.") :]) for name, now in privacy._MOVED.items()),
     ],
 )
 def test_a_name_that_moved_is_found_by_the_former_one_with_a_warning(room, name, now):
@@ -61,15 +63,6 @@ def test_a_name_that_moved_is_found_by_the_former_one_with_a_warning(room, name,
     assert name not in room.__all__
     with pytest.raises(AttributeError, match="no attribute 'Plans'"):
         _ = room.Plans
-
-
-@pytest.mark.parametrize("name", sorted(privacy._MOVED))
-def test_each_name_that_left_privacy_is_found_and_its_new_place_is_named(name):
-    place = f"flower_ext.privacy.{privacy._MOVED[name]}"
-    with pytest.warns(DeprecationWarning, match=rf"{name} is in {re.escape(place)} now") as seen:
-        former = getattr(privacy, name)
-    assert former is getattr(import_module(place), name)
-    assert seen[0].filename == __file__
 
 
 def test_privacy_keeps_few_names_and_knows_no_others():
@@ -87,11 +80,3 @@ def test_nothing_here_imports_a_name_from_where_it_was():
                 if isinstance(node, ast.ImportFrom) and node.module == "flower_ext.privacy":
                     used |= {alias.name: path for alias in node.names}
     assert {name: path for name, path in used.items() if name in privacy._MOVED} == {}
-
-
-def test_the_settings_of_a_weighting_are_still_found_as_its_plan():
-    from flower_ext import secure
-
-    with pytest.warns(DeprecationWarning, match="WeightingSettings now"):
-        former = secure.WeightingPlan
-    assert former is secure.WeightingSettings

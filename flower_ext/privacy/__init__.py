@@ -3,10 +3,9 @@
 Here is what a project, an app or a method needs; all else is imported from its own module.
 """
 
-import warnings
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flower_ext._former import former_names
 from flower_ext.privacy.accounting import Release, gaussian_loss, privacy_loss, privacy_loss_of
 from flower_ext.privacy.bounds import clip
 from flower_ext.privacy.calibration import TargetOutOfReach, calibrate_noise_multiplier
@@ -76,7 +75,7 @@ __all__ = [
 ]
 
 _MOVED = {
-    name: module
+    name: f"{__name__}.{module}.{name}"
     for module, names in {
         "accounting": "Accountant PrivacyLoss participations_loss",
         "bounds": "BoundedSum BoundedUpdate clip_each_row sum_clipped sum_clipped_rows",
@@ -93,7 +92,7 @@ _MOVED = {
         "participations": "Participations",
         "perturbation": "Perturbation",
         "randomness": "derived_seed",
-        "plan": "Aggregate Plan RoundDiscarded",
+        "plan": "Aggregate RoundDiscarded",
         "sampling": "sampling_from_dict sampling_to_dict",
         "shared_ledger": (
             "Charge DoesNotCompose RunSpend charge note_uncovered spent_by_run total_spent"
@@ -114,18 +113,8 @@ _MOVED = {
         "updates": "Update l2_norm",
     }.items()
     for name in names.split()
-}
+} | {"Plan": f"{__name__}.plan.PrivacyPlan"}
 """Where names are that were here before, for one release."""
 
 if not TYPE_CHECKING:  # so that type checkers refuse them
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MOVED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = f"{__name__}.{_MOVED[name]}"
-        warnings.warn(
-            f"{__name__}.{name} is in {module} now: import it from there",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(import_module(module), name)
+    __getattr__ = former_names(__name__, _MOVED)

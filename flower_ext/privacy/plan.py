@@ -136,10 +136,6 @@ class PrivacyPlan(Protocol):
         """ε so far, for the log and the report's figures; what is infinite is left out."""
 
 
-Plan = PrivacyPlan
-"""The former name, for one release."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlainAverage:
     """The mean of those who answer, as it is; promises nothing unless a plan adds it."""

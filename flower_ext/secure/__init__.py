@@ -4,7 +4,7 @@
 pairs, numbers as integers, threads.
 """
 
-import warnings
+from flower_ext._former import former_names
 
 try:
     import cryptography as _cryptography  # noqa: F401
@@ -52,13 +52,6 @@ __all__ = [
     "estimate_round",
 ]
 
-
-def __getattr__(name: str) -> type[WeightingSettings]:
-    if name != "WeightingPlan":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "flower_ext.secure.WeightingPlan is WeightingSettings now",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return WeightingSettings
+__getattr__ = former_names(
+    __name__, {"WeightingPlan": f"{__name__}.weighting.agreement.WeightingSettings"}
+)
