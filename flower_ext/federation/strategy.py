@@ -29,7 +29,6 @@ from flower_ext.privacy import (
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.plan import RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
-from flower_ext.privacy.run_facts import RunFacts
 
 log = getLogger("flwr")
 
@@ -228,9 +227,7 @@ class FederatedStrategy(MethodHooks):
 
     def spent(self) -> dict[str, float]:
         """ε so far, for the log and the report's figures."""
-        return self._spent(self.run_facts)
-
-    def _spent(self, run: RunFacts) -> dict[str, float]:
+        run = self.run_facts
         spent = self.plan.spent(run)
         if self.plan.release is not None:  # else the plan knows what is published
             for one in self.claims(run):
