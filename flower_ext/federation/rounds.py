@@ -123,7 +123,8 @@ def read_update(
         bounded = {name: received[name] + step for name, step in update.arrays.items()}
     if (norm := l2_norm(bounded)) > limit * _ROUNDING:
         raise records.RefusedReply(
-            f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}"
+            f"norm {norm:.4g}: bound and noise of an honest upload stay below {limit:.4g}; the "
+            "client changed it after it was protected, or runs another version of the method"
         )
     return update
 

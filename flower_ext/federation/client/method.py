@@ -124,9 +124,9 @@ class LocalResult:
     its size.
     """
 
-    model: Params | None = None
-    update: Params | BoundedSum | HiddenSum | None = None
-    memory: Params | Callable[[Params], Params] | None = None
+    model: Params | None = field(default=None, repr=False)  # not for logs
+    update: Params | BoundedSum | HiddenSum | None = field(default=None, repr=False)
+    memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:

@@ -25,9 +25,14 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question
+from flower_ext.federation.client.method import (
+    ClientMethod,
+    ClientWork,
+    LocalResult,
+    Question,
+)
 from flower_ext.federation.client.requests import Asked, reader
-from flower_ext.federation.client.side_by_side import Steps, side_by_side
+from flower_ext.federation.client.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each, knowing_no_data, tellable
@@ -147,7 +152,14 @@ class ClientSide:
         """Evaluate the model that each client would use; or its error."""
         asked, works = self._unpack(messages, contexts, alone=True)
         runs = each(self.method.local_model, works)
-        models = side_by_side(runs, lambda _, model: model, memory_limit=memory_limit)
+
+        def finish(index: int, model: Params) -> Params:
+            work = works[index]
+            assert isinstance(work, ClientWork)
+            check_whole(model, work.task)
+            return model
+
+        models = side_by_side(runs, finish, memory_limit=memory_limit)
         tests = each(lambda work: work.data.test, works)
         every = _scores(works, models, tests, memory_limit=memory_limit)
         wanted = each(lambda one: bool(one.facts.get("training-loss")), asked)

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from flower_ext.federation.failures import attempted
+import torch
+
+from flower_ext.federation.failures import attempted, tellable
 from flower_ext.training import MEMORY_LIMIT, Job, Task, train_each
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
+    """Refuse a part of a model where the whole is trained or evaluated.
+
+    Raises
+    ------
+    ValueError
+        Names what is missing, and where a client may have it from.
+    """
+    if missing := sorted(set(task.shapes) - set(params)):
+        raise tellable(
+            ValueError(
+                f"{missing} of the model are missing: with personal=... the server sends the "
+                "shared part alone, and the method adds the client's own from work.memory, or at "
+                "first from work.initial_params(); a method without personal parts takes no "
+                "personal="
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +41,20 @@ class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
 
     ``solve`` does many of them at once: what each is sent back, in their order.
+
+    Raises
+    ------
+    ValueError
+        The job's ``params`` are not the whole model.
     """
 
     task: Task
     job: Job
     trained: Callable[[str], bool]
     solve: Callable[..., Iterable[Any]] = train_each
+
+    def __post_init__(self) -> None:
+        check_whole(self.job.params, self.task)
 
     @property
     def names(self) -> frozenset[str]:

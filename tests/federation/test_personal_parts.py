@@ -1,0 +1,76 @@
+"""A part of a model is never trained or scored as if it were the whole."""
+
+import pytest
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import Apple, DP2FedSAM, DPFedAvg, PFedMe, Scaffold
+from flower_ext.federation import (
+    ClientMethod,
+    FederationNotReady,
+    InProcessGrid,
+    LocalResult,
+)
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
+from flower_ext.training import LocalTraining
+from tests.worlds import task
+
+CLIENTS = 3
+LOCAL = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1)
+NONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+NOISED = ReleasePlan(
+    sampling=FullParticipation(CLIENTS),
+    clipping_norm=1.0,
+    noise_multiplier=1.0,
+    rounds=2,
+    delta=1e-3,
+)
+
+
+def run(strategy):
+    grid = InProcessGrid(type(strategy).client_app(task()), CLIENTS)
+    return strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=2)
+
+
+@pytest.mark.parametrize("plan", [NONE, NOISED])
+def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
+    """Under every plan alike: training would go on with a head that is nobody's."""
+    strategy = DPFedAvg(plan=plan, local=LOCAL, personal=("head",))
+    with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
+        run(strategy)
+
+
+@pytest.mark.parametrize("method", [Apple, PFedMe, Scaffold])
+def test_so_does_a_method_whose_training_is_its_own(method):
+    with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
+        run(method(plan=NONE, personal=("head",)))
+
+
+def test_a_method_with_a_head_of_its_own_goes_on_as_before():
+    strategy = DP2FedSAM(plan=NOISED, head=LOCAL, extractor=LOCAL)
+    run(strategy)
+    assert strategy.refusals == []
+
+
+class Forgetful(DPFedAvg):
+    """Trains the whole model, and would be scored by the shared part alone."""
+
+    @staticmethod
+    def trained(work):
+        model = yield work.train("local", {**work.initial_params(), **work.received})
+        return LocalResult(model={name: model[name] for name in work.received})
+
+    client = ClientMethod(
+        name="forgetful",
+        local_update=trained,
+        local_model=lambda work: work.received,
+        keeps_memory=False,
+    )
+    any_client_app = False
+
+
+def test_a_model_that_lacks_its_head_is_not_scored():
+    strategy = Forgetful(plan=NONE, local=LOCAL, personal=("head",))
+    run(strategy)
+    assert strategy.client_metrics == {}
+    assert all("head.weight" in refusal for refusal in strategy.refusals)
+    assert len(strategy.refusals) == 2 * CLIENTS
