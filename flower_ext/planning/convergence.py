@@ -25,7 +25,7 @@ Lemma 1, the second recursion, is printed with a step (37c) that fails for 0 < �
 limit on η_L that it needs. Where that limit, η_L ≤ 2/(m + ℓ) with m = (1 − λ/2) μ + λ and
 ℓ = (1 − λ/2) L + λ, is kept, a gradient step contracts by 1 − η_L m and a better recursion holds:
 ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges whatever λ, needs neither G₀ nor M,
-and is ``provable`` here. `docs/dp-ditto-errata.md` has both derivations.
+and is ``provable`` here. `docs/errata-dp-ditto.md` has both derivations.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
     }
     assert excess["published"] > 0.01
     assert excess["provable"] <= 0
-    page = (ROOT / "docs" / "upcycled-errata.md").read_text()
+    page = (ROOT / "docs" / "errata-upcycled-fl.md").read_text()
     start = problem.value(case["after"])
     assert f"F = {problem.value(problem.proximal_steps(case['after'])[0]):.5f}." in page
     for basis in ("published", "provable"):
@@ -254,7 +254,7 @@ def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
 
 
 def test_the_guide_runs_as_it_is_written_and_prints_what_it_says(capsys):
-    page = (ROOT / "docs" / "upcycled-errata.md").read_text()
+    page = (ROOT / "docs" / "errata-upcycled-fl.md").read_text()
     ((code, said),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out == said

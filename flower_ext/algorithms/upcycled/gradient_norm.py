@@ -14,7 +14,7 @@ K                     ``cohort_size``
 Two steps of the printed proofs do not hold. Lemma B.1 bounds ⟨∇f, Φ⟩ by ‖∇f‖ ‖Φ‖ / μ, where the
 Cauchy-Schwarz inequality gives no 1/μ; Lemma B.2 loses the factor L of E‖w̄ − w̃‖² when it collects
 terms. With μ <= 1 and L <= 1 the printed constants are only too careful; above they can promise a
-descent that does not happen. Both sets are here; `docs/upcycled-errata.md` applies them.
+descent that does not happen. Both sets are here; `docs/errata-upcycled-fl.md` applies them.
 """
 
 from __future__ import annotations
