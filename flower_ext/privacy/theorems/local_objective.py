@@ -18,7 +18,7 @@ class LocalObjective:
 
     F_i is the mean over records of a loss F̂(w; d). The defaults say that nothing is known.
     Bounds hold for every record that could be there, and for every w. The last four are facts of
-    the training, which a strategy fills in itself.
+    the training: a plan takes them from the run (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
