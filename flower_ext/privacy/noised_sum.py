@@ -33,26 +33,8 @@ class NoisedSum:
 
     Parameters
     ----------
-    sampling : Sampling
-        Draws the cohorts, and is accounted.
-    clipping_norm : float
-        L2 bound C on one unit's whole update.
-    noise_multiplier : float
-        σ: the sum carries N(0, (σC)² I).
-    rounds : int
-        Planned number of releases.
-    delta : float
-        δ at which the run reports ε.
-    relation : NeighboringRelation, optional
-        By default the one that amplification by ``sampling`` is proved for.
-    noise_placement : {"client", "server"}
-        Whether every client adds its share before it sends, or the server all of it.
-    dropout_policy : {"top-up", "discard"}
-        What to do where clients add noise and some do not answer.
-    unit : PrivacyUnit
-    sensitivity : float
-        By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
-        has a part in several.
+    sampling, clipping_norm, noise_multiplier, …
+        Those of `ReleasePlan`.
     """
 
     sampling: Sampling
