@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from logging import getLogger
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message
@@ -42,6 +42,22 @@ from flower_ext.training import LocalTraining, Task
 
 log = getLogger("flwr")
 
+_FORMER = {
+    "num_nodes": "population=",
+    "draw_cohort": "population= (and begin_round)",
+    "participants": "population=",
+    "num_asked": "population=",
+    "count_participations": "population=",
+    "count_abandoned": "population=",
+    "upload_norms": "the norms of the Cohort that begin_round returns",
+    "published_claim": "claims",
+    "provable_guarantees": "claims",
+    "proximal_weight": "added_proximal_weight",
+    "check_steps": "check_training",
+    "_read_update": "read_update",
+}
+"""Hooks that a method may have filled in before this release."""
+
 
 class MethodHooks(RunLoop):
     """Options that every method takes, and hooks with their defaults (see `FederatedStrategy`)."""
@@ -62,6 +78,11 @@ class MethodHooks(RunLoop):
     """μ of a proximal term around the received model, besides what ``training`` asks for."""
     shown: Sequence[str] = ()
     """What the method itself shows of the clients' data, in a line each: no guarantee covers it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in _FORMER.keys() & vars(cls).keys():  # else it would never be called
+            raise TypeError(f"{cls.__name__}.{name}: a method says that by {_FORMER[name]} now")
 
     def __init__(
         self,

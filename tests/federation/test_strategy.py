@@ -682,3 +682,9 @@ def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, sai
     errors = [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
     errors = [r for r in errors if r.getMessage().startswith("client ")]
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("name", ["draw_cohort", "published_claim", "upload_norms", "_read_update"])
+def test_a_hook_that_would_never_be_called_is_refused_and_its_successor_named(name):
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: a method says that by \w+"):
+        type("Mine", (DPFedAvg,), {name: lambda self, *given: None})
