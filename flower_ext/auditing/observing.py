@@ -1,4 +1,4 @@
-"""What an adversary sees of runs: uploads, as they pass over the grid, and released models."""
+"""An adversary's view of runs: uploads, as they pass over the grid, and released models."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class _Listener(Grid):
 
 
 def _upload(reply: Message, sent: Arrays) -> Arrays | None:
-    """What a client sent less the model that it was sent; None for an error, or other content."""
+    """Return the model that a client sent minus the one it received; None for other replies."""
     if reply.has_error():
         return None
     if records.UPDATE in reply.content:

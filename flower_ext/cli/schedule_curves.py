@@ -16,7 +16,7 @@ from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12
-"""How many numbers of rounds the printed table names."""
+"""Largest count of rows, each a number of rounds, in the printed table."""
 
 
 def curve_rows(found: Sequence[Answer]) -> list[int]:

@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def knows_partitions(self) -> bool:
-        """Whether nodes told their partitions, so that they are the same ones in another run."""
+        """True where nodes told their partitions: they are then the same ones in another run."""
         return self.roster is not None and self.roster.known
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
@@ -89,7 +89,7 @@ class Exchange:
     def query(
         self, grid: Grid, contents: Mapping[int, Content], read: Callable[[Message], T]
     ) -> dict[int, T]:
-        """What clients answer to a query each, by partition.
+        """Ask each client a query, and return the answers by partition.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class Exchange:
         *,
         partitions: Sequence[int] | None = None,
     ) -> dict[int, T]:
-        """What the client side of a method answers to its question, by partition.
+        """Ask a question of the method, and return the clients' answers by partition.
 
         Parameters
         ----------

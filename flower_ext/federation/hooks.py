@@ -1,4 +1,4 @@
-"""What a method sets and may fill in: its options, its traits, its hooks.
+"""Options, traits and hooks of a method.
 
 The hooks, in the order of a run: `training`, `evaluation_training` and `settings` describe the
 work; `prepare` comes before the first round, `begin_round` before each; `server_state` and
@@ -153,10 +153,10 @@ class MethodHooks(RunLoop):
         return {}
 
     def prepare(self, grid: Grid) -> None:
-        """What there is to do once, when all nodes are there and before the first round."""
+        """Prepare the run, once, when all nodes are there and before the first round."""
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
-        """What there is to do before training round ``number`` asks ``cohort``, which is returned.
+        """Prepare training round ``number``, which will ask ``cohort``, and return the cohort.
 
         Where some of it turns out not to be possible, fewer are returned.
         """
@@ -214,7 +214,7 @@ class MethodHooks(RunLoop):
         return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
-        """What the method's paper promises after a run's rounds so far, and what is provable."""
+        """Return the paper's guarantee after a run's rounds so far, and the provable ones."""
         return self.plan.guarantees(run)
 
     # What others see of it ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Who is asked in a round, and whose data count as having gone into it."""
+"""The clients that a round asks, and the units whose data count as having gone into it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def check_facts(facts: Mapping[str, Any]) -> Protection | None:
 
 
 def _is_seeded(facts: Mapping[str, Any]) -> bool | None:
-    """Whether noise follows a seed; None where there is none of the client's."""
+    """Tell whether noise follows a seed; None where the client adds none."""
     seeded = facts.get(SEEDED)
     if seeded is not None and type(seeded) is not bool:
         raise TypeError(f"{SEEDED}={seeded!r}: expected true or false")
@@ -154,7 +154,7 @@ def _number(facts: Mapping[str, Any], name: str) -> float:
 
 @dataclass(frozen=True)
 class NodePolicy:
-    """What the owner of a node, and who built its ClientApp, allow.
+    """Limits set by the owner of a node, and by the builder of its ClientApp.
 
     The owner of a SuperNode names with ``--node-config``
 
@@ -240,7 +240,7 @@ class HiddenSum:
 
 
 def protects(protection: Protection | None) -> bool:
-    """Whether the upload is protected as a whole, by the client or by the server.
+    """Tell whether the client or the server protects the upload as a whole.
 
     Its bound then speaks of this client alone: nothing that another client does may move it.
     """
@@ -248,7 +248,7 @@ def protects(protection: Protection | None) -> bool:
 
 
 def bounds_models(protection: Protection | None) -> bool:
-    """Whether a client's whole model is clipped and noised, and not its update."""
+    """Tell whether a client's whole model is clipped and noised, and not its update."""
     return isinstance(protection, ClipModel | ClipSteps)
 
 

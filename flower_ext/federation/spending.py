@@ -1,4 +1,4 @@
-"""What a run may spend of privacy, and what it has: budget, ledger, the account of a population."""
+"""Privacy that a run may spend, and has spent: budget, ledger, the account of a population."""
 
 from __future__ import annotations
 

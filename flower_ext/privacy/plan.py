@@ -1,4 +1,4 @@
-"""What every kind of plan can say, so that a round need not know which kind it runs under."""
+"""The interface of all plans: a round need not know which kind it runs under."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Aggregate:
 
 
 class PrivacyPlan(Protocol):
-    """Who takes part in a round, and what protects them.
+    """A plan: the sampling of a round, and the protection of those who take part.
 
     A plan is frozen. It knows of a run what `RunFacts` say, and nothing else.
     """

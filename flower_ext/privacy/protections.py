@@ -1,4 +1,4 @@
-"""What a client does to its upload before it leaves: one class a mechanism."""
+"""Protections of an upload before it leaves its client: one class a mechanism."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def test_a_client_that_diverges_does_not_change_how_others_train():
 
 
 def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch):
-    """Which order a processor adds in is its own affair: here the last bit of every number moves,
-    as it does on some of them where clients train again and alone.
+    """Processors add in orders of their own. To depend on none, the fault moves the last bit of
+    every number, as some processors do where clients train again and alone.
     """
 
     def in_another_order(task, jobs, **settings):

@@ -1,4 +1,4 @@
-"""Who is asked and who counts: clients, users in silos, users hidden under masks."""
+"""Tests of who is asked and who counts: clients, users in silos, users under masks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a silo stores, so that a restart goes on at the same stage and uses no mask twice."""
+"""State that a silo stores: a restart goes on at the same stage and uses no mask twice."""
 
 from __future__ import annotations
 

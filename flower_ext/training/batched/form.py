@@ -1,4 +1,4 @@
-"""What every form of many trainings has, and what every form of many models at once."""
+"""Interfaces: of a form of many trainings, and of a form of many models at once."""
 
 from __future__ import annotations
 
