@@ -32,6 +32,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -175,16 +176,16 @@ class Apple(FederatedStrategy):
         **options: Any,
     ) -> None:
         if not 0 < relation_learning_rate < math.inf:
-            raise ValueError(
+            raise InvalidValue(
                 f"relation_learning_rate={relation_learning_rate!r}: expected a finite number > 0"
             )
         if not 0 <= penalty < math.inf:
-            raise ValueError(f"penalty={penalty!r}: expected a finite number >= 0")
+            raise InvalidValue(f"penalty={penalty!r}: expected a finite number >= 0")
         if penalty_rounds < 1:
-            raise ValueError(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
+            raise InvalidValue(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
         super().__init__(plan=plan, **options)
         if self.server_learning_rate != 1.0:
-            raise ValueError(
+            raise InvalidValue(
                 f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as APPLE's "
                 "server takes core models as they come"
             )
@@ -193,7 +194,7 @@ class Apple(FederatedStrategy):
         self.local = local or LocalTraining()
         for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
             if getattr(self.local, name):
-                raise ValueError(f"local.{name} above 0: APPLE's core models are trained by SGD")
+                raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
         self._cores: dict[int, ArrayRecord] = {}
 
     @property

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -50,7 +51,7 @@ def own_head(work: ClientWork) -> Params:
     if work.memory is None:
         if not names:
             raise tellable(
-                ValueError(
+                InvalidValue(
                     f"the server shares all of {sorted(work.received)}: personal= names none of "
                     "them"
                 )
@@ -58,7 +59,7 @@ def own_head(work: ClientWork) -> Params:
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"the server shares all but {sorted(names)}; personal so far: {sorted(work.memory)}"
             )
         )
@@ -118,7 +119,7 @@ class DP2FedSAM(FederatedStrategy):
         **options: Any,
     ) -> None:
         if not personal:
-            raise ValueError("personal=(): name the module that is the head, e.g. ('head',)")
+            raise InvalidValue("personal=(): name the module that is the head, e.g. ('head',)")
         super().__init__(plan=plan, personal=personal, **options)
         self.head = head or LocalTraining()
         self.extractor = extractor or LocalTraining(sam_radius=0.1)

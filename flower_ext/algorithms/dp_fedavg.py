@@ -28,6 +28,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -140,7 +141,9 @@ class DPFedSAM(DPFedAvg):
     ) -> None:
         local = local or LocalTraining(sam_radius=0.1)
         if local.sam_radius == 0:
-            raise ValueError("local.sam_radius=0: DPFedSAM needs a radius > 0 (DPFedAvg has none)")
+            raise InvalidValue(
+                "local.sam_radius=0: DPFedSAM needs a radius > 0 (DPFedAvg has none)"
+            )
         super().__init__(plan=plan, local=local, fine_tuning=fine_tuning, **options)
 
 
@@ -190,23 +193,23 @@ class Hosted(DPFedAvg):
 
     def __init__(self, server: FedAvg, *, plan: PrivacyPlan, **options: Any) -> None:
         if isinstance(plan.sampling, PoissonSampling):
-            raise ValueError("sampling: Flower's strategies need cohorts of a fixed size")
+            raise InvalidValue("sampling: Flower's strategies need cohorts of a fixed size")
         needed = max(server.min_train_nodes, server.min_available_nodes)
         if plan.sampling.expected_cohort_size < needed:
-            raise ValueError(
+            raise InvalidValue(
                 f"cohorts of {plan.sampling.expected_cohort_size:g} are smaller than the "
                 f"{needed} nodes that {type(server).__name__} waits for: lower its "
                 "min_train_nodes and min_available_nodes"
             )
         super().__init__(plan=plan, **options)
         if self.server_learning_rate != 1.0:
-            raise ValueError(
+            raise InvalidValue(
                 f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as the step is "
                 f"{type(server).__name__}'s own"
             )
         if isinstance(server, FedProx):
             if self.local.proximal_weight not in (0.0, server.proximal_mu):
-                raise ValueError(
+                raise InvalidValue(
                     f"local.proximal_weight={self.local.proximal_weight!r}: expected FedProx's "
                     f"proximal_mu={server.proximal_mu!r}, or 0.0 to take it over"
                 )

@@ -30,6 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -175,15 +176,15 @@ class FedALA(FederatedStrategy):
         **options: Any,
     ) -> None:
         if not adaptive:
-            raise ValueError("adaptive=(): name the modules whose weights are learned")
+            raise InvalidValue("adaptive=(): name the modules whose weights are learned")
         if not 0 < weight_learning_rate < float("inf"):
-            raise ValueError(
+            raise InvalidValue(
                 f"weight_learning_rate={weight_learning_rate!r}: expected a finite number > 0"
             )
         if not 0 < sample_share <= 1:
-            raise ValueError(f"sample_share={sample_share!r}: expected a number in (0, 1]")
+            raise InvalidValue(f"sample_share={sample_share!r}: expected a number in (0, 1]")
         if first_passes < 1:
-            raise ValueError(f"first_passes={first_passes!r}: expected an integer >= 1")
+            raise InvalidValue(f"first_passes={first_passes!r}: expected an integer >= 1")
         super().__init__(plan=plan, **options)
         self.adaptive = tuple(adaptive)
         self.weight_learning_rate = weight_learning_rate
@@ -204,7 +205,7 @@ class FedALA(FederatedStrategy):
         for module in self.adaptive:
             if not any(matches(name, [module]) for name in names):
                 modules = sorted({name.rpartition(".")[0] or name for name in names})
-                raise ValueError(
+                raise InvalidValue(
                     f"adaptive={module!r} names no parameter of the shared model; its modules are "
                     f"{modules}"
                 )

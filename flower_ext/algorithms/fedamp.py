@@ -27,6 +27,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -98,18 +99,18 @@ class FedAMP(FederatedStrategy):
     ) -> None:
         for name, value in (("attention_width", attention_width), ("attraction", attraction)):
             if not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value!r}: expected a finite number > 0")
+                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
         population = plan.sampling.population
         step = attention_width / population if attention_step is None else attention_step
         most = attention_width / max(1, population - 1)
         if not 0 < step <= most:
-            raise ValueError(
+            raise InvalidValue(
                 f"attention_step={step!r}: expected a number in (0, attention_width / "
                 f"(clients - 1)] = (0, {most:.4g}], or weights of own models may be negative"
             )
         super().__init__(plan=plan, **options)
         if self.server_learning_rate != 1.0:
-            raise ValueError(
+            raise InvalidValue(
                 f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as FedAMP's "
                 "server takes models as they come"
             )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -169,16 +170,16 @@ class PFedMe(FederatedStrategy):
         **options: Any,
     ) -> None:
         if not 0 < attraction < float("inf"):
-            raise ValueError(f"attraction={attraction!r}: expected a finite number > 0")
+            raise InvalidValue(f"attraction={attraction!r}: expected a finite number > 0")
         super().__init__(plan=plan, **options)
         self.attraction = attraction
         self.local = local or LocalTraining(learning_rate=0.01)
         self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
         for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
             if getattr(self.local, name) or getattr(self.personal_training, name):
-                raise ValueError(f"{name} above 0: pFedMe's updates have none")
+                raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
         if not self.personal_training.steps:
-            raise ValueError("personal_training.steps: expected K >= 1 steps on each mini-batch")
+            raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:

@@ -28,6 +28,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -95,9 +96,9 @@ class Scaffold(FederatedStrategy):
         super().__init__(plan=plan, **options)
         self.local = local or LocalTraining()
         if self.local.epochs == 0 and not self.local.steps:
-            raise ValueError("local.epochs=0: a control variate needs at least one step")
+            raise InvalidValue("local.epochs=0: a control variate needs at least one step")
         if self.local.tolerance:
-            raise ValueError("local.tolerance above 0: a control variate needs steps of SGD")
+            raise InvalidValue("local.tolerance above 0: a control variate needs steps of SGD")
         self.control: records.Arrays = {}
         self._control_before: records.Arrays = {}
         self._learning_rate = self.local.learning_rate

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
 
 Arrays = Mapping[str, np.ndarray]
@@ -144,8 +145,8 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds!r}: expected an integer >= 1")
+            raise InvalidValue(f"rounds={self.rounds!r}: expected an integer >= 1")
         if not self.views:
-            raise ValueError("views=(): expected at least one AdversaryView")
+            raise InvalidValue("views=(): expected at least one AdversaryView")
         if self.printed is not None and self.delta is None:
-            raise ValueError("delta=None: expected the δ of the ε in printed")
+            raise InvalidValue("delta=None: expected the δ of the ε in printed")

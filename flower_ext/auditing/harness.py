@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Experiment, Observation
 from flower_ext.auditing.observing import observe
+from flower_ext.errors import InvalidValue
 from flower_ext.evaluation import LowerBound, by_rates, if_gaussian
 from flower_ext.privacy import AdversaryView, Guarantee
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN
@@ -115,7 +116,7 @@ def audit(
         Too few trials, or no view of the experiment has a finite ε.
     """
     if trials < 8:
-        raise ValueError(f"trials={trials!r}: expected an integer >= 8")
+        raise InvalidValue(f"trials={trials!r}: expected an integer >= 8")
     started, done = time.monotonic(), 0
     scores: dict[AdversaryView, tuple[list[float], list[float]]] = {
         view: ([], []) for view in experiment.views
@@ -142,7 +143,7 @@ def audit(
         observe(experiment, world, take, trials=trials)
     views = [view for view in experiment.views if math.isfinite(promises[view][0])]
     if not views:
-        raise ValueError(f"{experiment.name}: no view has a finite ε that could be exceeded")
+        raise InvalidValue(f"{experiment.name}: no view has a finite ε that could be exceeded")
     methods = {v: [by_rates, if_gaussian] if promises[v][2] else [by_rates] for v in views}
     company = together * sum(len(own) for own in methods.values())
     found = []
@@ -191,7 +192,7 @@ def promised(
         }
     guarantees: Callable[[], Sequence[Guarantee]] | None = getattr(strategy, "guarantees", None)
     if guarantees is None:
-        raise ValueError(
+        raise InvalidValue(
             f"{type(strategy).__name__} has no guarantees(): name its ε in Experiment.printed"
         )
     found = dict.fromkeys(experiment.views, (math.inf, 0.0, False))

@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.auditing.experiment import Experiment, Observation, World
 from flower_ext.auditing.harness import promised
 from flower_ext.auditing.observing import observe
+from flower_ext.errors import InvalidValue
 from flower_ext.evaluation import LowerBound, in_one_run
 from flower_ext.privacy import AdversaryView, secure_generator
 
@@ -62,7 +63,7 @@ def audit_in_one_run(
     def take(seen: Observation, strategy: Strategy) -> None:
         epsilon, delta, _ = promised(experiment, strategy)[view]
         if math.isinf(epsilon):
-            raise ValueError(f"view={view.value!r}: it has no finite ε that could be exceeded")
+            raise InvalidValue(f"view={view.value!r}: it has no finite ε that could be exceeded")
         bound = in_one_run(
             scores(seen),
             included,

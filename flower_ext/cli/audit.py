@@ -16,6 +16,7 @@ from flower_ext import auditing
 from flower_ext.auditing import Audit, Experiment
 from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import epsilon_text
 from flower_ext.runs.figures import draw_roc
 from flower_ext.runs.files import write_whole
@@ -89,7 +90,7 @@ def experiment_of(target: str) -> Experiment:
         return MECHANISMS[target]()
     module, separator, name = target.partition(":")
     if not separator:
-        raise ValueError(
+        raise InvalidValue(
             f"target={target!r}: expected module:function, or one of {', '.join(MECHANISMS)}"
         )
     if str(Path.cwd()) not in sys.path:
@@ -97,9 +98,9 @@ def experiment_of(target: str) -> Experiment:
     try:
         found = getattr(importlib.import_module(module), name)()
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"target={target!r}: {error}") from error
+        raise InvalidValue(f"target={target!r}: {error}") from error
     if not isinstance(found, Experiment):
-        raise ValueError(
+        raise InvalidValue(
             f"target={target!r} returned a {type(found).__name__}: expected a "
             "flower_ext.auditing.Experiment"
         )

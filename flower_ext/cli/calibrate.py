@@ -17,7 +17,6 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     Sampling,
-    TargetOutOfReach,
     calibrate_noise_multiplier,
     epsilon_text,
     privacy_loss,
@@ -79,33 +78,27 @@ def calibrate(
     delta = 1 / population if delta is None else delta
     if rate is None or rounds is None:
         facts = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-        try:
-            found = _most(population, rate, rounds, facts)
-        except (ValueError, TargetOutOfReach) as error:
-            raise typer.BadParameter(str(error)) from error
+        found = _most(population, rate, rounds, facts)
         known = {"rounds": rounds} if rate is None else {"sampling_rate": rate}
         _print_most(found, {"population": population, **facts, **known}, as_json=as_json)
         return
-    try:
-        ways = _ways(population, rate, rounds, delta)
-        if epsilon is not None:
-            noises = {way.name: way.noise_for(epsilon) for way in ways}
-        else:
-            noises = {ways[0].name: noise_multiplier or 0.0}
-        rows: list[dict[str, Any]] = [
-            {
-                "calibrated by": way.name,
-                "basis": way.basis,
-                "relation": way.relation.value,
-                "adversary sees": way.view,
-                "noise_multiplier": noises[way.name],
-                "epsilon": {other.name: other.epsilon_at(noises[way.name]) for other in ways},
-            }
-            for way in ways
-            if way.name in noises
-        ]
-    except (ValueError, TargetOutOfReach) as error:
-        raise typer.BadParameter(str(error)) from error
+    ways = _ways(population, rate, rounds, delta)
+    if epsilon is not None:
+        noises = {way.name: way.noise_for(epsilon) for way in ways}
+    else:
+        noises = {ways[0].name: noise_multiplier or 0.0}
+    rows: list[dict[str, Any]] = [
+        {
+            "calibrated by": way.name,
+            "basis": way.basis,
+            "relation": way.relation.value,
+            "adversary sees": way.view,
+            "noise_multiplier": noises[way.name],
+            "epsilon": {other.name: other.epsilon_at(noises[way.name]) for other in ways},
+        }
+        for way in ways
+        if way.name in noises
+    ]
     if as_json:
         known = {"population": population, "sampling_rate": rate, "rounds": rounds, "delta": delta}
         console.print_json(json.dumps({"unit": "client", **known, "rows": rows}))

@@ -25,6 +25,7 @@ from typing import Any
 
 from flower_ext.cli.certificates import make_certificates, make_key
 from flower_ext.cli.launch import environment, executable, hint_on_spaces
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.runs.files import write_whole
 
 CONNECTION = "loopback"
@@ -33,7 +34,7 @@ CONNECTION = "loopback"
 HOST = "127.0.0.1"
 
 
-class DeploymentFailed(RuntimeError):
+class DeploymentFailed(FlowerExtError, RuntimeError):
     """A process of the deployment ended, or does not do what was asked of it."""
 
 
@@ -65,7 +66,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise ValueError(f"nodes={self.nodes!r}: expected at least 1")
+            raise InvalidValue(f"nodes={self.nodes!r}: expected at least 1")
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
         self.port = free_port()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flower_ext.cli.launch import LaunchFailed, launch
+from flower_ext.errors import InvalidValue
 from flower_ext.planning import EmpiricalSchedule, Outcome, alternating_search
 from flower_ext.runs.directory import RunDirectory
 
@@ -46,7 +47,7 @@ def search_by_runs(
         A run ended in failure or at the end of its budget, or the app evaluates no training losses.
     """
     if not seeds:
-        raise ValueError("seeds=[]: expected at least one integer")
+        raise InvalidValue("seeds=[]: expected at least one integer")
 
     def outcome(T: int, weight: float) -> Outcome:
         found = [_run(app, T, weight, seed, settings, folder) for seed in seeds]

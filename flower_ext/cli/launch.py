@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_ext.data import FOLDER_VARIABLE
+from flower_ext.errors import FlowerExtError
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
 from flower_ext.runs.report import write_report
@@ -36,7 +37,7 @@ GRACE = 30
 """Seconds that an interrupted run in one process has to write its end."""
 
 
-class LaunchFailed(RuntimeError):
+class LaunchFailed(FlowerExtError, RuntimeError):
     """The app could not be started, or its run did not complete."""
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from flower_ext.cli.screen import console, failed, titled_table
-from flower_ext.privacy import Ledger, LedgerCorrupt
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import Ledger
 from flower_ext.privacy.shared_ledger import RunSpend, spent_by_run, total_spent
 
 _COLUMNS = ("run", "method", "rounds", "ε alone", "δ")
@@ -28,15 +29,11 @@ def ledger(
 
     Example: flower-ext ledger hospital.jsonl
     """
-    try:
-        entries = Ledger.read(path)
-        charges = [entry for entry in entries if entry["kind"] == "charge"]
-        strange = [entry for entry in entries if "run" not in entry]
-        if strange:
-            raise ValueError(f"{path} is the ledger of one run, whose report shows it")
-        runs = spent_by_run(entries)
-    except (LedgerCorrupt, OSError, ValueError) as error:
-        raise failed(error) from error
+    entries = Ledger.read(path)
+    charges = [entry for entry in entries if entry["kind"] == "charge"]
+    if any("run" not in entry for entry in entries):
+        raise InvalidValue(f"{path} is the ledger of one run, whose report shows it")
+    runs = spent_by_run(entries)
     table = titled_table(f"Runs on {path.name}", _COLUMNS)
     for run in runs:
         table.add_row(*_row(run))

@@ -14,14 +14,13 @@ import typer
 
 from flower_ext.cli.audit import audit
 from flower_ext.cli.calibrate import calibrate
-from flower_ext.cli.deployment import CONNECTION, Deployment, DeploymentFailed
-from flower_ext.cli.launch import LaunchFailed, checked_settings, launch
+from flower_ext.cli.deployment import CONNECTION, Deployment
+from flower_ext.cli.launch import checked_settings, launch
 from flower_ext.cli.ledger import ledger
 from flower_ext.cli.schedule import plan, search
-from flower_ext.cli.screen import console, failed
-from flower_ext.privacy import LedgerCorrupt
+from flower_ext.cli.screen import Command, console
 from flower_ext.runs.comparison import write_comparison
-from flower_ext.runs.directory import RUNS_VARIABLE, NotARun, RunDirectory
+from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 from flower_ext.runs.report import write_report
 
 app = typer.Typer(
@@ -51,7 +50,7 @@ def options(
     """Private and personalised federated learning for Flower."""
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
     superlink: Annotated[
@@ -81,24 +80,21 @@ def run(
 
     Example: flower-ext run apps/dp2_fedsam --clients 200 --set method=centaur --set rounds=20
     """
-    try:
-        path = launch(
-            app_folder,
-            superlink=superlink,
-            settings=settings or (),
-            runs=runs,
-            in_process=in_process,
-            clients=clients,
-            workers=workers,
-            resume=resume,
-        )
-    except LaunchFailed as error:
-        raise failed(error) from error
+    path = launch(
+        app_folder,
+        superlink=superlink,
+        settings=settings or (),
+        runs=runs,
+        in_process=in_process,
+        clients=clients,
+        workers=workers,
+        resume=resume,
+    )
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=Command)
 def deploy(
     app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
     nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes.")] = 4,
@@ -122,25 +118,22 @@ def deploy(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ended from outside: end them as well
     with TemporaryDirectory() as temporary:
         deployment = Deployment(folder or Path(temporary), nodes)
-        try:
-            checked_settings(app_folder, settings or ())  # not after a minute of starting
-            with deployment:
-                console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
-                path = launch(
-                    app_folder,
-                    superlink=CONNECTION,
-                    nodes=nodes,
-                    settings=settings or (),
-                    runs=runs,
-                    env=deployment.env,
-                )
-        except (LaunchFailed, DeploymentFailed) as error:
-            raise failed(error) from error
+        checked_settings(app_folder, settings or ())  # not after a minute of starting
+        with deployment:
+            console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
+            path = launch(
+                app_folder,
+                superlink=CONNECTION,
+                nodes=nodes,
+                settings=settings or (),
+                runs=runs,
+                env=deployment.env,
+            )
     if path is not None:
         console.print(f"Report: {path / 'report.html'}", soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
     output: Annotated[Path, typer.Option(help="Where a comparison of several runs goes.")] = Path(
@@ -151,20 +144,17 @@ def report(
 
     Example: flower-ext report runs/20260101-120000-dp2-fedsam-digits
     """
-    try:
-        opened = [RunDirectory.open(path) for path in runs]
-        if len(opened) == 1:
-            path = write_report(opened[0])
-        else:
-            output.mkdir(parents=True, exist_ok=True)
-            path = write_comparison(opened, output, title="Comparison of runs")
-    except (NotARun, LedgerCorrupt, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+    opened = [RunDirectory.open(path) for path in runs]
+    if len(opened) == 1:
+        path = write_report(opened[0])
+    else:
+        output.mkdir(parents=True, exist_ok=True)
+        path = write_comparison(opened, output, title="Comparison of runs")
     console.print(str(path.absolute()), soft_wrap=True)
 
 
 for command in (calibrate, plan, search, audit, ledger):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from flower_ext.cli.ditto_search import search_by_runs
-from flower_ext.cli.launch import LaunchFailed
 from flower_ext.cli.schedule_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
-from flower_ext.cli.screen import console, failed, titled_table
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
-from flower_ext.privacy import ClippedSteps, TargetOutOfReach, epsilon_text
+from flower_ext.privacy import ClippedSteps, epsilon_text
 
 _BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
 _WEIGHT = "λ: given, or the fairest by a Bayesian linear model"
@@ -142,63 +142,60 @@ def plan(
         raise typer.BadParameter(f"--worlds needs {_options(missing)}")
     if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
         raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
-    try:
-        size = _equal_size(examples, clients)
-        steps = None
-        if gradient_clipping_norm is not None:
-            steps = ClippedSteps(
-                learning_rate=learning_rate,
-                gradient_clipping_norm=gradient_clipping_norm,
-                num_examples=size,
-                local_steps=local_steps,
-                batch_size=batch_size,
-            )
-        budget = PrivacyBudget(
-            epsilon=epsilon,
-            delta=1 / size if delta is None else delta,
+    size = _equal_size(examples, clients)
+    steps = None
+    if gradient_clipping_norm is not None:
+        steps = ClippedSteps(
+            learning_rate=learning_rate,
+            gradient_clipping_norm=gradient_clipping_norm,
+            num_examples=size,
+            local_steps=local_steps,
+            batch_size=batch_size,
+        )
+    budget = PrivacyBudget(
+        epsilon=epsilon,
+        delta=1 / size if delta is None else delta,
+        num_clients=clients,
+        num_examples=size,
+        clipping_norm=clipping_norm,
+        steps=steps,
+    )
+    losses = _losses(
+        pilot,
+        dimension=dimension,
+        strong_convexity=strong_convexity,
+        smoothness=smoothness,
+        initial_gap=initial_gap,
+        initial_distance=initial_distance,
+        gradient_bound=gradient_bound,
+        model_spread=model_spread,
+    )
+    problem = DittoProblem(
+        **losses,
+        num_clients=clients,
+        learning_rate=learning_rate,
+        personal_learning_rate=learning_rate
+        if personal_learning_rate is None
+        else personal_learning_rate,
+    )
+    fairness = None
+    if not missing:
+        fairness = LinearFairness.expected(
             num_clients=clients,
             num_examples=size,
-            clipping_norm=clipping_norm,
-            steps=steps,
+            dimension=problem.dimension,
+            feature_energy=feature_energy or 0.0,
+            label_variance=label_variance or 0.0,
+            model_variance=model_variance or 0.0,
         )
-        losses = _losses(
-            pilot,
-            dimension=dimension,
-            strong_convexity=strong_convexity,
-            smoothness=smoothness,
-            initial_gap=initial_gap,
-            initial_distance=initial_distance,
-            gradient_bound=gradient_bound,
-            model_spread=model_spread,
-        )
-        problem = DittoProblem(
-            **losses,
-            num_clients=clients,
-            learning_rate=learning_rate,
-            personal_learning_rate=learning_rate
-            if personal_learning_rate is None
-            else personal_learning_rate,
-        )
-        fairness = None
-        if not missing:
-            fairness = LinearFairness.expected(
-                num_clients=clients,
-                num_examples=size,
-                dimension=problem.dimension,
-                feature_energy=feature_energy or 0.0,
-                label_variance=label_variance or 0.0,
-                model_variance=model_variance or 0.0,
-            )
-        found = answers(
-            budget,
-            problem,
-            max_rounds=max_rounds,
-            global_weight=global_weight,
-            fairness=fairness,
-        )
-        drawn = fairness_rows(found, fairness, worlds) if fairness and worlds else []
-    except (ValueError, TargetOutOfReach) as error:
-        raise typer.BadParameter(str(error)) from error
+    found = answers(
+        budget,
+        problem,
+        max_rounds=max_rounds,
+        global_weight=global_weight,
+        fairness=fairness,
+    )
+    drawn = fairness_rows(found, fairness, worlds) if fairness and worlds else []
     figures = draw_plan(found, output, fairness=fairness)
     if as_json:
         facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
@@ -249,19 +246,14 @@ def search(
     Example: flower-ext search apps/dp_ditto --rounds 5 --rounds 20 --global-weight 0
     --global-weight 0.5 --set epsilon=10
     """
-    try:
-        found = search_by_runs(
-            app_folder,
-            rounds=rounds,
-            global_weights=global_weight,
-            seeds=range(1, seeds + 1),
-            settings=settings or (),
-            folder=runs,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except LaunchFailed as error:
-        raise failed(error) from error
+    found = search_by_runs(
+        app_folder,
+        rounds=rounds,
+        global_weights=global_weight,
+        seeds=range(1, seeds + 1),
+        settings=settings or (),
+        folder=runs,
+    )
     columns = ("T", "λ", "mean", "std over clients")
     table = titled_table("Training losses of personal models", columns)
     for (T, weight), outcome in sorted(found.outcomes.items()):
@@ -274,11 +266,11 @@ def search(
 def _equal_size(examples: list[int], clients: int) -> int:
     """|D|, the same for all: the analysis averages over clients without weights."""
     if len(examples) not in (1, clients):
-        raise ValueError(
+        raise InvalidValue(
             f"examples={examples!r}: expected one size for all, or {clients}, one for each client"
         )
     if len(set(examples)) > 1:
-        raise ValueError(
+        raise InvalidValue(
             f"examples={examples!r}: expected equal sizes, which Theorems 1 to 3 rest on; plan for "
             "the smallest and let every client use that many records"
         )
@@ -293,7 +285,7 @@ def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
         known |= {**asdict(estimates), "dimension": dimension}
     known |= {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in given if name not in known]:
-        raise ValueError(f"give {_options(missing)}, or --pilot with a file that has them")
+        raise InvalidValue(f"give {_options(missing)}, or --pilot with a file that has them")
     return known
 
 

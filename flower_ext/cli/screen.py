@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import click
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from typer.core import TyperCommand
+
+from flower_ext.errors import FlowerExtError, InvalidValue
 
 console = Console()
 _errors = Console(stderr=True)
@@ -19,7 +23,26 @@ def titled_table(title: str, columns: Iterable[str]) -> Table:
     return Table(*headers, title=title, title_justify="left")
 
 
+class Command(TyperCommand):
+    """A command that prints errors meant for people as one line.
+
+    A value that the package refuses ends the command with 2; other such errors, and files that
+    cannot be read or written, end it with 1.
+    """
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except InvalidValue as error:
+            raise typer.BadParameter(str(error), ctx) from error
+        except (FlowerExtError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise
+            raise failed(error) from error
+
+
 def failed(error: Exception) -> typer.Exit:
-    """Says why a command failed: to be raised, which ends it with 1."""
+    """Print why a command failed, and return what ends it with 1."""
     _errors.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
     return typer.Exit(1)

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from flower_ext.data.examples import Examples
+from flower_ext.errors import FlowerExtError, InvalidValue
 
 FOLDER_VARIABLE = "FLOWER_EXT_DATA"
 
 
-class DataNotFound(FileNotFoundError):
+class DataNotFound(FlowerExtError, FileNotFoundError):
     """A data set is not where it was looked for; the message says what to do."""
 
 
@@ -124,7 +125,7 @@ def describe(name: str) -> DatasetInfo:
         Unknown name; the message lists the known ones.
     """
     if name not in _DATASETS:
-        raise ValueError(f"dataset={name!r}: expected one of {', '.join(_DATASETS)}")
+        raise InvalidValue(f"dataset={name!r}: expected one of {', '.join(_DATASETS)}")
     return _DATASETS[name]
 
 
@@ -169,24 +170,24 @@ def load(name: str, folder: Path | None = None) -> Examples:
     # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
     except (OSError, EOFError, KeyError, struct.error, BadZipFile, UnpicklingError) as error:
         folders = ", ".join(sorted({str(path.parent) for path in found}))
-        raise ValueError(f"{name}: the files in {folders} are damaged: {error}") from error
+        raise InvalidValue(f"{name}: the files in {folders} are damaged: {error}") from error
     return _examples(name, info, images, labels)
 
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
     """From uint8 (n, height, width[, channels])."""
     if labels.shape != (len(images),):
-        raise ValueError(
+        raise InvalidValue(
             f"{name}: labels of shape {labels.shape}; expected one for each of {len(images)} images"
         )
     bytes_first = images[:, None] if images.ndim == 3 else np.moveaxis(images, -1, 1)
     if images.dtype != np.uint8 or bytes_first.shape[1:] != info.input_shape:
-        raise ValueError(
+        raise InvalidValue(
             f"{name}: images of type {images.dtype} and shape {bytes_first.shape[1:]}; "
             f"expected uint8 of {info.input_shape}"
         )
     if not np.isin(labels, np.arange(info.num_classes)).all():
-        raise ValueError(f"{name}: expected labels 0 … {info.num_classes - 1}")
+        raise InvalidValue(f"{name}: expected labels 0 … {info.num_classes - 1}")
     # Converted once and scaled in place: every worker process holds a pool of its own.
     pixels = torch.from_numpy(np.ascontiguousarray(bytes_first)).float().div_(255)
     if name == "cifar10":
@@ -219,7 +220,7 @@ def read_idx(path: Path) -> np.ndarray:
         shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
         content = np.frombuffer(stream.read(), dtype=np.uint8)
     if zero != 0 or kind != 8 or content.size != np.prod(shape):
-        raise ValueError(f"{path} is not an idx file of unsigned bytes with shape {shape}")
+        raise InvalidValue(f"{path} is not an idx file of unsigned bytes with shape {shape}")
     return content.reshape(shape)
 
 
@@ -228,7 +229,7 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = arrays[0::2], arrays[1::2]
     for path, some, theirs in zip(paths[0::2], images, labels, strict=True):
         if len(some) != len(theirs):
-            raise ValueError(f"{path}: {len(some)} images but {len(theirs)} labels")
+            raise InvalidValue(f"{path}: {len(some)} images but {len(theirs)} labels")
     return np.concatenate(images), np.concatenate(labels)
 
 

@@ -11,6 +11,7 @@ from flower_ext.data import datasets, sent140, synthetic
 from flower_ext.data.datasets import data_folder, locate
 from flower_ext.data.examples import ClientData
 from flower_ext.data.partition import pathological, split
+from flower_ext.errors import InvalidValue
 
 _SYNTHETIC = {f"synthetic-{kind}": kind for kind in synthetic.kinds()}
 _AUTHORS_CLASSES = 2
@@ -62,11 +63,11 @@ def describe_devices(
         Unknown name, or arguments that do not go together.
     """
     if name not in device_names():
-        raise ValueError(f"name={name!r}: expected one of {', '.join(device_names())}")
+        raise InvalidValue(f"name={name!r}: expected one of {', '.join(device_names())}")
     info = _describe(name, folder, num_classes, generated)
     if num_classes not in (None, info.num_classes):
         advice = "; generated=True draws others" if name in _SYNTHETIC else ""
-        raise ValueError(
+        raise InvalidValue(
             f"num_classes={num_classes!r}: expected {info.num_classes}, the classes of {name} "
             f"({info.source}){advice}"
         )
@@ -87,7 +88,7 @@ def _describe(
             source="the authors' data" if read else "generated as the paper describes",
         )
     if generated:
-        raise ValueError(f"generated=True: expected False, as {name} is no synthetic data set")
+        raise InvalidValue(f"generated=True: expected False, as {name} is no synthetic data set")
     if name == "letters":
         info = datasets.describe("letters")
         root = data_folder(folder)
@@ -147,7 +148,7 @@ def load_devices(
     info = describe_devices(name, folder, num_classes=num_classes, generated=generated)
     count = info.num_devices if num_devices is None else num_devices
     if count < 1:
-        raise ValueError(f"num_devices={num_devices!r}: expected at least 1")
+        raise InvalidValue(f"num_devices={num_devices!r}: expected at least 1")
     rng = np.random.default_rng(seed)
     if name == "sent140":
         return sent140.load(folder, rng=rng, num_devices=count)
@@ -159,7 +160,7 @@ def load_devices(
         return synthetic.generate(kind, rng=rng, num_devices=count, num_classes=info.num_classes)
     devices = synthetic.read(path)
     if count > len(devices):
-        raise ValueError(
+        raise InvalidValue(
             f"num_devices={num_devices!r}: expected at most {len(devices)}, the devices of {path}; "
             "generated=True draws as many as you like"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flower_ext.data.users import choose
+from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Examples:
             if not isinstance(rows, Tensor):
                 raise TypeError(f"{name} of type {type(rows).__name__}: expected a torch.Tensor")
             if rows.dim() == 0:
-                raise ValueError(f"{name} are a single number: expected a row an example")
+                raise InvalidValue(f"{name} are a single number: expected a row an example")
         if self.features.shape[:1] != self.targets.shape[:1]:
-            raise ValueError(f"{len(self.features)} features but {len(self.targets)} targets")
+            raise InvalidValue(f"{len(self.features)} features but {len(self.targets)} targets")
 
     def __len__(self) -> int:
         return int(self.targets.shape[0])
@@ -87,19 +88,19 @@ class SiloData(ClientData):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.owners, Tensor):
-            raise ValueError(
+            raise InvalidValue(
                 f"owners={self.owners!r}: expected a tensor with the user of each training example"
             )
         kind = self.owners.dtype
         if kind.is_floating_point or kind.is_complex or kind is torch.bool:
-            raise ValueError(f"owners of type {kind}: expected integers")
+            raise InvalidValue(f"owners of type {kind}: expected integers")
         if self.owners.shape != (len(self.train),):
-            raise ValueError(
+            raise InvalidValue(
                 f"owners of shape {tuple(self.owners.shape)}: expected ({len(self.train)},), one "
                 "user a training example"
             )
         if len(self.owners) and int(self.owners.min()) < 0:
-            raise ValueError(f"owners: expected users >= 0, and one is {int(self.owners.min())}")
+            raise InvalidValue(f"owners: expected users >= 0, and one is {int(self.owners.min())}")
 
     def by_user(self) -> dict[int, Examples]:
         """Each user's training examples, in their order; users ascending.
@@ -127,7 +128,7 @@ class SiloData(ClientData):
         """
         owners = self.owners.cpu().numpy()
         if len(owners) and owners.max() >= len(limits):
-            raise ValueError(f"limits for {len(limits)} users, but one here is {owners.max()}")
+            raise InvalidValue(f"limits for {len(limits)} users, but one here is {owners.max()}")
         rows = np.flatnonzero(choose(owners, np.asarray(limits), rng))
         kept = torch.from_numpy(owners[rows])
         return SiloData(train=self.train.subset(rows), owners=kept, test=self.test)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
+
 
 def partition(
     kind: str,
@@ -31,7 +33,7 @@ def partition(
             return dirichlet(targets, num_partitions=num_partitions, alpha=alpha, rng=rng)
         case "iid":
             return iid(targets, num_partitions=num_partitions, rng=rng)
-    raise ValueError(f"partition={kind!r}: expected pathological, dirichlet or iid")
+    raise InvalidValue(f"partition={kind!r}: expected pathological, dirichlet or iid")
 
 
 def pathological(
@@ -54,12 +56,12 @@ def pathological(
     classes = np.unique(targets)
     _check_count(targets, num_partitions)
     if not 1 <= classes_per_partition <= len(classes):
-        raise ValueError(
+        raise InvalidValue(
             f"classes_per_partition={classes_per_partition!r}: expected 1 … {len(classes)}"
         )
     slots = num_partitions * classes_per_partition
     if slots < len(classes):
-        raise ValueError(
+        raise InvalidValue(
             f"{num_partitions} clients of {classes_per_partition} classes cannot hold "
             f"{len(classes)} classes; raise one of the two"
         )
@@ -69,7 +71,7 @@ def pathological(
         holders = np.flatnonzero(held[:, number])
         examples = rng.permutation(np.flatnonzero(targets == label))
         if len(examples) < 2 * len(holders):
-            raise ValueError(
+            raise InvalidValue(
                 f"class {label} has {len(examples)} examples for {len(holders)} clients, fewer "
                 "than two each; take fewer clients or fewer classes a client"
             )
@@ -112,10 +114,10 @@ def dirichlet(
     """
     _check_count(targets, num_partitions)
     if not 0 < alpha < np.inf:
-        raise ValueError(f"alpha={alpha!r}: expected a finite number > 0")
+        raise InvalidValue(f"alpha={alpha!r}: expected a finite number > 0")
     most = len(targets) // num_partitions
     if not 0 < min_size <= most:
-        raise ValueError(
+        raise InvalidValue(
             f"min_size={min_size!r}: expected 1 … {most}, the examples of {num_partitions} equal "
             "shares"
         )
@@ -130,7 +132,7 @@ def dirichlet(
         divided = [np.sort(np.concatenate(piece)) for piece in pieces]
         if min(map(len, divided)) >= min_size:
             return divided
-    raise ValueError(
+    raise InvalidValue(
         f"{attempts} draws with alpha={alpha:g} left a client with fewer than {min_size} "
         f"examples; raise alpha or take fewer than {num_partitions} clients"
     )
@@ -159,9 +161,9 @@ def split(
         Fewer than two examples, or ``train_fraction`` outside (0, 1).
     """
     if not 0 < train_fraction < 1:
-        raise ValueError(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
+        raise InvalidValue(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
     if len(indices) < 2:
-        raise ValueError(f"{len(indices)} examples cannot be divided into training and test")
+        raise InvalidValue(f"{len(indices)} examples cannot be divided into training and test")
     # Every class's examples at random but evenly spread places in (0, 1): the last ones test.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):
@@ -174,6 +176,6 @@ def split(
 
 def _check_count(targets: np.ndarray, num_partitions: int) -> None:
     if not 1 <= num_partitions <= len(targets):
-        raise ValueError(
+        raise InvalidValue(
             f"num_partitions={num_partitions!r}: expected 1 … {len(targets)} (the examples)"
         )

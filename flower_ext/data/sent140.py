@@ -22,6 +22,7 @@ import torch
 from flower_ext.data.datasets import FOLDER_VARIABLE, DataNotFound, data_folder, locate
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import split
+from flower_ext.errors import InvalidValue
 
 DEVICES = 52
 SEQUENCE_LENGTH = 25
@@ -95,7 +96,7 @@ def load(
         ("min_tweets", min_tweets, 2),
     ):
         if value < least:
-            raise ValueError(f"{name}={value!r}: expected at least {least}")
+            raise InvalidValue(f"{name}={value!r}: expected at least {least}")
     source = _source(folder)
     by_user = _most_prolific(lambda: _once(source()), num_devices, min_tweets)
 
@@ -144,7 +145,7 @@ def _most_prolific(
     counts = Counter(user for _, user, _ in tweets())
     enough = [user for user, count in counts.items() if count >= min_tweets]
     if len(enough) < num_devices:
-        raise ValueError(
+        raise InvalidValue(
             f"num_devices={num_devices!r}: expected at most {len(enough)}, the users with "
             f"{min_tweets} tweets or more"
         )
@@ -185,7 +186,7 @@ def _read(path: Path) -> Iterator[Tweet]:
             for polarity, _, date, _, user, text in rows:
                 yield _label(int(polarity)), user, date, text
         except (ValueError, csv.Error, EOFError, OSError, zlib.error) as error:
-            raise ValueError(
+            raise InvalidValue(
                 f"{path}, line {rows.line_num}: expected polarity (0 or 4), id, date, query, user, "
                 f"text: {error}"
             ) from error
@@ -193,7 +194,7 @@ def _read(path: Path) -> Iterator[Tweet]:
 
 def _label(polarity: int) -> int:
     if polarity not in _LABELS:
-        raise ValueError(f"polarity {polarity} is neither 0 nor 4")
+        raise InvalidValue(f"polarity {polarity} is neither 0 nor 4")
     return _LABELS[polarity]
 
 

@@ -13,6 +13,7 @@ from flower_ext.data import datasets, tabular
 from flower_ext.data.examples import ClientData, SiloData
 from flower_ext.data.partition import split
 from flower_ext.data.users import Distribution, allocate, allocate_within
+from flower_ext.errors import InvalidValue
 
 _MNIST, _MNIST_TRAINING = 70_000, 60_000
 _DIGITS_TRAINING = 0.85
@@ -125,7 +126,7 @@ def describe_silos(name: str) -> SilosInfo:
         Unknown name; the message lists the known ones.
     """
     if name not in _SILOS:
-        raise ValueError(f"name={name!r}: expected one of {', '.join(_SILOS)}")
+        raise InvalidValue(f"name={name!r}: expected one of {', '.join(_SILOS)}")
     return _SILOS[name]
 
 
@@ -174,9 +175,9 @@ def load_silos(
         data = _pool(name, folder, rng)
         return _dealt(data, distribution, users, silos, labels_per_user, rng)
     if silos != info.num_silos:
-        raise ValueError(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
+        raise InvalidValue(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
     if labels_per_user is not None:
-        raise ValueError(
+        raise InvalidValue(
             f"labels_per_user={labels_per_user!r}: expected None, as the silos of {name} are fixed"
         )
     if name == "heart-disease":
@@ -207,7 +208,9 @@ def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
     counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
     if max(map(len, counts), default=0) > num_users:
         most = max(map(len, counts))
-        raise ValueError(f"num_users={num_users!r}: expected at least {most}, one per user number")
+        raise InvalidValue(
+            f"num_users={num_users!r}: expected at least {most}, one per user number"
+        )
     return torch.stack(counts).numpy()
 
 
@@ -220,7 +223,7 @@ def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientDat
     rows = np.arange(len(pool))
     if name == "mnist":
         if len(pool) != _MNIST:
-            raise ValueError(
+            raise InvalidValue(
                 f"mnist: {len(pool)} images, expected {_MNIST}: the first {_MNIST_TRAINING} train"
             )
         train, test = rows[:_MNIST_TRAINING], rows[_MNIST_TRAINING:]

@@ -22,6 +22,7 @@ import torch
 
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import split
+from flower_ext.errors import InvalidValue
 
 FEATURES = 20
 DEVICES = 30
@@ -53,7 +54,7 @@ def kinds() -> list[str]:
 
 def _facts(kind: str) -> _Kind:
     if kind not in _KINDS:
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
+        raise InvalidValue(f"kind={kind!r}: expected one of {', '.join(_KINDS)}")
     return _KINDS[kind]
 
 
@@ -70,7 +71,7 @@ def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVI
     """
     facts = _facts(kind)
     if num_devices < 1:
-        raise ValueError(f"num_devices={num_devices!r}: expected at least 1")
+        raise InvalidValue(f"num_devices={num_devices!r}: expected at least 1")
     mean = facts.samples / DEVICES - SMALLEST_DEVICE
     draws = rng.standard_normal(num_devices)
 
@@ -119,7 +120,7 @@ def generate(
     """
     variance = _facts(kind).variance
     if num_classes < 2:
-        raise ValueError(f"num_classes={num_classes!r}: expected at least 2")
+        raise InvalidValue(f"num_classes={num_classes!r}: expected at least 2")
     sizes = device_sizes(kind, rng=rng, num_devices=num_devices)
     deviations = np.arange(1, FEATURES + 1) ** -0.6
 
@@ -179,10 +180,10 @@ def read(path: Path) -> list[ClientData]:
                 for part in ("train", "test")
             )
     except (OSError, EOFError, KeyError, ValueError, BadZipFile, UnpicklingError) as error:
-        raise ValueError(f"{path} is not a file of synthetic devices: {error}") from error
+        raise InvalidValue(f"{path} is not a file of synthetic devices: {error}") from error
     trains, tests = _by_device(path, *train), _by_device(path, *test)
     if len(trains) != len(tests):
-        raise ValueError(f"{path}: {len(trains)} devices train but {len(tests)} test")
+        raise InvalidValue(f"{path}: {len(trains)} devices train but {len(tests)} test")
     return [ClientData(train=a, test=b) for a, b in zip(trains, tests, strict=True)]
 
 
@@ -190,16 +191,16 @@ def _by_device(
     path: Path, features: np.ndarray, targets: np.ndarray, device: np.ndarray
 ) -> list[Examples]:
     if not len(features) == len(targets) == len(device):
-        raise ValueError(
+        raise InvalidValue(
             f"{path}: {len(features)} features, {len(targets)} targets and {len(device)} devices"
         )
     if features.shape[1:] != (FEATURES,) or not np.isfinite(features).all():
-        raise ValueError(f"{path}: expected finite features of shape (n, {FEATURES})")
+        raise InvalidValue(f"{path}: expected finite features of shape (n, {FEATURES})")
     if targets.ndim != 1 or targets.dtype.kind not in "iu" or not np.isin(targets, (0, 1)).all():
-        raise ValueError(f"{path}: expected integer targets 0 or 1, one for each record")
+        raise InvalidValue(f"{path}: expected integer targets 0 or 1, one for each record")
     count = len(np.unique(device))
     if not np.isin(device, np.arange(count)).all():
-        raise ValueError(f"{path}: expected devices numbered 0 … {count - 1}, each with examples")
+        raise InvalidValue(f"{path}: expected devices numbered 0 … {count - 1}, each with examples")
     own = _examples(features, targets)
     return [own.subset(np.flatnonzero(device == number)) for number in range(count)]
 

@@ -20,6 +20,7 @@ import torch
 from flower_ext.data.datasets import FOLDER_VARIABLE, DataNotFound, data_folder, locate
 from flower_ext.data.examples import ClientData, Examples
 from flower_ext.data.partition import split
+from flower_ext.errors import InvalidValue
 
 CREDITCARD_FEATURES = 30
 HEART_DISEASE_FEATURES = 13
@@ -75,7 +76,7 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     table = _numbers(path, kept, columns)
     fraud = table[:, -1] == 1
     if not np.isin(table[:, -1], (0, 1)).all():
-        raise ValueError(f"{path}: expected 0 or 1 as Class")
+        raise InvalidValue(f"{path}: expected 0 or 1 as Class")
     normal = np.flatnonzero(~fraud)
     if len(normal) > _NORMAL_TRANSACTIONS:
         normal = rng.choice(normal, size=_NORMAL_TRANSACTIONS, replace=False)
@@ -106,19 +107,21 @@ def _heart_centre(path: Path) -> ClientData:
     complete = []
     for number, line in enumerate(lines, start=1):
         if len(line) != 14:
-            raise ValueError(f"{path}, line {number}: {len(line)} columns, expected 14")
+            raise InvalidValue(f"{path}, line {number}: {len(line)} columns, expected 14")
         left = [*line[:10], line[13]]
         if "?" not in left:
             complete.append([_number(path, number, value) for value in left])
     if not complete:
-        raise ValueError(
+        raise InvalidValue(
             f"{path}: expected complete rows, without '?' in the columns that are kept"
         )
     table = np.array(complete)
     pain, ecg, disease = table[:, 2], table[:, 6], table[:, -1]
     levels = ((pain, (1, 2, 3, 4)), (ecg, (0, 1, 2)), (disease, (0, 1, 2, 3, 4)))
     if not all(np.isin(column, values).all() for column, values in levels):
-        raise ValueError(f"{path}: expected chest pain 1 … 4, resting ECG 0 … 2 and disease 0 … 4")
+        raise InvalidValue(
+            f"{path}: expected chest pain 1 … 4, resting ECG 0 … 2 and disease 0 … 4"
+        )
     plain = np.delete(table[:, :10], (2, 6), axis=1)
     indicators = [pain == 2, pain == 3, pain == 4, ecg == 1, ecg == 2]
     features = np.column_stack([plain, *indicators]).astype(float)
@@ -151,13 +154,13 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
     rows = list(_records(table_path))
     features = list(rows[0])[1:-2] if rows else []
     if len(features) != TCGA_BRCA_FEATURES:
-        raise ValueError(
+        raise InvalidValue(
             f"{table_path}: {len(features)} features, expected {TCGA_BRCA_FEATURES} between pid "
             "and E, T"
         )
     table = _numbers(table_path, rows, [*features, "T", "E"]).astype(np.float32)
     if not np.isin(table[:, -1], (0, 1)).all():
-        raise ValueError(f"{table_path}: expected 0 or 1 as E")
+        raise InvalidValue(f"{table_path}: expected 0 or 1 as E")
     if scaled:
         table[:, 0] = (table[:, 0] - 60) / 10
     parts = {row["pid"]: row["fold2"] for row in _records(split_path)}
@@ -193,30 +196,32 @@ def _records(path: Path) -> Iterator[dict[str, str]]:
         with opener(path, "rt", encoding="utf-8", newline="") as stream:
             yield from csv.DictReader(stream)
     except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise InvalidValue(f"{path} is damaged: {error}") from error
 
 
 def _numbers(path: Path, rows: Sequence[dict[str, str]], columns: Sequence[str]) -> np.ndarray:
     missing = [name for name in columns if not rows or name not in rows[0]]
     if missing:
-        raise ValueError(f"{path}: expected rows with the columns {', '.join(missing)}")
+        raise InvalidValue(f"{path}: expected rows with the columns {', '.join(missing)}")
     try:
         return np.array([[_finite(row[name]) for name in columns] for row in rows])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: expected finite numbers: {error}") from error
+        raise InvalidValue(f"{path}: expected finite numbers: {error}") from error
 
 
 def _number(path: Path, line: int, text: str) -> float:
     try:
         return _finite(text)
     except ValueError as error:
-        raise ValueError(f"{path}, line {line}: expected finite numbers or '?': {error}") from error
+        raise InvalidValue(
+            f"{path}, line {line}: expected finite numbers or '?': {error}"
+        ) from error
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"could not take {text!r}")
+        raise InvalidValue(f"could not take {text!r}")
     return number
 
 

@@ -18,6 +18,8 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
+
 Distribution = Literal["uniform", "zipf"]
 
 USER_EXPONENT = 0.5
@@ -43,15 +45,15 @@ class Allocation:
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.owners) or not self.rows:
-            raise ValueError(
+            raise InvalidValue(
                 f"rows of {len(self.rows)} silos and owners of {len(self.owners)}: expected as "
                 "many of both, at least one"
             )
         for silo, (rows, owners) in enumerate(zip(self.rows, self.owners, strict=True)):
             if len(rows) != len(owners):
-                raise ValueError(f"silo {silo} has {len(rows)} rows but {len(owners)} owners")
+                raise InvalidValue(f"silo {silo} has {len(rows)} rows but {len(owners)} owners")
             if len(owners) and not 0 <= owners.min() <= owners.max() < self.num_users:
-                raise ValueError(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
+                raise InvalidValue(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
 
     @cached_property
     def histogram(self) -> np.ndarray:
@@ -86,7 +88,7 @@ def limit_contributions(
         ``group_size`` below 1.
     """
     if group_size < 1:
-        raise ValueError(f"group_size={group_size!r}: expected an integer >= 1")
+        raise InvalidValue(f"group_size={group_size!r}: expected an integer >= 1")
     silos, users = histogram.shape
     silo, owner = (
         np.repeat(each.ravel(), histogram.ravel()) for each in np.indices((silos, users))
@@ -133,11 +135,11 @@ def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> i
     if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
         return int(size)
     if size not in ("max", "median"):
-        raise ValueError(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
+        raise InvalidValue(f"group_size={size!r}: expected an integer >= 1, 'max' or 'median'")
     totals = histogram.sum(axis=0)
     totals = totals[totals > 0]
     if len(totals) == 0:
-        raise ValueError("histogram: expected at least one record")
+        raise InvalidValue("histogram: expected at least one record")
     return int(totals.max() if size == "max" else np.median(totals))
 
 
@@ -222,9 +224,9 @@ def allocate_within(
     _check("num_users", num_users)
     _check("at_least", at_least)
     if not 0 < main_share <= 1:
-        raise ValueError(f"main_share={main_share!r}: expected a number in (0, 1]")
+        raise InvalidValue(f"main_share={main_share!r}: expected a number in (0, 1]")
     if not silo_sizes or min(silo_sizes) < at_least:
-        raise ValueError(
+        raise InvalidValue(
             f"silo_sizes={list(silo_sizes)!r}: expected at least one silo, and {at_least} records "
             "or more in each"
         )
@@ -273,10 +275,10 @@ def _few_labels(
     """Owners such that user u owns about ``sizes[u]`` records of at most so many labels."""
     labels, counts = np.unique(targets, return_counts=True)
     if not 1 <= labels_per_user <= len(labels):
-        raise ValueError(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")
+        raise InvalidValue(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")
     users = rng.permutation(np.flatnonzero(sizes))
     if len(users) * labels_per_user < len(labels):
-        raise ValueError(
+        raise InvalidValue(
             f"{len(users)} users of {labels_per_user} labels cannot own {len(labels)} labels; "
             "raise one of the two"
         )
@@ -300,9 +302,9 @@ def _few_labels(
 
 def _weights(distribution: str, count: int, exponent: float) -> np.ndarray:
     if distribution not in ("uniform", "zipf"):
-        raise ValueError(f"distribution={distribution!r}: expected uniform or zipf")
+        raise InvalidValue(f"distribution={distribution!r}: expected uniform or zipf")
     if not 0 <= exponent < np.inf:
-        raise ValueError(f"exponent={exponent!r} of zipf: expected a finite number >= 0")
+        raise InvalidValue(f"exponent={exponent!r} of zipf: expected a finite number >= 0")
     weights = np.arange(1, count + 1, dtype=float) ** (-exponent if distribution == "zipf" else 0)
     normalised: np.ndarray = weights / weights.sum()
     return normalised
@@ -310,4 +312,4 @@ def _weights(distribution: str, count: int, exponent: float) -> np.ndarray:
 
 def _check(name: str, value: int) -> None:
     if value < 1:
-        raise ValueError(f"{name}={value!r}: expected an integer >= 1")
+        raise InvalidValue(f"{name}={value!r}: expected an integer >= 1")

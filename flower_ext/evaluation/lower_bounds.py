@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
 
 HELD_OUT = 0.25
@@ -156,7 +157,7 @@ def if_gaussian(
         return np.asarray(special.ndtri(tp) - special.ndtri(fp))
 
     if not delta > 0:
-        raise ValueError(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
+        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
     chosen, (zero, one) = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2
     threshold, _ = _best_threshold(*chosen, failure, shift)
@@ -209,12 +210,12 @@ def in_one_run(
     """
     found, coins = np.asarray(scores, dtype=np.float64), np.asarray(included, dtype=bool)
     if found.ndim != 1 or found.shape != coins.shape or not np.isfinite(found).all():
-        raise ValueError(
+        raise InvalidValue(
             f"scores of shape {found.shape}, included of shape {coins.shape}: expected one finite "
             "score and one coin a canary"
         )
     if not 2 <= guesses <= len(found) or guesses % 2:
-        raise ValueError(f"guesses={guesses!r}: expected an even number from 2 to {len(found)}")
+        raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {len(found)}")
     _check(delta, confidence, together)
     order, half = np.argsort(found, kind="stable"), guesses // 2
     correct = int((~coins[order[:half]]).sum() + coins[order[-half:]].sum())
@@ -270,11 +271,11 @@ Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def _check(delta: float, confidence: float, together: int) -> None:
     if not 0 <= delta < 1:
-        raise ValueError(f"delta={delta!r}: expected a number in [0, 1)")
+        raise InvalidValue(f"delta={delta!r}: expected a number in [0, 1)")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence!r}: expected a number in (0, 1)")
+        raise InvalidValue(f"confidence={confidence!r}: expected a number in (0, 1)")
     if together < 1:
-        raise ValueError(f"together={together!r}: expected an integer >= 1")
+        raise InvalidValue(f"together={together!r}: expected an integer >= 1")
 
 
 def _parts(
@@ -290,9 +291,9 @@ def _parts(
     for name, scores in (("without", without), ("present", present)):
         all_of_it = np.asarray(scores, dtype=np.float64)
         if all_of_it.ndim != 1 or len(all_of_it) < 8:
-            raise ValueError(f"{name}: expected the scores of at least 8 trials, one number each")
+            raise InvalidValue(f"{name}: expected the scores of at least 8 trials, one number each")
         if not np.isfinite(all_of_it).all():
-            raise ValueError(f"{name}: expected finite scores")
+            raise InvalidValue(f"{name}: expected finite scores")
         first = math.ceil(HELD_OUT * len(all_of_it))
         chosen.append(all_of_it[:first])
         tried.append(all_of_it[first:])

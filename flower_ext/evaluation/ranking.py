@@ -7,6 +7,8 @@ import math
 import numpy as np
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
+
 
 def roc_auc(outputs: Tensor, targets: Tensor) -> float:
     """Area under the ROC curve: how often a record of class 1 scores above one of class 0.
@@ -36,7 +38,7 @@ def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:
     from sklearn import metrics  # half a second, which few methods need
 
     if outputs.ndim != 2 or outputs.shape[1] != 2:
-        raise ValueError(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")
+        raise InvalidValue(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")
     labels = targets.cpu().numpy()
     scores = (outputs[:, 1] - outputs[:, 0]).detach().double().cpu().numpy()
     if len(np.unique(labels)) < 2 or not np.isfinite(scores).all():

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
+
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
@@ -39,7 +41,7 @@ def summarize(
     numbers = list(values.values()) if isinstance(values, Mapping) else list(values)
     array = np.sort(np.asarray(numbers, dtype=np.float64))
     if array.size == 0 or not np.isfinite(array).all():
-        raise ValueError(f"expected at least one value, all finite; got {array.size} values")
+        raise InvalidValue(f"expected at least one value, all finite; got {array.size} values")
     squares = float(np.sum(array**2))
     worst = array[::-1] if lower_is_better else array
     return Distribution(

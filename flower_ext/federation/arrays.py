@@ -12,6 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import record_of
 from flower_ext.training import Params
 
@@ -97,7 +98,7 @@ def _read_npy(array: Array) -> np.ndarray:
     Unlike ``numpy.load``, it takes no memory for numbers that are only announced.
     """
     if array.stype != "numpy.ndarray":
-        raise ValueError(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
+        raise InvalidValue(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
     file = BytesIO(array.data)
     read_header = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -106,11 +107,11 @@ def _read_npy(array: Array) -> np.ndarray:
     shape, fortran_order, dtype = read_header(file)
     start = file.tell()
     if dtype.hasobject:
-        raise ValueError("it holds pickled objects")
+        raise InvalidValue("it holds pickled objects")
     if (tuple(array.shape), array.dtype) != (shape, str(dtype)):
-        raise ValueError(f"it holds {dtype}{shape}, not {array.dtype}{tuple(array.shape)}")
+        raise InvalidValue(f"it holds {dtype}{shape}, not {array.dtype}{tuple(array.shape)}")
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(array.data) - start} bytes for {dtype}{shape}")
+        raise InvalidValue(f"{len(array.data) - start} bytes for {dtype}{shape}")
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")
 

@@ -15,6 +15,7 @@ from logging import getLogger
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.failures import said, tellable
 
@@ -29,7 +30,7 @@ _SAY_EVERY = 10.0
 """Seconds between two lines in the log while nodes are missing."""
 
 
-class FederationNotReady(RuntimeError):
+class FederationNotReady(FlowerExtError, RuntimeError):
     """The nodes that the plan counts on are not there."""
 
 
@@ -185,7 +186,7 @@ def check_addressee(message: Message, context: Context) -> None:
     address, own = message.content.get(_ADDRESS), partition_of(context.node_config)
     if isinstance(address, ConfigRecord) and address["partition"] != own:
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"node config partition-id={own}: this node held partition "
                 f"{address['partition']!r} when the run asked; start it again with that one, or "
                 "stop the run"
@@ -204,7 +205,7 @@ def partition_of(node_config: Mapping[str, object]) -> int:
     partition = node_config.get(PARTITION)
     if not isinstance(partition, int):
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"node config partition-id={partition!r}: start the SuperNode with "
                 '--node-config "partition-id=0 num-partitions=N"'
             )

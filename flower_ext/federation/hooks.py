@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records, rounds
 from flower_ext.federation.client import client_app
 from flower_ext.federation.population import Cohort, Population
@@ -104,13 +105,13 @@ class MethodHooks(RunLoop):
         exposed: Sequence[str] = (),
     ) -> None:
         if not 0 < server_learning_rate < float("inf"):
-            raise ValueError(f"server_learning_rate={server_learning_rate!r}: expected > 0")
+            raise InvalidValue(f"server_learning_rate={server_learning_rate!r}: expected > 0")
         if evaluate_every < 0:
-            raise ValueError(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
+            raise InvalidValue(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
         if seeded_noise and seed is None:
-            raise ValueError("seeded_noise=True needs a seed")
+            raise InvalidValue("seeded_noise=True needs a seed")
         if isinstance(personal, str):
-            raise ValueError(f"personal={personal!r}: expected several names, as ({personal!r},)")
+            raise InvalidValue(f"personal={personal!r}: expected several names, as ({personal!r},)")
         self.plan = plan
         plan.check(self.traits)
         self.server_learning_rate = server_learning_rate

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from flwr.app import Context
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import tellable
 from flower_ext.federation.mods import objective_perturbation_term
@@ -101,11 +102,13 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
         return None if seeded is None else ProtectedByTraining()
     kinds = [kind for kind, names in _NUMBERS.items() if asked == frozenset(names) - _OPTIONAL]
     if not kinds:
-        raise ValueError(f"the server asks for a protection of {sorted(asked)}, which is none")
+        raise InvalidValue(f"the server asks for a protection of {sorted(asked)}, which is none")
     for name in asked:
         value = _number(facts, name)
         if not 0 < value < math.inf and (name, value) != ("least-examples", 0):
-            raise ValueError(f"{name}={value!r} in the server's message: expected above 0, finite")
+            raise InvalidValue(
+                f"{name}={value!r} in the server's message: expected above 0, finite"
+            )
     if _is_seeded(facts) is None:
         raise TypeError(f"{SEEDED}=None: expected true or false")
     (kind,) = kinds
@@ -128,7 +131,7 @@ def check_facts(facts: Mapping[str, Any]) -> Protection | None:
     numbers = {"remembered": 0, **facts}  # said only to those that may have to forget
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
         if type(numbers.get(name)) is not int or numbers[name] < least:
-            raise ValueError(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
+            raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
     if type(facts.get("run", "")) is not str:
         raise TypeError(f"run={facts['run']!r} in the server's message: expected a name")
     return from_facts(facts)
@@ -350,7 +353,7 @@ def _noised_sum(
         own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
         bound = "none" if own is None else f"a bound of {own:g}"
         error = f"each unit's part of the update has {bound}; the plan asks for {norm:g}"
-        raise tellable(ValueError(error))
+        raise tellable(InvalidValue(error))
     if isinstance(update, HiddenSum):
         nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(nothing, asked.noise_stddev))

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.arrays import Arrays as Arrays
 from flower_ext.federation.arrays import read_array
@@ -57,7 +58,7 @@ LONGEST_REASON = 1_000
 """Characters of a refusal that are kept: part of it is what a client wrote."""
 
 
-class RefusedReply(ValueError):
+class RefusedReply(InvalidValue):
     """A reply that must not be aggregated; the message says why."""
 
 

@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.client import ClientMethod
@@ -131,7 +132,7 @@ class RunLoop(Strategy):
         """
         found = {n: a for n, a in arrays.items() if not matches(n, self.personal)}
         if not found:
-            raise ValueError(f"personal={self.personal} leaves no parameter to share")
+            raise InvalidValue(f"personal={self.personal} leaves no parameter to share")
         return record_of(ArrayRecord, found)
 
     # The run --------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ def _same_model(kept: records.Arrays, initial: ArrayRecord) -> ArrayRecord:
     shapes = {name: (array.shape, str(array.dtype)) for name, array in kept.items()}
     expected = {name: (tuple(array.shape), array.dtype) for name, array in initial.items()}
     if shapes != expected:
-        raise ValueError(
+        raise InvalidValue(
             f"the checkpoint holds another model than the one that starts: arrays {sorted(shapes)}"
             f", expected {sorted(expected)} in the same shapes and types"
         )

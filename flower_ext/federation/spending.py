@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, BudgetExhausted, Guarantee, Ledger, PrivacyPlan, Release
 from flower_ext.privacy.ledger import Reservation
 from flower_ext.privacy.run_facts import RunFacts
@@ -43,7 +44,7 @@ class Spending:
         if self.budget is not None:
             _check_budget_fits(self.budget, plan.delta)
         if self.ledger is not None and plan.release is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"ledger with a {type(plan).__name__}: it records the releases of a "
                 "ReleasePlan alone; budget= stops a run under any plan that promises privacy"
             )
@@ -130,11 +131,11 @@ class Spending:
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
     """Refuse a δ that the plan does not promise, and a budget that nothing can be held to."""
     if budget.ledger is None and delta != budget.delta:
-        raise ValueError(
+        raise InvalidValue(
             f"budget.delta={budget.delta!r}: expected that of the plan, "
             f"{'which promises no privacy' if delta is None else delta!r}"
         )
     if delta is not None and delta > budget.delta:
-        raise ValueError(
+        raise InvalidValue(
             f"budget.delta={budget.delta!r}: expected at least that of the plan, {delta!r}"
         )

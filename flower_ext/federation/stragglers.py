@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training import LocalTraining
 
 
@@ -30,7 +31,7 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio!r}: expected a number in [0, 1]")
+            raise InvalidValue(f"ratio={self.ratio!r}: expected a number in [0, 1]")
 
     def draw(
         self, cohort: Sequence[int], population: int, rng: np.random.Generator
@@ -57,7 +58,7 @@ class Stragglers:
             No training is counted in epochs.
         """
         if not any(t.steps is None and not t.tolerance for t in trainings):
-            raise ValueError(
+            raise InvalidValue(
                 "stragglers complete some of their epochs, but local training is counted in steps "
                 "or runs to a tolerance: give epochs, or stragglers=None"
             )

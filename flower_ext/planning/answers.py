@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import DittoProblem
 from flower_ext.planning.fairness import LinearFairness
 from flower_ext.planning.search import Schedule, best_rounds, joint_search
@@ -128,7 +129,7 @@ def answers(
         A parameter is out of range, or not exactly one of λ and the fairness problem is given.
     """
     if (global_weight is None) == (fairness is None):
-        raise ValueError("expected either a λ or what the fairest λ is computed from")
+        raise InvalidValue("expected either a λ or what the fairest λ is computed from")
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")

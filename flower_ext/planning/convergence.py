@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
 
 LARGEST_WEIGHT = 2.0
@@ -80,23 +81,23 @@ class DittoProblem:
     def __post_init__(self) -> None:
         for name in ("strong_convexity", "smoothness", "learning_rate", "personal_learning_rate"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
         for name in ("initial_gap", "initial_distance"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
         for name in ("gradient_bound", "model_spread"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a number >= 0")
         for name in ("dimension", "num_clients"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
         if self.smoothness < self.strong_convexity:
-            raise ValueError(
+            raise InvalidValue(
                 f"smoothness={self.smoothness!r}: expected at least strong_convexity="
                 f"{self.strong_convexity!r}"
             )
         if self.learning_rate >= 2 / self.smoothness:
-            raise ValueError(
+            raise InvalidValue(
                 f"learning_rate={self.learning_rate!r}: expected a number below 2/L = "
                 f"{2 / self.smoothness:.4g}"
             )
@@ -148,7 +149,7 @@ class ConvergenceBound:
         """
         T = np.asarray(rounds, dtype=np.float64)
         if (T < 0).any():
-            raise ValueError(f"rounds={rounds!r}: expected integers >= 0")
+            raise InvalidValue(f"rounds={rounds!r}: expected integers >= 0")
         a, b = self.personal_rate, self.global_rate
         with np.errstate(over="ignore", invalid="ignore"):
             crossed = _crossed(a, b, T)
@@ -172,7 +173,7 @@ class ConvergenceBound:
         """
         a, b = self.personal_rate, self.global_rate
         if not (0 < a < 1 and 0 <= b < 1):
-            raise ValueError(f"rates {a!r} and {b!r}: expected numbers in (0, 1)")
+            raise InvalidValue(f"rates {a!r} and {b!r}: expected numbers in (0, 1)")
         limit = self.residual / (1 - a)
         gap, noise = self.coupling * self.initial_gap, self.coupling * self.noise
         slope = noise / ((1 - a) * (1 - b))
@@ -227,7 +228,7 @@ class ConvergenceBound:
         0 says that no number of rounds improves the bound on the start.
         """
         if max_rounds < 1:
-            raise ValueError(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+            raise InvalidValue(f"max_rounds={max_rounds!r}: expected an integer >= 1")
         limit = int(min(max_rounds, max(1.0, self.search_limit)))
         return int(np.argmin(self.after(np.arange(limit + 1))))
 
@@ -259,7 +260,7 @@ def convergence_bound(
     """
     check_global_weight(global_weight)
     if not 0 <= variance_per_round < math.inf:
-        raise ValueError(f"variance_per_round={variance_per_round!r}: expected a number >= 0")
+        raise InvalidValue(f"variance_per_round={variance_per_round!r}: expected a number >= 0")
     mu, L, weight = problem.strong_convexity, problem.smoothness, global_weight
     eta_G, eta_L = problem.learning_rate, problem.personal_learning_rate
     curvature = (1 - weight / 2) * mu + weight
@@ -282,7 +283,7 @@ def convergence_bound(
         coupling = 2 * eta_L * weight**2 / (mu * curvature)
         conditions = (short_enough,)
     else:
-        raise ValueError(f"basis={basis!r}: expected published or provable")
+        raise InvalidValue(f"basis={basis!r}: expected published or provable")
     return ConvergenceBound(
         personal_rate=rate,
         global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # below 0 by rounding only
@@ -298,7 +299,7 @@ def convergence_bound(
 def check_global_weight(global_weight: float) -> None:
     """Refuse a λ outside [0, 2]."""
     if not 0 <= global_weight <= LARGEST_WEIGHT:
-        raise ValueError(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
+        raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
 
 
 def failed(conditions: Sequence[Condition]) -> list[str]:
@@ -311,7 +312,7 @@ def _gradient_square(problem: DittoProblem, weight: float) -> float:
     G0, M = problem.gradient_bound, problem.model_spread
     for name, value in (("gradient_bound", G0), ("model_spread", M)):
         if math.isinf(value):
-            raise ValueError(f"{name}={value!r}: the published bound needs a finite number")
+            raise InvalidValue(f"{name}={value!r}: the published bound needs a finite number")
     return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
 
 

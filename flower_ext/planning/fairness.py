@@ -34,6 +34,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.privacy.guarantee import Basis, Condition
 
@@ -70,13 +71,13 @@ class LinearFairness:
     def __post_init__(self) -> None:
         for name in ("num_clients", "num_examples", "dimension"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
         for name in ("feature_energy", "label_variance"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
         for name in ("model_variance", "mean_deviation", "deviation_variance"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
 
     @classmethod
     def of_models(
@@ -137,7 +138,7 @@ class LinearFairness:
     def global_weight(self, interpolation: float) -> float:
         """The inverse of `interpolation`."""
         if not 0 <= interpolation <= 1:
-            raise ValueError(f"interpolation={interpolation!r}: expected a number in [0, 1]")
+            raise InvalidValue(f"interpolation={interpolation!r}: expected a number in [0, 1]")
         pull = self.feature_energy * interpolation
         return LARGEST_WEIGHT * pull / ((1 - interpolation) * self.num_examples + pull)
 
@@ -189,7 +190,7 @@ class LinearFairness:
         published, with G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
         """
         if not 0 < clipping_norm < math.inf:
-            raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+            raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
         N, d = self.num_clients, self.dimension
         if basis == "published":
             limit = math.sqrt(d) / (2 * self.shrinkage)
@@ -204,7 +205,7 @@ class LinearFairness:
     def _quartic(self, upload_variance: float, basis: Basis) -> np.poly1d:
         """R as a polynomial in α₀."""
         if not 0 <= upload_variance < math.inf:
-            raise ValueError(f"upload_variance={upload_variance!r}: expected a number >= 0")
+            raise InvalidValue(f"upload_variance={upload_variance!r}: expected a number >= 0")
         N, d = self.num_clients, self.dimension
         own, shared = self.own_variance, self.shared_variance
         if basis == "published":
@@ -213,7 +214,7 @@ class LinearFairness:
             left = (1 - 1 / N) * own
             constant, D, W = 2 * d * left * (own + 2 * shared), 4 * d * left, left + shared
         else:
-            raise ValueError(f"basis={basis!r}: expected published or provable")
+            raise InvalidValue(f"basis={basis!r}: expected published or provable")
         noise = upload_variance / N
         # A NumPy scalar on the left would turn the polynomials into arrays.
         x, gap = np.poly1d([1.0, 0.0]), np.poly1d([-1.0 / N, self.shrinkage / N])

@@ -23,6 +23,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
 from flower_ext.planning.fairness import LinearFairness
 
@@ -62,7 +63,7 @@ class LinearWorld:
             Fewer examples than dimensions, for which no such features exist.
         """
         if num_examples < dimension:
-            raise ValueError(f"num_examples={num_examples!r}: expected at least {dimension}")
+            raise InvalidValue(f"num_examples={num_examples!r}: expected at least {dimension}")
         centre = np.zeros(dimension) if centre is None else np.asarray(centre, dtype=np.float64)
         spread = rng.normal(scale=math.sqrt(model_variance), size=(num_clients, dimension))
         orthogonal, _ = np.linalg.qr(rng.normal(size=(num_clients, num_examples, dimension)))
@@ -137,7 +138,7 @@ def drawn_unfairness(
         Too few worlds, or fewer examples than dimensions.
     """
     if worlds < 2:
-        raise ValueError(f"worlds={worlds!r}: expected an integer >= 2")
+        raise InvalidValue(f"worlds={worlds!r}: expected an integer >= 2")
     seen = np.empty((worlds, len(global_weights)))
     for row in range(worlds):
         world = LinearWorld.draw(

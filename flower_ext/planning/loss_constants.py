@@ -15,6 +15,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flower_ext.errors import InvalidValue
+
 
 @dataclass(frozen=True, kw_only=True)
 class PilotEstimates:
@@ -46,12 +48,12 @@ class PilotEstimates:
             numbers = {name: float(facts[name]) for name in names}
             dimension = int(facts["dimension"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise InvalidValue(
                 f"pilot={str(path)!r}: expected a JSON file with the numbers "
                 f"{', '.join([*names, 'dimension'])}, as a pilot run writes it ({error!r})"
             ) from error
         if not all(math.isfinite(number) for number in numbers.values()):
-            raise ValueError(f"pilot={str(path)!r}: expected finite numbers")
+            raise InvalidValue(f"pilot={str(path)!r}: expected finite numbers")
         return cls(**numbers), dimension
 
 
@@ -95,12 +97,12 @@ def estimate_problem(
     f, u = np.asarray(losses, dtype=np.float64), np.asarray(local_optima, dtype=np.float64)
     fits = w.ndim == 2 and u.ndim == 2 and g.shape == (len(w), *u.shape) and f.shape == (len(w),)
     if not fits or u.shape[1] != w.shape[1] or len(u) == 0:
-        raise ValueError(
+        raise InvalidValue(
             f"models {w.shape}, gradients {g.shape}, losses {f.shape}, local_optima {u.shape}: "
             "expected rounds × weights, rounds × clients × weights, rounds, clients × weights"
         )
     if not all(np.isfinite(array).all() for array in (w, g, f, u)):
-        raise ValueError("models, gradients, losses, local_optima: expected finite numbers")
+        raise InvalidValue("models, gradients, losses, local_optima: expected finite numbers")
     lowest, highest = np.inf, 0.0
     for first in range(len(w)):
         steps, changes = w[first + 1 :] - w[first], g[first + 1 :] - g[first]
@@ -112,9 +114,9 @@ def estimate_problem(
             slopes = np.linalg.norm(changes[moved], axis=2) / lengths[moved, None]
             highest = max(highest, float(slopes.max()))
     if not np.isfinite(lowest):
-        raise ValueError("models: expected a run in which the model moves")
+        raise InvalidValue("models: expected a run in which the model moves")
     if lowest <= 0:
-        raise ValueError(
+        raise InvalidValue(
             f"strong_convexity={lowest:.4g} along the path, expected a number > 0: the losses are "
             "not strongly convex there, so Theorem 1 does not speak of them; take a convex model "
             "(logistic regression), or find T and λ by short runs (flower-ext search)"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import (
     ConvergenceBound,
     DittoProblem,
@@ -96,9 +97,9 @@ def joint_search(
     for name in ("num_clients", "dimension"):
         ours, theirs = getattr(problem, name), getattr(fairness, name)
         if ours != theirs:
-            raise ValueError(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
+            raise InvalidValue(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
     if max_rounds < 1:
-        raise ValueError(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+        raise InvalidValue(f"max_rounds={max_rounds!r}: expected an integer >= 1")
     candidates = np.arange(1, max_rounds + 1)
     weights, values = np.empty(max_rounds), np.empty(max_rounds)
 
@@ -174,9 +175,9 @@ def alternating_search(
         Nothing to try, or a candidate out of range.
     """
     if not rounds or min(rounds) < 1:
-        raise ValueError(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")
+        raise InvalidValue(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")
     if not global_weights:
-        raise ValueError("global_weights=[]: expected at least one number in [0, 2]")
+        raise InvalidValue("global_weights=[]: expected at least one number in [0, 2]")
     for candidate in global_weights:
         check_global_weight(candidate)
     weight = global_weights[0] if start is None else start

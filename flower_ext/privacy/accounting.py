@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
@@ -86,18 +87,18 @@ class Release:
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(
+            raise InvalidValue(
                 f"noise_multiplier={self.noise_multiplier!r}: expected a finite number >= 0"
             )
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise ValueError(
+            raise InvalidValue(
                 f"relation={self.relation.value!r} with Poisson sampling: no accountant covers it; "
                 "expected 'add-or-remove-one', or fixed-size sampling for 'replace-one'"
             )
         drawn = isinstance(self.sampling, FixedSizeSampling)
         if drawn and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise ValueError(
+            raise InvalidValue(
                 f"relation={self.relation.value!r} with fixed-size sampling: who is added takes "
                 "another's place, which moves a sum by 2C; expected 'replace-one', or Poisson "
                 "sampling"
@@ -176,12 +177,12 @@ def privacy_loss_of(
         ``delta`` outside (0, 1), or releases under different relations.
     """
     if not 0 < delta < 1:
-        raise ValueError(f"delta={delta!r}: expected a number in (0, 1)")
+        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     counts = Counter({release: n for release, n in counts.items() if n > 0})
     relations = {release.relation for release in counts}
     if len(relations) > 1:
-        raise ValueError(
+        raise InvalidValue(
             f"releases under different relations {sorted(r.value for r in relations)} "
             "do not compose: account each relation for itself"
         )
@@ -199,7 +200,7 @@ def privacy_loss(
 ) -> PrivacyLoss:
     """(ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
     if rounds < 0:
-        raise ValueError(f"rounds={rounds!r}: expected an integer >= 0")
+        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
     release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
     return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
 

@@ -27,6 +27,7 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import NeighboringRelation
 from flower_ext.privacy.updates import (
     Update,
@@ -94,7 +95,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         As `l2_norm`; or ``clipping_norm`` is not a finite number above zero.
     """
     if not 0 < clipping_norm < math.inf:
-        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     check_arrays(update)
     largest, scaled = scaled_norm(update)
     norm = largest * scaled
@@ -120,7 +121,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
         As `clip` and `total`.
     """
     if not 0 < clipping_norm < math.inf:
-        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     places, summed = laid_out(like)
     wide = summed * 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
@@ -166,12 +167,12 @@ def sum_clipped_rows(
         As `clip`; or weights of another number, or outside [0, 1].
     """
     if not 0 < clipping_norm < math.inf:
-        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     check_arrays(rows)
     count = len(next(iter(rows.values())))
     shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):
-        raise ValueError(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
     value = clip_rows(rows, clipping_norm, shares)
     if value is None:  # squares that overflow or vanish: with more care, one after the other
         value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
@@ -225,7 +226,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
         As `clip`.
     """
     if not 0 < clipping_norm < math.inf:
-        raise ValueError(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
     check_arrays(rows)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Accountant, privacy_loss
 from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
@@ -17,7 +18,7 @@ MAX_NOISE_MULTIPLIER = 1e6
 MAX_ROUNDS = 10_000_000
 
 
-class TargetOutOfReach(ValueError):
+class TargetOutOfReach(InvalidValue):
     """No allowed value meets the target."""
 
 
@@ -157,9 +158,9 @@ def calibrate_sampling_rate(
 
 def _check_target(epsilon: float, rounds: int) -> None:
     if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon!r}: expected a finite number > 0")
+        raise InvalidValue(f"epsilon={epsilon!r}: expected a finite number > 0")
     if rounds < 1:
-        raise ValueError(f"rounds={rounds!r}: expected an integer >= 1")
+        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 1")
 
 
 def _bisect(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
@@ -154,12 +155,12 @@ def check_client_plan(plan: NoisedSum) -> None:
         Names the setting.
     """
     if plan.unit is not PrivacyUnit.CLIENT:
-        raise ValueError(
+        raise InvalidValue(
             f"unit={plan.unit.value!r} of the plan: expected 'client', as each client's update is "
             "bounded as a whole"
         )
     if plan.sensitivity != 1:
-        raise ValueError(
+        raise InvalidValue(
             f"sensitivity={plan.sensitivity!r} of the plan: expected 1, as a client has one upload"
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
@@ -55,7 +56,7 @@ class ClippedSteps:
         require_at_least_one("num_examples", self.num_examples)
         require_at_least_one("local_steps", self.local_steps)
         if self.batch_size is not None and not 1 <= self.batch_size <= self.num_examples:
-            raise ValueError(
+            raise InvalidValue(
                 f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="
                 f"{self.num_examples}"
             )

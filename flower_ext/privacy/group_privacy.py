@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import (
     FINEST_INTERVAL,
     WIDEST_INTERVAL,
@@ -51,13 +52,13 @@ class DpSgd:
 
     def __post_init__(self) -> None:
         if not 0 < self.noise_multiplier < math.inf:
-            raise ValueError(
+            raise InvalidValue(
                 f"noise_multiplier={self.noise_multiplier!r}: expected a finite number > 0"
             )
         if not 0 < self.sampling_rate <= 1:
-            raise ValueError(f"sampling_rate={self.sampling_rate!r}: expected a number in (0, 1]")
+            raise InvalidValue(f"sampling_rate={self.sampling_rate!r}: expected a number in (0, 1]")
         if self.steps < 0:
-            raise ValueError(f"steps={self.steps!r}: expected an integer >= 0")
+            raise InvalidValue(f"steps={self.steps!r}: expected an integer >= 0")
 
 
 def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
@@ -136,8 +137,8 @@ def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
 def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:
     """Refuse what no group bound can be computed for."""
     if not silos:
-        raise ValueError("silos=[]: expected the training of at least one silo")
+        raise InvalidValue("silos=[]: expected the training of at least one silo")
     if group_size < 1:
-        raise ValueError(f"group_size={group_size!r}: expected an integer >= 1")
+        raise InvalidValue(f"group_size={group_size!r}: expected an integer >= 1")
     if not 0 < delta < 1:
-        raise ValueError(f"delta={delta!r}: expected a number in (0, 1)")
+        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")

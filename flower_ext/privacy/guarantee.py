@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Basis = Literal["published", "provable"]
@@ -42,7 +43,7 @@ class Condition:
     holds: bool
 
 
-class PreconditionFailed(ValueError):
+class PreconditionFailed(InvalidValue):
     """A theorem says nothing about this setting; the message lists what would have to change."""
 
 
@@ -106,7 +107,7 @@ class Guarantee:
         """A guarantee from its JSON form."""
         known = {field.name for field in fields(cls)}
         if unknown := set(facts) - known:
-            raise ValueError(f"unknown fields {sorted(unknown)} in a guarantee")
+            raise InvalidValue(f"unknown fields {sorted(unknown)} in a guarantee")
         values = dict(facts)
         return cls(
             **{

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
 
 GENESIS = "0" * 64
@@ -25,18 +26,18 @@ GENESIS = "0" * 64
 _OWN_NAMES = {"seq", "kind", "round", "identity", "release", "reason", "prev", "hash"}
 
 
-class BudgetExhausted(RuntimeError):
+class BudgetExhausted(FlowerExtError, RuntimeError):
     """The next release would exceed the budget; nothing was written and nothing may be released."""
 
 
-class LedgerCorrupt(RuntimeError):
+class LedgerCorrupt(FlowerExtError, RuntimeError):
     """A line was changed, removed from the middle, or reordered.
 
     Whole lines removed from the end leave no trace here: keep the last hash elsewhere.
     """
 
 
-class LedgerLocked(RuntimeError):
+class LedgerLocked(FlowerExtError, RuntimeError):
     """Another run writes to this ledger."""
 
 
@@ -58,9 +59,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not self.epsilon > 0:
-            raise ValueError(f"epsilon={self.epsilon!r}: expected a number > 0")
+            raise InvalidValue(f"epsilon={self.epsilon!r}: expected a number > 0")
         if not 0 < self.delta < 1:
-            raise ValueError(f"delta={self.delta!r}: expected a number in (0, 1)")
+            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
 
 
 class Reservation:
@@ -79,7 +80,7 @@ class Reservation:
             A name that the ledger uses itself.
         """
         if taken := _OWN_NAMES & set(facts):
-            raise ValueError(f"{sorted(taken)}: names the ledger uses itself; choose others")
+            raise InvalidValue(f"{sorted(taken)}: names the ledger uses itself; choose others")
         self.notes.update(facts)
 
     def discard(self, reason: str) -> None:
@@ -110,7 +111,7 @@ class Ledger:
         self, path: Path, *, budget: Budget | None = None, accountant: Accountant = "pld"
     ) -> None:
         if budget is not None and budget.ledger is not None:
-            raise ValueError(
+            raise InvalidValue(
                 f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
                 "one run; give the strategy budget=Budget(ledger=...)"
             )

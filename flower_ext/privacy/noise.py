@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
 
@@ -153,9 +154,9 @@ class _GeneratorNoise:
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
         """A vector with density ∝ exp(−‖b‖₂ / scale) (see `NoiseSource`)."""
         if dimension < 1:
-            raise ValueError(f"dimension={dimension!r}: expected an integer >= 1")
+            raise InvalidValue(f"dimension={dimension!r}: expected an integer >= 1")
         if not 0 < scale < math.inf:
-            raise ValueError(f"scale={scale!r}: expected a finite number > 0")
+            raise InvalidValue(f"scale={scale!r}: expected a finite number > 0")
         rng = self._generator()
         direction = rng.standard_normal(dimension)
         radius = rng.gamma(shape=dimension, scale=scale)
@@ -188,14 +189,14 @@ class SeededNoise(_GeneratorNoise):
 
 def _check_stddev(stddev: float) -> None:
     if not 0 <= stddev < math.inf:
-        raise ValueError(f"stddev={stddev!r}: expected a finite number >= 0")
+        raise InvalidValue(f"stddev={stddev!r}: expected a finite number >= 0")
 
 
 def _check_grid(grid: float, stddev: float) -> None:
     if not sys.float_info.min <= grid:
-        raise ValueError(f"stddev={stddev!r}: expected one above 1e-300, or 0 for no noise")
+        raise InvalidValue(f"stddev={stddev!r}: expected one above 1e-300, or 0 for no noise")
     if math.frexp(grid)[0] != 0.5 or not _FINEST <= grid / stddev <= _COARSEST:
-        raise ValueError(
+        raise InvalidValue(
             f"grid={grid!r}: expected a power of two from {_FINEST:g} to {_COARSEST:g} times the "
             f"stddev of {stddev:g}"
         )

@@ -9,6 +9,7 @@ from typing import Literal
 
 import array_api_compat as api
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.calibration import default_relation
@@ -51,7 +52,7 @@ class NoisedSum:
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
         require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
         require("noise_multiplier", 0 < self.noise_multiplier < math.inf, "a finite number > 0")
@@ -97,7 +98,7 @@ class NoisedSum:
         if self.noise_placement == "server":
             return 0.0
         if cohort_size < 1:
-            raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
+            raise InvalidValue(f"cohort_size={cohort_size!r}: expected an integer >= 1")
         return self.noise_stddev / math.sqrt(cohort_size)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
@@ -152,7 +153,7 @@ class NoisedSum:
         """
         answered = len(uploads)
         if answered > cohort_size:
-            raise ValueError(f"{answered} uploads from a cohort of {cohort_size}")
+            raise InvalidValue(f"{answered} uploads from a cohort of {cohort_size}")
         if self.noise_placement == "server":
             summed = sum_clipped(uploads, self.clipping_norm, like=like).value
             missing = 1.0

@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flower_ext.errors import InvalidValue
+
 
 class Participations:
     """Counts, for each unit, the releases it went into and how well each was noised.
@@ -41,7 +43,9 @@ class Participations:
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:
-            raise ValueError(f"answered={answered!r}: expected 0 … {asked}, the uploads asked for")
+            raise InvalidValue(
+                f"answered={answered!r}: expected 0 … {asked}, the uploads asked for"
+            )
         self.rounds += 1
         self.uploads.update(cohort)
         for unit in cohort:

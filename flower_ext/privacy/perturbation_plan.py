@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.privacy.perturbation import OutputPerturbation, Perturbation
@@ -42,7 +43,7 @@ class PerturbationPlan(PlainAverage):
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:
-            raise ValueError(f"delta={self.delta!r}: expected a number in (0, 1)")
+            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
 
     def describe(self) -> str:
         """For the log."""

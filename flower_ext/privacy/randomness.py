@@ -8,6 +8,8 @@ import secrets
 import numpy as np
 from randomgen import ChaCha
 
+from flower_ext.errors import InvalidValue
+
 
 def secure_generator() -> np.random.Generator:
     """A cryptographic generator: ChaCha20 under a fresh 256-bit key of the operating system.
@@ -35,5 +37,5 @@ def derived_seed(seed: int, *path: str | int) -> int:
 
 def _digest(seed: int, *path: str | int) -> bytes:
     if seed < 0:
-        raise ValueError(f"seed={seed!r}: expected an integer >= 0")
+        raise InvalidValue(f"seed={seed!r}: expected an integer >= 0")
     return hashlib.sha256(repr((seed, *path)).encode()).digest()

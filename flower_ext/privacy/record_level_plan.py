@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.clipped_steps import (
     ClippedSteps,
     clipped_steps_guarantee,
@@ -62,7 +63,7 @@ class RecordLevelPlan(PlainAverage):
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
         everyone = isinstance(self.sampling, FullParticipation)
         require("sampling", everyone, "FullParticipation: every client uploads in every round")
@@ -155,7 +156,7 @@ class RecordLevelPlan(PlainAverage):
     def check(self, method: MethodTraits) -> None:
         """Refuse noise in local steps where these alone do not lead to the upload."""
         if self.steps and method.upload_phase is None:
-            raise ValueError(
+            raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
                 "steps, so that noise in them is not enough: take a plan without steps"
             )
@@ -177,7 +178,7 @@ class RecordLevelPlan(PlainAverage):
         }
         for name, (own, planned) in found.items():
             if own != planned:
-                raise ValueError(
+                raise InvalidValue(
                     f"{phase}.{name}={own!r}: expected {planned!r}, as in the plan's clipped steps"
                 )
 

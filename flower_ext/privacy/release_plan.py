@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Accountant, privacy_loss_of
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.client_level import check_client_plan, client_level_guarantees
@@ -117,7 +118,7 @@ class ReleasePlan(NoisedSum):
     def check(self, method: MethodTraits) -> None:
         """Refuse a method that needs single updates, or units that are not the clients."""
         if method.needs_each_update:
-            raise ValueError(
+            raise InvalidValue(
                 f"plan: the server of {method.name} needs each client's update, which a "
                 "ReleasePlan hides: take NonPrivatePlan, or PerturbationPlan or RecordLevelPlan "
                 "for record-level privacy"

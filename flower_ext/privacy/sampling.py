@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
+
 
 def _check_population(population: int) -> None:
     if population < 1:
-        raise ValueError(f"population={population!r}: expected an integer >= 1")
+        raise InvalidValue(f"population={population!r}: expected an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PoissonSampling:
     def __post_init__(self) -> None:
         _check_population(self.population)
         if not 0 < self.rate <= 1:
-            raise ValueError(f"rate={self.rate!r}: expected a number in (0, 1]")
+            raise InvalidValue(f"rate={self.rate!r}: expected a number in (0, 1]")
 
     @property
     def sampling_rate(self) -> float:
@@ -59,7 +61,7 @@ class FixedSizeSampling:
     def __post_init__(self) -> None:
         _check_population(self.population)
         if not 1 <= self.size <= self.population:
-            raise ValueError(
+            raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
             )
 
@@ -136,7 +138,7 @@ def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
     fields = dict(facts)
     kind = fields.pop("kind", None)
     if kind not in _KINDS:
-        raise ValueError(f"sampling kind={kind!r}: expected one of {', '.join(_KINDS)}")
+        raise InvalidValue(f"sampling kind={kind!r}: expected one of {', '.join(_KINDS)}")
     return _KINDS[kind](**fields)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release, privacy_loss_of
 from flower_ext.privacy.ledger import (
     GENESIS,
@@ -35,7 +36,7 @@ from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 CHARGE, REPEAT, UNCOVERED = "charge", "repeat", "uncovered"
 
 
-class DoesNotCompose(ValueError):
+class DoesNotCompose(InvalidValue):
     """Another unit or relation than the account's: no one ε speaks of both."""
 
 

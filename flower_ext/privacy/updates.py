@@ -15,11 +15,13 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.errors import InvalidValue
+
 Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum."""
 
 
-class NonFiniteUpdate(ValueError):
+class NonFiniteUpdate(InvalidValue):
     """An update holds NaN or infinite values, which no norm bounds."""
 
 
@@ -44,7 +46,7 @@ def check_arrays(update: Update) -> None:
                 "and noised. Leave counters and indices out of the update, or convert them."
             )
     if sum(_size(array) for array in update.values()) == 0:
-        raise ValueError("the update holds no numbers: name at least one non-empty array")
+        raise InvalidValue("the update holds no numbers: name at least one non-empty array")
 
 
 def l2_norm(update: Update) -> float:
@@ -107,10 +109,10 @@ def check_like(update: Update, like: Update) -> None:
     """Refuse an update whose names or shapes are not those of ``like``."""
     if set(update) != set(like):
         differing = sorted(set(update) ^ set(like))
-        raise ValueError(f"array names differ from the expected ones: {differing}")
+        raise InvalidValue(f"array names differ from the expected ones: {differing}")
     for name, array in like.items():
         if tuple(update[name].shape) != tuple(array.shape):
-            raise ValueError(
+            raise InvalidValue(
                 f"{name!r} has shape {tuple(update[name].shape)}, expected {tuple(array.shape)}"
             )
 
@@ -134,7 +136,7 @@ def as_float64(array: Any) -> Any:
 def laid_out(like: Update) -> tuple[dict[str, slice], Any]:
     """Return where each array lies among all numbers, and zeros for them in float64."""
     if not like:
-        raise ValueError("like={}: name at least one array")
+        raise InvalidValue("like={}: name at least one array")
     first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
     places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
     namespace = api.array_namespace(first)

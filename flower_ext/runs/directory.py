@@ -30,6 +30,7 @@ from safetensors.torch import save
 
 from flower_ext.privacy import Budget, Guarantee, Ledger
 from flower_ext.runs.files import append_line, lock, whole_lines, write_whole
+from flower_ext.errors import InvalidValue
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -47,7 +48,7 @@ _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
 
-class NotARun(ValueError):
+class NotARun(InvalidValue):
     """A path is no run directory, may not become one, or holds a file that cannot be read."""
 
 
@@ -151,7 +152,7 @@ class RunDirectory:
         with _reading(path):
             facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if missing := _FACTS - set(facts):
-                raise ValueError(f"without {', '.join(sorted(missing))}")
+                raise InvalidValue(f"without {', '.join(sorted(missing))}")
         return facts
 
     @property
@@ -192,7 +193,7 @@ class RunDirectory:
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise ValueError(f"metric {name}={value!r} of round {round} is not finite")
+                raise InvalidValue(f"metric {name}={value!r} of round {round} is not finite")
         line = json.dumps({"round": round, **metrics}).encode()
         append_line(self.metrics_path, line, sync=False)
 
@@ -308,7 +309,7 @@ class RunDirectory:
         with _reading(path):
             rows = [dict(json.loads(line)) for line in whole_lines(path)]
             if not all("round" in row for row in rows):
-                raise ValueError("without round")
+                raise InvalidValue("without round")
         return rows
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:

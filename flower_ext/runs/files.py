@@ -6,9 +6,10 @@ import fcntl
 import os
 from pathlib import Path
 from typing import IO
+from flower_ext.errors import FlowerExtError
 
 
-class InUse(RuntimeError):
+class InUse(FlowerExtError, RuntimeError):
     """Another run holds the lock."""
 
 

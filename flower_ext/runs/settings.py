@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from flower_ext.errors import InvalidValue
 
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that say where things are."""
@@ -12,7 +13,7 @@ INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
 """Settings that say where things are and how long to wait: no result depends on them."""
 
 
-class UnfitSetting(ValueError):
+class UnfitSetting(InvalidValue):
     """A setting is not what the app expects; the message says what that is."""
 
 

@@ -14,6 +14,8 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.errors import InvalidValue
+
 _LARGEST_ENCODED = 2**61
 """Twice of it still fits 64 bits, which the products of powers rely on."""
 
@@ -37,9 +39,9 @@ class FixedPoint:
         for name in ("step", "bound"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r}: expected a finite number > 0")
+                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
         if self.bound / self.step > _LARGEST_ENCODED:
-            raise ValueError(
+            raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "
                 "expected a smaller bound or a coarser step"
             )
@@ -59,10 +61,10 @@ class FixedPoint:
         """
         array = np.asarray(values, dtype=np.float64)
         if not np.isfinite(array).all():
-            raise ValueError(f"{name} hold NaN or infinite values: expected finite numbers")
+            raise InvalidValue(f"{name} hold NaN or infinite values: expected finite numbers")
         highest = float(np.abs(array).max(initial=0.0))
         if highest > self.bound:
-            raise ValueError(
+            raise InvalidValue(
                 f"{name} reach a magnitude of {highest:g}: expected at most {self.bound:g}"
             )
         scaled = np.rint(array / self.step).astype(np.int64)

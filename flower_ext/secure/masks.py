@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from gmpy2 import mpz
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.inverses import invert_all
 
@@ -111,11 +112,13 @@ class PairKeys:
             A key is missing, malformed, of low order, given twice, or not this silo's own.
         """
         if public_keys.get(self._index) != self.public:
-            raise ValueError(f"public_keys[{self._index}]: expected this silo's own key")
+            raise InvalidValue(f"public_keys[{self._index}]: expected this silo's own key")
         if sorted(public_keys) != list(range(len(public_keys))) or len(public_keys) < 2:
-            raise ValueError(f"public_keys of {sorted(public_keys)}: expected silos from 0, two up")
+            raise InvalidValue(
+                f"public_keys of {sorted(public_keys)}: expected silos from 0, two up"
+            )
         if len(set(public_keys.values())) != len(public_keys):
-            raise ValueError("public_keys: expected a key of its own for every silo")
+            raise InvalidValue("public_keys: expected a key of its own for every silo")
         mine = X25519PrivateKey.from_private_bytes(self._private)
         keys = {}
         for other, public in public_keys.items():
@@ -124,7 +127,7 @@ class PairKeys:
             try:
                 shared = mine.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError as error:  # wrong length, or a point of low order
-                raise ValueError(
+                raise InvalidValue(
                     f"public_keys[{other}]: expected 32 bytes that are an X25519 key of full order"
                 ) from error
             low, high = sorted((self._index, other))
@@ -191,7 +194,7 @@ class PairKeys:
         try:
             return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
         except (InvalidTag, ValueError) as error:
-            raise ValueError(
+            raise InvalidValue(
                 f"sealed message from silo {sender}: expected one that it sealed for silo "
                 f"{self._index} in this run"
             ) from error

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import gmpy2
 
+from flower_ext.errors import InvalidValue
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
@@ -32,7 +34,7 @@ def map_slices(
         ``workers`` is below one.
     """
     if workers < 1:
-        raise ValueError(f"workers={workers!r}: expected an integer >= 1")
+        raise InvalidValue(f"workers={workers!r}: expected an integer >= 1")
     size = min(_LARGEST_SLICE, max(1, len(items) // (_SLICES_PER_WORKER * workers)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
     results: list[Result] = []

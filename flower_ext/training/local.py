@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
@@ -62,7 +63,7 @@ class LocalTraining:
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
         require("epochs", 0 <= self.epochs < math.inf, "an integer >= 0")
         steps = 0 if self.steps is None else self.steps
@@ -225,7 +226,7 @@ def local_problem(
     learnable = {name for name, _ in model.named_parameters()}
     start = {name: p for name, p in everything.items() if name in learnable and trained(name)}
     if not start:
-        raise ValueError("trained selects no parameter of the model")
+        raise InvalidValue("trained selects no parameter of the model")
     # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
@@ -285,7 +286,7 @@ def train(
         ``training.tolerance`` is out of reach.
     """
     if len(examples) == 0:
-        raise ValueError("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples")
     terms = objective(params, training, terms)
     dtype = torch.float64 if training.tolerance else None
     with own_draws(generator, task.torch_device()):

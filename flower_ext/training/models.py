@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from flower_ext.data import sent140, synthetic, tabular
+from flower_ext.errors import InvalidValue
 
 
 class HeadedModel(nn.Module):
@@ -219,7 +220,7 @@ def binary_logistic(num_classes: int = 2) -> BinaryLogistic:
         ``num_classes`` is not 2.
     """
     if num_classes != 2:
-        raise ValueError(
+        raise InvalidValue(
             f"num_classes={num_classes!r}: expected 2, all that binary-logistic can tell apart"
         )
     return BinaryLogistic(nn.Flatten(), nn.Linear(synthetic.FEATURES, 1, bias=False))
@@ -239,7 +240,7 @@ def heart_disease_logistic(num_classes: int = 2) -> BinaryLogistic:
         ``num_classes`` is not 2.
     """
     if num_classes != 2:
-        raise ValueError(
+        raise InvalidValue(
             f"num_classes={num_classes!r}: expected 2, all that heart-disease-logistic can tell "
             "apart"
         )
@@ -255,7 +256,7 @@ def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
         ``num_classes`` is not 1.
     """
     if num_classes != 1:
-        raise ValueError(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
+        raise InvalidValue(f"num_classes={num_classes!r}: expected 1, as a risk is one number")
     return HeadedModel(nn.Flatten(), nn.Linear(tabular.TCGA_BRCA_FEATURES, 1, bias=False))
 
 
@@ -323,11 +324,11 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
         Unknown name; the message lists the known ones. ``num_classes`` below 1.
     """
     if name not in _MODELS:
-        raise ValueError(f"model={name!r}: expected one of {', '.join(_MODELS)}")
+        raise InvalidValue(f"model={name!r}: expected one of {', '.join(_MODELS)}")
     if num_classes is None:
         return _MODELS[name]()
     if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes!r}: expected at least 1")
+        raise InvalidValue(f"num_classes={num_classes!r}: expected at least 1")
     return _MODELS[name](num_classes)
 
 

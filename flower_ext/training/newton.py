@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params
 
 MOST_PARAMETERS = 4096
@@ -51,7 +52,7 @@ def newton(
     names, shapes = list(start), [p.shape for p in start.values()]
     sizes = [p.numel() for p in start.values()]
     if sum(sizes) > MOST_PARAMETERS:
-        raise ValueError(
+        raise InvalidValue(
             f"tolerance above 0 with {sum(sizes)} parameters: Newton's method takes at most "
             f"{MOST_PARAMETERS}; train by SGD (tolerance=0)"
         )

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
+
 
 class Term(Protocol):
     """A differentiable addition to the loss."""
@@ -24,7 +26,7 @@ class Term(Protocol):
 
 def _require_finite(name: str, value: float) -> None:
     if not (value >= 0 and value < float("inf")):
-        raise ValueError(f"{name}={value!r}: expected a finite number >= 0")
+        raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,4 +67,4 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
         elif type(term) is Linear:
             yield 0.0, 1.0, term.direction
         else:
-            raise ValueError(f"{type(term).__name__} has no gradient of this form")
+            raise InvalidValue(f"{type(term).__name__} has no gradient of this form")

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flower_ext.errors import InvalidValue
+
 Params = dict[str, Tensor]
 """Parameter (and buffer) tensors by their names in the model."""
 Sizes = tuple[tuple[str, torch.Size], ...]
@@ -73,11 +75,11 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     for prefix in personal:
         if not any(matches(name, [prefix]) for name in params):
             modules = sorted({name.rpartition(".")[0] or name for name in params})
-            raise ValueError(
+            raise InvalidValue(
                 f"personal={prefix!r} names no parameter of this model; its modules are {modules}"
             )
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
     shared = {name: tensor for name, tensor in params.items() if name not in kept}
     if not shared:
-        raise ValueError(f"personal={tuple(personal)} leaves no parameter to share")
+        raise InvalidValue(f"personal={tuple(personal)} leaves no parameter to share")
     return shared, kept

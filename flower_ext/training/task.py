@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params, clone
 
 
@@ -25,7 +26,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
         Targets are no numbers of classes.
     """
     if targets.is_floating_point():
-        raise ValueError(
+        raise InvalidValue(
             f"accuracy with targets of type {targets.dtype}: expected numbers of classes; name "
             "what fits yours in Task(metrics={...})"
         )

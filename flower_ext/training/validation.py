@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training.params import matches
 
 
-class UnshareableModel(ValueError):
+class UnshareableModel(InvalidValue):
     """A layer of the shared part keeps statistics of the data."""
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from flower_ext.cli import main as cli
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
+from flower_ext.cli.launch import LaunchFailed
 from flower_ext.cli.main import app
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
@@ -243,7 +244,7 @@ def test_run_of_something_else_fails(tmp_path):
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
     def fail(*args, **options):
-        raise cli.LaunchFailed("pip install 'flower-ext[vision]'")
+        raise LaunchFailed("pip install 'flower-ext[vision]'")
 
     monkeypatch.setattr(cli, "launch", fail)
     assert "flower-ext[vision]" in call("run", "somewhere").stderr
@@ -256,12 +257,12 @@ def test_help_helps():
     assert "Example" in call("calibrate", "--help").output
 
 
-def test_report_of_a_ledger_that_was_changed_exits_with_2(tmp_path):
+def test_report_of_a_ledger_that_was_changed_exits_with_1(tmp_path):
     run = finished(tmp_path / "run")
     ledger = run.ledger_path.read_text()
     run.ledger_path.write_text(ledger.replace('"round": 2', '"round": 9', 1))
     done = call("report", str(run.path))
-    assert done.exit_code == 2
+    assert done.exit_code == 1
     assert "line 3 was changed" in done.output
 
 
@@ -557,8 +558,8 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
     run = finished(tmp_path / "run")
     compared = call("report", str(run.path), str(run.path), "--output", str(file))
     deployed = call("deploy", "apps/dp2_fedsam", "--folder", str(file / "inside"))
-    for done, code in ((compared, 2), (deployed, 1)):
-        assert done.exit_code == code
+    for done in (compared, deployed):
+        assert done.exit_code == 1
         assert "a file" in done.output.replace("\n", "")
     with pytest.raises(NotARun, match="cannot be made"):
         RunDirectory.create(file / "run", {})
@@ -608,11 +609,11 @@ def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_pat
     run = finished(tmp_path / "run")
     own.write_bytes(run.ledger_path.read_bytes())
     (broken := tmp_path / "broken.jsonl").write_text("{}\n")
-    for path, said in (
-        (own, "of one run"),
-        (broken, "line 1"),
-        (tmp_path / "none.jsonl", "No such file"),
+    for path, said, code in (
+        (own, "of one run", 2),
+        (broken, "line 1", 1),
+        (tmp_path / "none.jsonl", "No such file", 1),
     ):
         done = call("ledger", str(path))
-        assert done.exit_code == 1
+        assert done.exit_code == code
         assert said in done.stderr

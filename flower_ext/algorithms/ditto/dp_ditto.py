@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -113,7 +114,7 @@ class DPDitto(FederatedStrategy):
         self.personal_training = personal_training or LocalTraining()
         for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
             if getattr(self.personal_training, name):
-                raise ValueError(
+                raise InvalidValue(
                     f"personal_training.{name} above 0: Ditto's personal steps are SGD"
                 )
         self.check_training()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.planning import PilotEstimates, estimate_problem
 from flower_ext.training.local import gradient, local_problem
 from flower_ext.training.params import Params
@@ -48,17 +49,17 @@ def pilot_run(
         A parameter is out of range, there is too much to keep, or as `estimate_problem`.
     """
     if rounds < 2:
-        raise ValueError(f"rounds={rounds!r} of the pilot: expected an integer >= 2")
+        raise InvalidValue(f"rounds={rounds!r} of the pilot: expected an integer >= 2")
     if not 0 < learning_rate < float("inf"):
-        raise ValueError(f"learning_rate={learning_rate!r}: expected a finite number > 0")
+        raise InvalidValue(f"learning_rate={learning_rate!r}: expected a finite number > 0")
     if not clients:
-        raise ValueError("clients=[]: expected the records of at least one client")
+        raise InvalidValue("clients=[]: expected the records of at least one client")
     problem = local_problem(task, start, dtype=torch.float64)
     names = list(problem.start)
     w = torch.cat([problem.start[name].flatten() for name in names])
     kept = (rounds + 1) * len(clients) * len(w)
     if kept > _LARGEST:
-        raise ValueError(
+        raise InvalidValue(
             f"{rounds} rounds, {len(clients)} clients and {len(w)} weights: a pilot run keeps all "
             f"gradients, and these are {kept / _LARGEST:.3g} times more than fit; expected fewer "
             "rounds or a smaller model"

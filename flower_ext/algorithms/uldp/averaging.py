@@ -47,6 +47,7 @@ from flower_ext.algorithms.uldp.weights import (
     weight_source,
 )
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -366,7 +367,7 @@ class UldpSgd(UldpAvg):
         **options: Any,
     ) -> None:
         if "local" in options:
-            raise ValueError("local: ULDP-SGD has no local training; UldpAvg has")
+            raise InvalidValue("local: ULDP-SGD has no local training; UldpAvg has")
         # One step at rate 1 on everything ends where the gradient, turned around, leads.
         gradient = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
         super().__init__(

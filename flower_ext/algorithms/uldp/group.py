@@ -30,6 +30,7 @@ from flwr.serverapp import Grid
 from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -68,7 +69,7 @@ def local_update(work: ClientWork) -> LocalResult:
     with knowing_no_data():
         training = DpSgdTraining(**settings)
         if training.noise_multiplier == 0:
-            raise ValueError("noise_multiplier=0.0 in the server's message: expected above 0")
+            raise InvalidValue("noise_multiplier=0.0 in the server's message: expected above 0")
     drawn = secure_generator()
     if not work.noise.is_secure:  # a simulation: this, too, is reproducible
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
@@ -129,9 +130,9 @@ class UldpGroup(FederatedStrategy):
         **options: Any,
     ) -> None:
         if num_users < 1:
-            raise ValueError(f"num_users={num_users!r}: expected an integer >= 1")
+            raise InvalidValue(f"num_users={num_users!r}: expected an integer >= 1")
         if options.get("ledger") is not None:
-            raise ValueError("ledger: expected None, as it cannot hold the steps of DP-SGD")
+            raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
         size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size
         one_round = DpSgd(
             noise_multiplier=local.noise_multiplier,

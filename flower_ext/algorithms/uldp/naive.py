@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -86,7 +87,7 @@ class UldpNaive(FederatedStrategy):
     ) -> None:
         check_user_plan(plan, num_silos, "equal")
         if not isinstance(plan.sampling, FullParticipation):
-            raise ValueError(
+            raise InvalidValue(
                 "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
             )
         of_silos = replace(

@@ -49,6 +49,7 @@ from flower_ext.algorithms.uldp.private_silo import (
 )
 from flower_ext.algorithms.uldp.private_weights import PrivateWeighting, PrivateWeights
 from flower_ext.algorithms.uldp.weights import ask_company
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     FederationNotReady,
@@ -116,14 +117,14 @@ class PrivateUldpAvg(UldpAvg):
         **options: Any,
     ) -> None:
         if "weighting" in options:
-            raise ValueError("weighting: private weights are by records; UldpAvg has others")
+            raise InvalidValue("weighting: private weights are by records; UldpAvg has others")
         if plan.dropout_policy != "discard":
-            raise ValueError(
+            raise InvalidValue(
                 f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', as a sum "
                 "without all silos stays masked"
             )
         if options.get("diagnostics"):
-            raise ValueError("diagnostics=True: norms of updates stay hidden; expected False")
+            raise InvalidValue("diagnostics=True: norms of updates stay hidden; expected False")
         self.protocol = protocol or PrivateWeighting()
         hidden = self.protocol.draw_choices is not None
         super().__init__(
@@ -322,7 +323,7 @@ class PrivateUldpAvg(UldpAvg):
             noise_bound=_NOISE_ROOM * stddev,
         )
         if settings.step > (largest := _LARGEST_STEP * stddev):
-            raise ValueError(
+            raise InvalidValue(
                 f"precision={settings.precision!r}: it rounds to steps of {settings.step:.3g}, too "
                 f"coarse for a silo's noise of standard deviation {stddev:.3g}; expected at most "
                 f"about {settings.precision * largest / settings.step:.3g}"

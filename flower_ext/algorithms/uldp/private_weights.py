@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import PoissonSampling, ReleasePlan
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.secure import ProtocolError, WeightingSettings
@@ -100,7 +101,7 @@ class PrivateWeighting:
         rate = sampling.rate if isinstance(sampling, PoissonSampling) else 1.0
         hits = round(rate * choices)
         if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
-            raise ValueError(
+            raise InvalidValue(
                 f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
                 f"multiple of 1/{choices} below 1"
             )

@@ -24,6 +24,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_ext.data import ClientData, SiloData
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
 from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.privacy.theorems.uldp import Weighting
@@ -126,7 +127,7 @@ def weight_source(weighting: Weighting | WeightSource) -> WeightSource:
         "by-records": WeightsByRecords,
     }
     if weighting not in sources:
-        raise ValueError(
+        raise InvalidValue(
             f"weighting={weighting!r}: expected {', '.join(sources)}, or a WeightSource"
         )
     return sources[weighting]()
@@ -149,14 +150,14 @@ def check_weights(
         1/|S| where weights are equal; or a user whose weights sum to more than 1.
     """
     if weights.shape not in ((num_silos, len(users)), (num_silos, 1)):
-        raise ValueError(
+        raise InvalidValue(
             f"weights of shape {weights.shape}: expected ({num_silos}, {len(users)}), one a silo "
             "and user"
         )
     if not ((weights >= 0) & (weights <= 1)).all():  # NaN is neither
-        raise ValueError("weights: expected numbers in [0, 1]")
+        raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
-        raise ValueError(
+        raise InvalidValue(
             f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as the source "
             "says that they are equal, or one user moves a single upload by more than is counted"
         )
@@ -164,7 +165,7 @@ def check_weights(
     if (sums > 1 + _ROUNDING).any():
         worst = int(sums.argmax())
         whose = f"user {users[worst]}" if len(sums) == len(users) else "every user"
-        raise ValueError(
+        raise InvalidValue(
             f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, "
             "or one user moves the sum by more than the clipping norm"
         )
@@ -193,7 +194,7 @@ def read_weights(work: ClientWork) -> np.ndarray:
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
         bits, own = sent[SAMPLED].numpy(), sent[WEIGHTS].numpy()
         if bits.shape != (-(-num_users // 8),):
-            raise ValueError(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
+            raise InvalidValue(f"sampled users: expected {num_users} bits, got {bits.size} bytes")
         users = np.flatnonzero(np.unpackbits(bits, count=num_users))
         check_weights(own[np.newaxis], 1, users.tolist())
         weights = np.zeros(num_users)
@@ -210,16 +211,16 @@ def owned(data: ClientData, num_users: int) -> SiloData:
         There are no owners, or one is out of range; or ``num_users`` is.
     """
     if not 1 <= num_users <= MOST_USERS:
-        raise tellable(ValueError(f"{num_users} users: expected 1 … {MOST_USERS}"))
+        raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
     if not isinstance(data, SiloData):
         raise tellable(
-            ValueError(
+            InvalidValue(
                 "data of the Task: expected SiloData, whose owners say which user each training "
                 "example belongs to"
             )
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
-        raise ValueError(
+        raise InvalidValue(
             f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
             f"{num_users}, and one is {int(data.owners.max())}"
         )

@@ -18,6 +18,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flower_ext.errors import InvalidValue
+
 Coefficient = Callable[[int], float]
 """c_m by m = 1, 2, …: finite and not negative."""
 
@@ -25,7 +27,7 @@ Coefficient = Callable[[int], float]
 def _require(name: str, value: float, *, above_zero: bool = False) -> None:
     if not (value >= 0 and math.isfinite(value)) or (above_zero and value == 0):
         bound = "> 0" if above_zero else ">= 0"
-        raise ValueError(f"{name}={value!r}: expected a finite number {bound}")
+        raise InvalidValue(f"{name}={value!r}: expected a finite number {bound}")
 
 
 @dataclass(frozen=True)

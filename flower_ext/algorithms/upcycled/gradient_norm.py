@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flower_ext.errors import InvalidValue
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceConstants:
@@ -64,13 +66,13 @@ def convergence_constants(
         ("strong_convexity", strong_convexity),
     ):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: expected a finite number > 0")
+            raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
     if not 0 <= dissimilarity < math.inf:
-        raise ValueError(f"dissimilarity={dissimilarity!r}: expected a finite number >= 0")
+        raise InvalidValue(f"dissimilarity={dissimilarity!r}: expected a finite number >= 0")
     if not 1 <= cohort_size < math.inf:
-        raise ValueError(f"cohort_size={cohort_size!r}: expected an integer >= 1")
+        raise InvalidValue(f"cohort_size={cohort_size!r}: expected an integer >= 1")
     if not 0 <= coefficient <= 1:
-        raise ValueError(f"coefficient={coefficient!r}: expected μ/(μ+λ), a number in [0, 1]")
+        raise InvalidValue(f"coefficient={coefficient!r}: expected μ/(μ+λ), a number in [0, 1]")
     L, B, mu, rho, K = smoothness, dissimilarity, proximal_weight, strong_convexity, cohort_size
     root = math.sqrt(2 / K)
     inner, variance = (1 / mu, 1.0) if basis == "published" else (1.0, L)
@@ -128,17 +130,17 @@ def gradient_norm_bound(
         ("steps", steps),
     ):
         if not all(0 <= value < math.inf for value in values):
-            raise ValueError(f"{name}: expected finite numbers >= 0, got {list(values)}")
+            raise InvalidValue(f"{name}: expected finite numbers >= 0, got {list(values)}")
     if M == 0 or not M == len(gradient_norms) == len(steps):
-        raise ValueError(
+        raise InvalidValue(
             f"{M} constants, {len(gradient_norms)} gradient norms, {len(steps)} steps: expected "
             "the same number of each, at least one"
         )
     c1 = constants[0].c1
     if any(not math.isclose(one.c1, c1) for one in constants):
-        raise ValueError("constants with different C₁: μ, ρ, L, B and K must not change")
+        raise InvalidValue("constants with different C₁: μ, ρ, L, B and K must not change")
     if c1 <= 0:
-        raise ValueError(
+        raise InvalidValue(
             f"C₁={c1:.4g} <= 0: Theorem 5.6 does not apply; take another proximal weight, or ask "
             "more clients a round"
         )

@@ -19,6 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
 from flower_ext.federation.arrays import Arrays, payload_bytes, to_arrays, to_record
 
@@ -127,7 +128,7 @@ class Upcycled(Strategy):
             return self._base_aggregate(self._base_round(server_round), replies)
         coefficient = self.coefficient(server_round // 2)
         if not 0 <= coefficient < float("inf"):
-            raise ValueError(
+            raise InvalidValue(
                 f"coefficient({server_round // 2}) is {coefficient!r}: expected a finite number "
                 ">= 0"
             )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import ArrayRecord, Message
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.federation.protection import check_facts
@@ -73,7 +74,7 @@ def reader(task: Task) -> Callable[[Message], Asked]:
         configs = content.config_records
         if not set(received[records.MODEL]) <= set(task.shapes):
             extra = sorted(set(received[records.MODEL]) - set(task.shapes))
-            raise ValueError(f"the server's model has {extra}, which this task's has not")
+            raise InvalidValue(f"the server's model has {extra}, which this task's has not")
         facts = dict(configs[records.ROUND])
         protection = check_facts(facts)
         return Asked(
@@ -105,13 +106,15 @@ def _check_received(params: Params, task: Task) -> None:
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
         if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
-            raise ValueError(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
+            raise InvalidValue(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
         if value.dtype != (dtype := task.dtypes.get(name, value.dtype)):
-            raise ValueError(f"{name!r} is of type {value.dtype}: expected {dtype}, as the task's")
+            raise InvalidValue(
+                f"{name!r} is of type {value.dtype}: expected {dtype}, as the task's"
+            )
 
 
 class _Told(dict[str, T]):
     """A part of the server's message, by name; a name that is not there is a tellable error."""
 
     def __missing__(self, name: str) -> T:
-        raise tellable(ValueError(f"the server's message says nothing of {name!r}"))
+        raise tellable(InvalidValue(f"the server's message says nothing of {name!r}"))

@@ -23,6 +23,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.data import ClientData, Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.client.method import (
@@ -82,7 +83,7 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
         if error.args != (PARTITION,):
             raise
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"the task is built from the node's {PARTITION!r}, but is one for all clients: "
                 "what is a client's own belongs to its data (Task.data is given the partition)"
             )
@@ -97,7 +98,7 @@ def _device_of(context: Context) -> str | None:
     try:
         torch.device(name)
     except RuntimeError:
-        error = ValueError(f"node config device={name!r}: expected cpu, cuda or cuda:N")
+        error = InvalidValue(f"node config device={name!r}: expected cpu, cuda or cuda:N")
         raise tellable(error) from None
     return name
 
@@ -173,7 +174,7 @@ class ClientSide:
         """Answer a question of the method."""
         check_addressee(message, context)
         if self.method.answer is None:
-            raise tellable(ValueError(f"{self.method.name} answers no questions"))
+            raise tellable(InvalidValue(f"{self.method.name} answers no questions"))
         partition, content = partition_of(context.node_config), message.content
         question = Question(
             data=self._task(context).data(partition),
@@ -252,7 +253,7 @@ class ClientSide:
         check_finite(memory)
         if memory is not None:
             if not self.method.keeps_memory:
-                error = ValueError(f"{self.method.name} returns memory: set keeps_memory=True")
+                error = InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
                 raise tellable(error)
             kept = ClientMemory(context, self.method.name, asked.run)
             kept.store(memory, asked.round, and_before=self.method.mirrored)
@@ -271,7 +272,7 @@ class ClientSide:
             metrics |= {"num-examples": len(work.data.train), **told}
         if asked.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
-                raise tellable(ValueError("diagnostics: the norm of a hidden sum stays hidden"))
+                raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
             moved = own.value if isinstance(own, BoundedSum) else own
             if bounds_models(asked.protection):
                 moved = difference(moved, work.received)
@@ -291,7 +292,7 @@ class ClientSide:
             own_noise = policy.noise(asked.facts, _OF_UPLOADS)
             in_steps = step_noise(asked.protection, own_noise)
             if in_steps is not None and phase is None:
-                raise ValueError(f"{self.method.name}: no phase of training is all of its update")
+                raise InvalidValue(f"{self.method.name}: no phase of training is all of its update")
         seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
         data = task.data(partition)
         if not isinstance(data, ClientData):
@@ -372,7 +373,7 @@ def _go_back(memory: ClientMemory, used: int) -> None:
     memory.forget(after=used)
     if (newest := memory.newest()) < used:
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"what training round {used} left is not remembered any more (newest: "
                 f"{newest or 'none'}), but still counts on the server: without it this client "
                 "cannot take part. Memory outlives a SuperNode whose node config names a "

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.failures import attempted, tellable
 from flower_ext.training import MEMORY_LIMIT, Job, Task, train_each
 
@@ -27,7 +28,7 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
     """
     if missing := sorted(set(task.shapes) - set(params)):
         raise tellable(
-            ValueError(
+            InvalidValue(
                 f"{missing} of the model are missing: with personal=... the server sends the "
                 "shared part alone, and the method adds the client's own from work.memory, or at "
                 "first from work.initial_params(); a method without personal parts takes no "

@@ -16,6 +16,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.engines.virtual import answer_all
 from flower_ext.federation.engines.workers import Workers
@@ -46,7 +47,7 @@ class InProcessGrid(Grid):
         workers: int = 1,
     ) -> None:
         if num_clients < 1:
-            raise ValueError(f"num_clients={num_clients!r}: expected an integer >= 1")
+            raise InvalidValue(f"num_clients={num_clients!r}: expected an integer >= 1")
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}

@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import importlib
 import json
-import linecache
 import sys
 import tomllib
-import traceback
 from pathlib import Path
 
 from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-from flower_ext.data import DataNotFound
-from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.errors import FlowerExtError
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
-from flower_ext.privacy import LedgerCorrupt
-from flower_ext.runs.directory import NotARun
-from flower_ext.runs.files import InUse
-from flower_ext.runs.settings import UnfitSetting, num_nodes
-
-_SAID = (UnfitSetting, NotARun, DataNotFound, InUse, LedgerCorrupt, FederationNotReady)
-"""Errors whose message is all that people need: not where they were found."""
+from flower_ext.runs.settings import num_nodes
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -58,22 +49,8 @@ def main() -> None:
         run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
     except KeyboardInterrupt:
         sys.exit("Error: interrupted")
-    except Exception as error:
-        if not _says_it_all(error):
-            raise
+    except FlowerExtError as error:
         sys.exit(f"Error: {error}")
-
-
-def _says_it_all(error: Exception) -> bool:
-    """Whether people need no more than the message.
-
-    That is so for some kinds of errors, and for values that this package refuses.
-    """
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    package, _, _ = frame.f_globals.get("__name__", "").partition(".")
-    raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
-    refused = isinstance(error, ValueError) and package == "flower_ext" and raised
-    return refused or isinstance(error, _SAID)
 
 
 if __name__ == "__main__":

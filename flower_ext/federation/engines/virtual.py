@@ -28,6 +28,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import failed, tellable
@@ -64,7 +65,7 @@ class CohortApp(ClientApp):
     def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if not private.answers(self, kind):
-            raise tellable(ValueError(f"this ClientApp answers no {kind!r}"))
+            raise tellable(InvalidValue(f"this ClientApp answers no {kind!r}"))
         return super().__call__(message, context)
 
     def answer(
@@ -149,7 +150,7 @@ class VirtualGrid(Grid):
 
     def __init__(self, grid: Grid, clients_per_node: int) -> None:
         if clients_per_node < 1:
-            raise ValueError(f"clients_per_node={clients_per_node!r}: expected an integer >= 1")
+            raise InvalidValue(f"clients_per_node={clients_per_node!r}: expected an integer >= 1")
         self._grid, self._per_node = grid, clients_per_node
         self._nodes: dict[int, int] = {}
         self._packed: dict[str, dict[str, Message]] = {}
@@ -245,7 +246,7 @@ class VirtualGrid(Grid):
         """Node of the client that a message is for, and which of its clients that is."""
         number, place = divmod(message.metadata.dst_node_id - _FIRST_ID, self._per_node)
         if number not in self._nodes:
-            raise ValueError(f"no client has the id {message.metadata.dst_node_id}")
+            raise InvalidValue(f"no client has the id {message.metadata.dst_node_id}")
         return self._nodes[number], place
 
     def _pack(self, node: int, messages: Sequence[Message]) -> Message:
@@ -294,9 +295,9 @@ def _check_packed(facts: Mapping[str, Any]) -> None:
     per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
     numbers = all(type(place) is int and 0 <= place < per_node for place in places)
     if not numbers or len(set(places)) < len(places):
-        raise ValueError(f"places {places} of {per_node}: expected each once, below the number")
+        raise InvalidValue(f"places {places} of {per_node}: expected each once, below the number")
     if any(kind.endswith(f".{_TOGETHER}") for kind in kinds):
-        raise ValueError("a message to several clients holds another such message")
+        raise InvalidValue("a message to several clients holds another such message")
 
 
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from flwr.app import Context, Error, Message
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 
 
@@ -51,9 +52,9 @@ class Workers:
         contexts: Mapping[int, Context],
     ) -> None:
         if count < 1:
-            raise ValueError(f"workers={count!r}: expected an integer >= 1")
+            raise InvalidValue(f"workers={count!r}: expected an integer >= 1")
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
-            raise ValueError(f"workers={count!r}: this system cannot fork processes; expected 1")
+            raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
         self._count, self._answer, self._contexts = count, answer, contexts
         self._usual = {node: number % count for number, node in enumerate(contexts)}
         self._homes: dict[int, int] = {}  # where the states are of those that have one

@@ -24,6 +24,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from flwr.app import Context
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.state.sealed import Damaged
 from flower_ext.runs.files import sync_to_disk, write_whole
@@ -126,7 +127,7 @@ def read_key(file: Path) -> bytes:
     """
     key = file.read_bytes()
     if len(key) != KEY_BYTES:
-        raise ValueError(
+        raise InvalidValue(
             f"state-key-file {file} holds {len(key)} bytes: expected {KEY_BYTES} random ones, as "
             f"from: head -c {KEY_BYTES} /dev/urandom"
         )
@@ -144,5 +145,5 @@ def safe_name(text: str) -> str:
         It is not letters, digits, ``-`` and ``_``, at most 64 of them.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise ValueError(f"run={text!r} in the server's message: expected letters and digits")
+        raise InvalidValue(f"run={text!r} in the server's message: expected letters and digits")
     return text

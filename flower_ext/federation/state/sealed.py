@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.arrays import Arrays
 
 _MAGIC = b"flower_ext 1\n"
 _START = len(_MAGIC) + hashlib.sha256().digest_size
 
 
-class Damaged(ValueError):
+class Damaged(InvalidValue):
     """Stored bytes are not what was written."""
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import gaussian_loss
 from flower_ext.privacy.checks import require_at_least_one, require_positive
 from flower_ext.privacy.clipped_steps import (
@@ -134,7 +135,7 @@ def dp_ditto_guarantees(
 def _moved(clip: float, num_examples: int, steps: ClippedSteps | None) -> tuple[float, str]:
     """How far one record moves an upload, and why. Clipping projects onto a ball."""
     if steps is not None and steps.num_examples != num_examples:
-        raise ValueError(
+        raise InvalidValue(
             f"num_examples={num_examples!r}: expected {steps.num_examples}, as in the clipped steps"
         )
     ball = 2 * clip

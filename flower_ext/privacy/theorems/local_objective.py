@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Condition, PreconditionFailed
 
 NEGLIGIBLE_DISTANCE = 1e-8
@@ -66,9 +67,9 @@ class LocalObjective:
             "rounding",
         ):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number >= 0")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a number >= 0")
         if math.isinf(self.proximal_weight):
-            raise ValueError("proximal_weight=inf: expected a finite number >= 0")
+            raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
 
     def stability(self, num_examples: int) -> float:
         """How far replacing one of |D_i| records moves the trained model (L2); infinite if unknown.

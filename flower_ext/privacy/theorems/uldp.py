@@ -25,6 +25,7 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import (
     PrivacyLoss,
     gaussian_loss,
@@ -91,11 +92,11 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
         A parameter is out of range.
     """
     if not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier={noise_multiplier!r}: expected a finite number > 0")
+        raise InvalidValue(f"noise_multiplier={noise_multiplier!r}: expected a finite number > 0")
     if rounds < 0:
-        raise ValueError(f"rounds={rounds!r}: expected an integer >= 0")
+        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
     if not 0 < delta < 1:
-        raise ValueError(f"delta={delta!r}: expected a number in (0, 1)")
+        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
     if rounds == 0:
         return 0.0
     above = np.logspace(-6, 8, 100_000)  # α - 1
@@ -320,20 +321,20 @@ def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
         Names what does not fit.
     """
     if plan.sensitivity < 1:
-        raise ValueError(
+        raise InvalidValue(
             f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, as one user moves "
             "a sum by a whole clipping norm; leave it out"
         )
     if plan.unit is not PrivacyUnit.USER:
-        raise ValueError(f"unit={plan.unit.value!r} of the plan: expected 'user'")
+        raise InvalidValue(f"unit={plan.unit.value!r} of the plan: expected 'user'")
     if plan.noise_placement != "client":
-        raise ValueError(
+        raise InvalidValue(
             f"noise_placement={plan.noise_placement!r} of the plan: expected 'client', as the "
             "silos add the noise"
         )
     if isinstance(plan.sampling, FixedSizeSampling):
-        raise ValueError("sampling of the plan: expected FullParticipation or PoissonSampling")
+        raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")
     if num_silos < 1:
-        raise ValueError(f"num_silos={num_silos!r}: expected an integer >= 1")
+        raise InvalidValue(f"num_silos={num_silos!r}: expected an integer >= 1")
     if weighting not in ("equal", "by-records"):
-        raise ValueError(f"weighting={weighting!r}: expected equal or by-records")
+        raise InvalidValue(f"weighting={weighting!r}: expected equal or by-records")

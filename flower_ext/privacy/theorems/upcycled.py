@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
 from flower_ext.privacy.checks import require_delta
@@ -267,7 +268,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def _moments(perturbation: OutputPerturbation, num_examples: int, participations: int) -> float:
     if num_examples < 1:
-        raise ValueError(f"num_examples={num_examples!r}: expected an integer >= 1")
+        raise InvalidValue(f"num_examples={num_examples!r}: expected an integer >= 1")
     _check_participations(participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
     return participations * ratio**2 / 2
@@ -275,4 +276,4 @@ def _moments(perturbation: OutputPerturbation, num_examples: int, participations
 
 def _check_participations(participations: int) -> None:
     if participations < 0:
-        raise ValueError(f"participations={participations!r}: expected an integer >= 0")
+        raise InvalidValue(f"participations={participations!r}: expected an integer >= 0")

@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
 from flower_ext.secure.weighting.packing import Packing
@@ -79,7 +80,7 @@ class WeightingSettings:
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise ValueError("run='': expected a name that no other run has")
+            raise InvalidValue("run='': expected a name that no other run has")
         for name, least in (
             ("users", 1),
             ("silos", 2),
@@ -87,14 +88,16 @@ class WeightingSettings:
             ("max_records_per_user", 1),
         ):
             if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected an integer >= {least}")
+                raise InvalidValue(
+                    f"{name}={getattr(self, name)!r}: expected an integer >= {least}"
+                )
         if not 0 < self.precision < math.inf:
-            raise ValueError(f"precision={self.precision!r}: expected a finite number > 0")
+            raise InvalidValue(f"precision={self.precision!r}: expected a finite number > 0")
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()
         if self.draw_choices is not None and not 0 < self.draw_hits < self.draw_choices:
-            raise ValueError(
+            raise InvalidValue(
                 f"draw_hits={self.draw_hits!r}: expected an integer from 1 to "
                 f"draw_choices - 1 = {self.draw_choices - 1}"
             )
@@ -113,7 +116,7 @@ class WeightingSettings:
         for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
             multiple = math.lcm(multiple, total)
             if multiple.bit_length() > self.key_bits:
-                raise ValueError(
+                raise InvalidValue(
                     "the least common multiple of all totals up to max_records_per_user="
                     f"{self.max_records_per_user} does not fit a plaintext of {self.key_bits} "
                     "bits: expected fewer records per user, fewer allowed totals, or a larger key"
@@ -191,14 +194,14 @@ class WeightingSettings:
     def _check_totals(self) -> None:
         totals = self.allowed_totals
         if self.max_records_per_user > _MOST_RECORDS:
-            raise ValueError(
+            raise InvalidValue(
                 f"max_records_per_user={self.max_records_per_user}: expected fewer records per "
                 f"user, {_MOST_RECORDS} at most"
             )
         if totals is not None and not (
             totals and all(1 <= total <= self.max_records_per_user for total in totals)
         ):
-            raise ValueError(
+            raise InvalidValue(
                 f"allowed_totals={totals!r}: expected integers from 1 to "
                 f"max_records_per_user={self.max_records_per_user}"
             )
@@ -208,7 +211,7 @@ class WeightingSettings:
         if limits is None:
             return
         if len(limits) != self.silos or min(limits) < 0 or sum(limits) > self.max_records_per_user:
-            raise ValueError(
+            raise InvalidValue(
                 f"silo_record_limits={limits!r}: expected {self.silos} integers >= 0 that sum to "
                 f"at most max_records_per_user={self.max_records_per_user}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.masks import derive
 from flower_ext.secure.weighting.agreement import WeightingSettings
@@ -47,7 +48,7 @@ def opened(
     receiver = chooser(settings, seed, message.round_number, message.public, workers=workers)
     size, choices = settings.ciphertext_bytes + SEAL_BYTES, settings.draw_choices or 1
     if len(message.sealed) != size * choices * settings.users:
-        raise ValueError(
+        raise InvalidValue(
             f"sealed weights of {len(message.sealed)} bytes: expected {choices} of {size} "
             f"bytes for each of {settings.users} users"
         )

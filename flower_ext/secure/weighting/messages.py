@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gmpy2 import mpz
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PublicKey
@@ -92,7 +93,7 @@ def from_bytes(data: bytes, size: int, count: int, *, name: str) -> list[mpz]:
         Not ``count`` numbers of ``size`` bytes; the error names the message ``name``.
     """
     if len(data) != size * count:
-        raise ValueError(f"{name} of {len(data)} bytes: expected {count} numbers of {size} bytes")
+        raise InvalidValue(f"{name} of {len(data)} bytes: expected {count} numbers of {size} bytes")
     return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
 
 
@@ -116,7 +117,7 @@ def ciphertexts_from(
 def check_senders(found: Sequence[int], expected: range) -> None:
     """Refuse anything but one message of each expected silo."""
     if sorted(found) != list(expected):
-        raise ValueError(
+        raise InvalidValue(
             f"messages of silos {sorted(found)}: expected one each of {list(expected)}"
         )
 

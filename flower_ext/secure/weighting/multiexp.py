@@ -25,6 +25,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.inverses import invert_all
 from flower_ext.secure.threads import Progress, map_slices
 
@@ -102,7 +103,7 @@ def choose_windows(
     fitting = [w for w in candidates if w.table_bytes(bases, modulus_bits) <= table_memory_limit]
     if not fitting:
         least = min(windows.table_bytes(bases, modulus_bits) for windows in candidates)
-        raise ValueError(
+        raise InvalidValue(
             f"table_memory_limit={table_memory_limit}: expected at least {least} bytes "
             f"for {bases} bases"
         )
@@ -145,7 +146,7 @@ class FixedBaseProducts:
         progress: Progress | None = None,
     ) -> None:
         if not -LARGEST_EXPONENT <= lowest <= 0 < highest <= LARGEST_EXPONENT:
-            raise ValueError(
+            raise InvalidValue(
                 f"lowest={lowest}, highest={highest}: expected lowest <= 0 < highest, within 2**61"
             )
         self._modulus = modulus
@@ -177,13 +178,13 @@ class FixedBaseProducts:
             Wrong shape, or an exponent is out of range.
         """
         if exponents.ndim != 2 or len(exponents) != self._bases:
-            raise ValueError(
+            raise InvalidValue(
                 f"exponents of shape {exponents.shape}: expected ({self._bases}, products)"
             )
         if exponents.size and not self._lowest <= exponents.min() <= exponents.max() <= (
             self._highest
         ):
-            raise ValueError(f"exponents: expected {self._lowest} to {self._highest}")
+            raise InvalidValue(f"exponents: expected {self._lowest} to {self._highest}")
 
         def multiply(columns: Sequence[int]) -> list[mpz]:
             return self._columns(exponents[:, columns[0] : columns[-1] + 1])

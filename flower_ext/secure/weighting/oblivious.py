@@ -26,6 +26,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from gmpy2 import mpz
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.masks import derive, uniform_residues
 from flower_ext.secure.threads import map_slices
 
@@ -161,7 +162,7 @@ class Receiver:
         try:
             return map_slices(open_, range(len(sealed)), workers=self._workers)
         except InvalidTag as error:
-            raise ValueError("sealed texts: expected those sealed for this answer") from error
+            raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
 def _cipher(public: bytes, shared: mpz, transfer: int, place: int) -> ChaCha20Poly1305:
@@ -178,12 +179,12 @@ def _to_bytes(element: mpz) -> bytes:
 
 def _elements(data: bytes, count: int, *, name: str) -> list[mpz]:
     if len(data) != count * ELEMENT_BYTES:
-        raise ValueError(
+        raise InvalidValue(
             f"{name} of {len(data)} bytes: expected {count} group elements of {ELEMENT_BYTES} bytes"
         )
     starts = range(0, len(data), ELEMENT_BYTES)
     elements = [mpz.from_bytes(data[at : at + ELEMENT_BYTES], "big") for at in starts]
     for element in elements:
         if not 1 < element < PRIME - 1 or gmpy2.legendre(element, PRIME) != 1:
-            raise ValueError(f"{name}: expected squares modulo the prime, other than one")
+            raise InvalidValue(f"{name}: expected squares modulo the prime, other than one")
     return elements

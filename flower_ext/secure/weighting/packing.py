@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from gmpy2 import mpz
 
+from flower_ext.errors import InvalidValue
+
 _SPARE_BITS = 64
 
 
@@ -29,7 +31,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         if self.bound < 1 or self.slots < 1:
-            raise ValueError(f"bound={self.bound}, slots={self.slots}: expected both >= 1")
+            raise InvalidValue(f"bound={self.bound}, slots={self.slots}: expected both >= 1")
 
     @classmethod
     def fitting(cls, bound: int, modulus_floor: int, slots: int | None = None) -> Packing:
@@ -52,13 +54,13 @@ class Packing:
         while most and cls(bound=bound, slots=most + 1).largest << _SPARE_BITS + 1 < modulus_floor:
             most += 1
         if most == 0:
-            raise ValueError(
+            raise InvalidValue(
                 f"a sum of up to {bound.bit_length()} bits does not fit a plaintext of "
                 f"{modulus_floor.bit_length() - 1} bits and a sign: expected fewer records per "
                 "user, smaller bounds, a coarser precision, or a larger key"
             )
         if slots is not None and not 1 <= slots <= most:
-            raise ValueError(
+            raise InvalidValue(
                 f"coordinates_per_plaintext={slots}: expected an integer from 1 to {most}"
             )
         return cls(bound=bound, slots=slots or most)

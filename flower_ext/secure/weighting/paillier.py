@@ -20,6 +20,7 @@ import numpy as np
 from gmpy2 import mpz
 from phe.paillier import generate_paillier_keypair
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.threads import Progress, map_slices
 from flower_ext.secure.weighting.multiexp import FixedBaseProducts
 
@@ -41,12 +42,12 @@ def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
         Names the size and what would be accepted.
     """
     if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
-        raise ValueError(
+        raise InvalidValue(
             f"key_bits={key_bits!r}: expected an even integer from {SECURE_KEY_BITS} to "
             f"{_LARGEST_KEY_BITS}"
         )
     if key_bits < SECURE_KEY_BITS and not allow_insecure_key_size:
-        raise ValueError(
+        raise InvalidValue(
             f"key_bits={key_bits}: expected at least {SECURE_KEY_BITS} "
             "(smaller in tests only, with allow_insecure_key_size=True)"
         )
@@ -83,11 +84,11 @@ class PublicKey:
             ``coprime_to``.
         """
         if self.bits != key_bits:
-            raise ValueError(f"public key of {self.bits} bits: expected {key_bits}")
+            raise InvalidValue(f"public key of {self.bits} bits: expected {key_bits}")
         if not self.n & 1 or gmpy2.is_prime(self.n) or gmpy2.is_square(self.n):
-            raise ValueError("public key: expected the product of two large primes")
+            raise InvalidValue("public key: expected the product of two large primes")
         if gmpy2.gcd(self.n, gmpy2.primorial(coprime_to)) != 1:
-            raise ValueError(
+            raise InvalidValue(
                 f"public key: it has a factor of {coprime_to} or less, expected the product of "
                 "two large primes"
             )
@@ -101,7 +102,7 @@ class PublicKey:
             Out of range, or shares a factor with n.
         """
         if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
-            raise ValueError("ciphertext: expected a unit modulo n², between 0 and n²")
+            raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
 
     def plain(self, message: mpz) -> mpz:
         """``message`` as a ciphertext that hides nothing, to be multiplied into one that does."""
@@ -134,7 +135,7 @@ class PrivateKey:
 
     def __post_init__(self) -> None:
         if self.p == self.q or self.p.bit_length() != self.q.bit_length():
-            raise ValueError("primes: expected two different ones of the same length")
+            raise InvalidValue("primes: expected two different ones of the same length")
 
     @cached_property
     def public(self) -> PublicKey:

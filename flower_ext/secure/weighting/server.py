@@ -10,6 +10,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.threads import Progress
@@ -128,10 +129,10 @@ class WeightingServer:
                 message.counts, self.settings.residue_bytes, self.settings.users, name="counts"
             )
             if any(count >= n for count in counts):
-                raise ValueError(f"counts of silo {message.silo}: expected numbers below n")
+                raise InvalidValue(f"counts of silo {message.silo}: expected numbers below n")
             totals = [(t + count) % n for t, count in zip(totals, counts, strict=True)]
         if not any(totals):
-            raise ValueError("counts: expected at least one user with a record")
+            raise InvalidValue("counts: expected at least one user with a record")
         # A user without records adds zero whatever the weight.
         self._inverses = [gmpy2.invert(total, n) if total else mpz(0) for total in totals]
 
@@ -169,7 +170,7 @@ class WeightingServer:
         everyone = range(self.settings.users)
         drawn = set(everyone if sampled is None else sampled)
         if not drawn <= set(everyone):
-            raise ValueError(f"sampled: expected integers from 0 to {self.settings.users - 1}")
+            raise InvalidValue(f"sampled: expected integers from 0 to {self.settings.users - 1}")
         self._last_round = self._open_round = round_number
         if sampled is None and self._weights_of_all is not None:
             return EncryptedWeights(round_number=round_number, weights=self._weights_of_all)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gmpy2 import mpz
 from numpy.typing import ArrayLike
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.errors import ProtocolError
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.threads import Progress
@@ -67,7 +68,9 @@ class WeightingSilo:
         workers: int = 1,
     ) -> None:
         if not 0 <= index < settings.silos:
-            raise ValueError(f"index={index!r}: expected an integer from 0 to {settings.silos - 1}")
+            raise InvalidValue(
+                f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
+            )
         self.settings = settings
         self.index = index
         self._save = save
@@ -147,10 +150,10 @@ class WeightingSilo:
         if self.index == _SEEDING_SILO:
             raise ProtocolError(f"silo {_SEEDING_SILO} seals the seed; it opens none")
         if message.receiver != self.index:
-            raise ValueError(f"seed for silo {message.receiver}: expected one for {self.index}")
+            raise InvalidValue(f"seed for silo {message.receiver}: expected one for {self.index}")
         seed = self._pairs.open(_SEEDING_SILO, _SEED, message.sealed)
         if len(seed) != 32:
-            raise ValueError(f"seed of {len(seed)} bytes: expected 32")
+            raise InvalidValue(f"seed of {len(seed)} bytes: expected 32")
         self._set_seed(seed)
 
     def blind_counts(self, counts: Sequence[int]) -> BlindedCounts:
@@ -174,9 +177,9 @@ class WeightingSilo:
         counts = [operator.index(count) for count in counts]
         limit = self.settings.record_limit(self.index)
         if len(counts) != self.settings.users:
-            raise ValueError(f"counts of {len(counts)} users: expected {self.settings.users}")
+            raise InvalidValue(f"counts of {len(counts)} users: expected {self.settings.users}")
         if not all(0 <= count <= limit for count in counts):
-            raise ValueError(f"counts: expected 0 to {limit} records of each user in this silo")
+            raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
         self._counts = counts
         self._stage = Stage.COUNTED
         self._store()
@@ -329,7 +332,7 @@ class WeightingSilo:
             earlier._counts,
             earlier._sums.public,
         ):
-            raise ValueError("earlier: expected this silo with the same seed and counts")
+            raise InvalidValue("earlier: expected this silo with the same seed and counts")
         self._received = earlier._received
 
     @property

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.weighting.agreement import WeightingSettings
 
 
@@ -58,7 +59,7 @@ class SiloState:
         try:
             facts = json.loads(state)
             if facts["context"] != settings.context.hex():
-                raise ValueError("state: expected one that was exported under the same settings")
+                raise InvalidValue("state: expected one that was exported under the same settings")
             stage = Stage[facts["stage"]]
             return cls(
                 index=facts["index"],
@@ -71,4 +72,4 @@ class SiloState:
                 last_round=int(facts["last_round"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError("state: expected bytes from export_state") from error
+            raise InvalidValue("state: expected bytes from export_state") from error

@@ -10,6 +10,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.threads import Progress, map_slices
 from flower_ext.secure.weighting.agreement import WeightingSettings
@@ -43,7 +44,7 @@ class EncryptedSums:
         if pool is None:
             pool = ZeroPool(self.public, workers=self._workers, progress=progress)
         if pool.public != self.public:
-            raise ValueError("pool: expected one of this server's key")
+            raise InvalidValue("pool: expected one of this server's key")
         self.zeros = pool
         return pool
 
@@ -59,7 +60,7 @@ class EncryptedSums:
         """
         if set(updates) != set(users):
             wrong = sorted(set(updates) ^ set(users))
-            raise ValueError(
+            raise InvalidValue(
                 f"updates of users {wrong[:10]}: expected one of every user with records here, "
                 "and of no other"
             )
@@ -147,7 +148,7 @@ class EncryptedSums:
     def _encode(self, name: str, encoding: FixedPoint, values: ArrayLike) -> NDArray[np.int64]:
         encoded = encoding.encode(values, name=name)
         if encoded.shape != (self.settings.coordinates,):
-            raise ValueError(
+            raise InvalidValue(
                 f"{name} of shape {encoded.shape}: expected ({self.settings.coordinates},)"
             )
         return encoded

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.layout import LINE, PLAIN, RELU, SIGMOID, TANH
 from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.local import Job
@@ -117,7 +118,7 @@ class DenseNetwork:
         """
         names = [name for name in self.parts if trained(name)]
         if not names:
-            raise ValueError("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model")
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
@@ -75,13 +76,13 @@ class Stack:
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         if any(len(job.examples) == 0 for job in jobs):
-            raise ValueError("cannot train on a client without examples")
+            raise InvalidValue("cannot train on a client without examples")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
         self.models = models_for(task, jobs[0])
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
-            raise ValueError("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model")
         every = {
             name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params

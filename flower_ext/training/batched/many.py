@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched import dense
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import unstacked
@@ -94,7 +95,7 @@ def train_groups(
         (see `batchable`).
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise ValueError("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples")
     for members in alike(jobs):
         own = [jobs[index] for index in members]
         for group, rows in _train_alike(task, own, trained, memory_limit, steady):

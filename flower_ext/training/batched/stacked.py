@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.layers import LAYERS, OPERATIONS, UNSTEADY, Pass, by_model, usual
 
@@ -32,7 +33,7 @@ def hooked(model: nn.Module) -> bool:
     )
 
 
-class NotStackable(ValueError):
+class NotStackable(InvalidValue):
     """A model holds something that has no form for many models; the message says what."""
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_ext.errors import InvalidValue
+
 States = tuple[Tensor, ...]
 """What a cell remembers, the hidden state first; each (batch, hidden size)."""
 
@@ -34,11 +36,11 @@ def unfuse(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
             if type(layer) not in _CELLS or layer.proj_size or layer.dropout:
-                raise ValueError(f"{layer} has no form in steps")
+                raise InvalidValue(f"{layer} has no form in steps")
             layer.forward = partial(_recurrent, layer)
         elif isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
-                raise ValueError(f"{layer} has no form in steps")
+                raise InvalidValue(f"{layer} has no form in steps")
             layer.forward = partial(_embedding, layer)  # type: ignore[method-assign]
     return model
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.dp.per_example import LAYERS, Parts, Rows, is_known
 from flower_ext.training.local import spared
@@ -62,7 +63,7 @@ class ClippedGradient:
 
     def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
         if task.compares_examples:
-            raise ValueError(
+            raise InvalidValue(
                 "the loss compares examples, so that none has a gradient of its own to clip: "
                 "DP-SGD needs a loss that is a mean over examples"
             )
@@ -73,7 +74,7 @@ class ClippedGradient:
         self.params = self.model.state_dict()
         for name in names:
             if self.params[name].dtype in _HALF:
-                raise ValueError(
+                raise InvalidValue(
                     f"{name!r} is of type {self.params[name].dtype}: expected float32 or float64, "
                     "as one record's rounding might move the gradients of others: train the "
                     "model in float32 (model.float())"
@@ -345,7 +346,7 @@ def _built(task: Task) -> nn.Module:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise ValueError(
+            raise InvalidValue(
                 f"{name!r} is batch normalisation, by which every example moves every "
                 "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
             )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
@@ -51,7 +52,7 @@ class DpSgdTraining:
     def __post_init__(self) -> None:
         def require(name: str, ok: bool, expected: str) -> None:
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
 
         require("steps", self.steps >= 0, "an integer >= 0")
         require("sampling_rate", 0 < self.sampling_rate <= 1, "a number in (0, 1]")
@@ -123,9 +124,11 @@ class StepNoise:
 
     def __post_init__(self) -> None:
         if not 0 < self.clipping_norm < math.inf:
-            raise ValueError(f"clipping_norm={self.clipping_norm!r}: expected a finite number > 0")
+            raise InvalidValue(
+                f"clipping_norm={self.clipping_norm!r}: expected a finite number > 0"
+            )
         if not 0 <= self.stddev < math.inf:
-            raise ValueError(f"stddev={self.stddev!r}: expected a finite number >= 0")
+            raise InvalidValue(f"stddev={self.stddev!r}: expected a finite number >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +164,9 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     training, noise = job.training, job.noise
     for name in ("momentum", "sam_radius", "tolerance"):
         if getattr(training, name):
-            raise ValueError(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
+            raise InvalidValue(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
     if len(job.examples) == 0:
-        raise ValueError("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples")
     terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
     weights = {name: w.clone() for name, w in problem.start.items()}
