@@ -113,7 +113,7 @@ class MethodHooks(RunLoop):
         if isinstance(personal, str):
             raise InvalidValue(f"personal={personal!r}: expected several names, as ({personal!r},)")
         self.plan = plan
-        plan.check(self.traits)
+        self.accounted.check(self.traits)
         self.server_learning_rate = server_learning_rate
         self.stragglers = stragglers
         self.seed = seed
@@ -123,9 +123,9 @@ class MethodHooks(RunLoop):
         self.diagnostics = diagnostics
         self.exposed = tuple(exposed)
         spending = Spending(ledger=ledger, budget=budget, exposed=self.exposed)
-        spending.check_plan(plan)
+        spending.check_plan(self.accounted)
         super().__init__(
-            population=population or Population(plan.sampling),
+            population=population or Population(self.accounted.sampling),
             repeats=self.repeats,
             personal=personal,
             timeout=timeout,
@@ -152,6 +152,15 @@ class MethodHooks(RunLoop):
     def settings(self) -> Mapping[str, float]:
         """Numbers of the method that its client side needs; none by default."""
         return {}
+
+    @property
+    def accounted(self) -> PrivacyPlan:
+        """The plan that rounds are held to and accounted by; by default the given one.
+
+        Another one where the method's units, or the numbers that it sends, are not those that the
+        given plan speaks of.
+        """
+        return self.plan
 
     def prepare(self, grid: Grid) -> None:
         """Prepare the run, once, when all nodes are there and before the first round."""
@@ -183,7 +192,7 @@ class MethodHooks(RunLoop):
         RefusedReply
             It is none of the model that was sent, or larger than an honest one.
         """
-        return rounds.read_update(reply, self.plan, self.cohort, self.sent, self.exchange.sent)
+        return rounds.read_update(reply, self.accounted, self.cohort, self.sent, self.exchange.sent)
 
     def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
         """The noised average of a round's updates, by partition.
@@ -193,7 +202,7 @@ class MethodHooks(RunLoop):
         RoundDiscarded
             Too few of them arrived.
         """
-        return self.plan.aggregate(
+        return self.accounted.aggregate(
             [update.arrays for update in updates.values()],
             cohort_size=len(self.cohort.asked),
             noise=self._noise("server-noise", self.participations.rounds),
@@ -216,7 +225,7 @@ class MethodHooks(RunLoop):
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
         """Return the paper's guarantee after a run's rounds so far, and the provable ones."""
-        return self.plan.guarantees(run)
+        return self.accounted.guarantees(run)
 
     # What others see of it ----------------------------------------------------------------
 
@@ -229,12 +238,12 @@ class MethodHooks(RunLoop):
 
     def summary(self) -> None:
         """Log the method and its plan."""
-        log.info("%s · %s", type(self).__name__, self.plan.describe())
+        log.info("%s · %s", type(self).__name__, self.accounted.describe())
 
     @property
     def repeats(self) -> bool:
         """Whether a round that is done again is the same one, since all in it follows a seed."""
-        noiseless = self.plan.delta is None
+        noiseless = self.accounted.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
         return seeded and not self.never_repeats
 

@@ -96,12 +96,12 @@ class FederatedStrategy(MethodHooks):
         """
         self.connect(grid, arrays)
         number = self.next_training
-        secret = self.plan.release is not None and not self.repeats  # ε rests on it
+        secret = self.accounted.release is not None and not self.repeats  # ε rests on it
         drawn = self.population.draw(
             secure_generator() if secret else self._generator("cohort", number)
         )
         self._check_budget(server_round, drawn)
-        if number - 1 == self.plan.planned_rounds:
+        if number - 1 == self.accounted.planned_rounds:
             log.warning(
                 "training round %d is beyond the %d of the plan: ε grows past what its noise was "
                 "chosen for (budget= would end the run)",
@@ -110,7 +110,7 @@ class FederatedStrategy(MethodHooks):
             )
         self.cohort = self.begin_round(number, drawn, grid)
         same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
-        self.spending.reserve(self.plan.release, server_round, same if self.repeats else None)
+        self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
@@ -166,7 +166,7 @@ class FederatedStrategy(MethodHooks):
             self.remembered |= dict.fromkeys(updates, self.participations.rounds)
         if mean is None:
             return None, records.metrics_record(row)
-        released_only = self.plan.release is not None  # nothing else may show in the model
+        released_only = self.accounted.release is not None  # nothing else may show in the model
         moved = self.next_model(self.sent, mean, {} if released_only else updates)
         moved = {name: moved[name].astype(base.dtype) for name, base in self.sent.items()}
         return records.to_record(moved), records.metrics_record(row)
@@ -228,8 +228,8 @@ class FederatedStrategy(MethodHooks):
     def spent(self) -> dict[str, float]:
         """ε so far, for the log and the report's figures."""
         run = self.run_facts
-        spent = self.plan.spent(run)
-        if self.plan.release is not None:  # else the plan knows what is published
+        spent = self.accounted.spent(run)
+        if self.accounted.release is not None:  # else the plan knows what is published
             for one in self.claims(run):
                 if one.basis == "published":
                     spent["epsilon_published"] = one.epsilon
@@ -237,9 +237,9 @@ class FederatedStrategy(MethodHooks):
 
     def _protection(self) -> dict[str, Any]:
         """What the round tells a client of how to protect its upload."""
-        asked = self.plan.protection(self.run_facts, len(self.cohort.asked))
+        asked = self.accounted.protection(self.run_facts, len(self.cohort.asked))
         facts = to_facts(asked, seeded_noise=self.seeded_noise)
-        return {"report-size": True, **facts} if self.plan.tells_sizes else facts
+        return {"report-size": True, **facts} if self.accounted.tells_sizes else facts
 
     def connect(self, grid: Grid, arrays: ArrayRecord) -> None:
         """Take ``arrays`` as the model that is sent; meet the clients, the first time."""
@@ -255,10 +255,10 @@ class FederatedStrategy(MethodHooks):
                 type(self).__name__,
                 roster.said,
                 any_client_app=self.any_client_app,
-                client_protects=self.plan.client_protects,
+                client_protects=self.accounted.client_protects,
             )
         self.prepare(grid)
-        if self.plan.needs_sizes and self.budget is not None:
+        if self.accounted.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._met = True
 
@@ -277,7 +277,7 @@ class FederatedStrategy(MethodHooks):
         ValueError
             Names the setting and what the plan expects.
         """
-        self.plan.check_training(self.run_facts)
+        self.accounted.check_training(self.run_facts)
 
     @property
     def next_training(self) -> int:
@@ -292,7 +292,7 @@ class FederatedStrategy(MethodHooks):
         ahead.count(cohort, len(cohort.asked))
         run = self.checkpoints.run
         self.spending.check(
-            self.plan,
+            self.accounted,
             server_round,
             replace(self.run_facts, participations=ahead.participations),
             self.claims,

@@ -518,12 +518,21 @@ def with_absence(policy, tmp_path, method=UldpAvg):
     return strategy, Ledger.read(tmp_path / "ledger.jsonl"), ledger
 
 
+def test_naive_leaves_the_given_plan_as_it_is_and_accounts_by_that_of_its_silos():
+    given = plan(noise_multiplier=5.0)
+    strategy = UldpNaive(plan=given, local=LOCAL, **COMMON)
+    assert strategy.plan is given
+    assert strategy.accounted.noise_multiplier == 5.0 * SILOS
+    assert strategy.accounted.sensitivity == 2.0 * SILOS
+    assert strategy.accounted.sampling.population == SILOS
+
+
 @pytest.mark.parametrize(("method", "scale"), [(UldpAvg, 1.0), (UldpNaive, SILOS)])
 def test_a_lost_silos_noise_is_topped_up_and_the_ledger_says_so(method, scale, tmp_path):
     strategy, entries, _ = with_absence("top-up", tmp_path, method)
     commits = [e for e in entries if e["kind"] == "commit"]
     assert [e["answered"] for e in commits] == [2, 3, 2]
-    missing = strategy.plan.noise_stddev * math.sqrt(1 / 3)
+    missing = strategy.accounted.noise_stddev * math.sqrt(1 / 3)
     assert missing == pytest.approx(0.4 * 0.3 * scale * math.sqrt(1 / 3))
     assert [e["topped_up_stddev"] for e in commits] == pytest.approx([missing, 0, missing])
 
@@ -594,7 +603,7 @@ def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_p
     assert published.epsilon == uldp_closed_form(noise_multiplier=5.0, rounds=3, delta=1e-5)
     assert provable.epsilon == pytest.approx(ledger.spent(1e-5).epsilon)
     assert provable.epsilon == pytest.approx(gaussian_loss(2.5, releases=3, delta=1e-5).epsilon)
-    assert privacy_loss_of({strategy.plan.release: 3}, delta=1e-5).epsilon == pytest.approx(
+    assert privacy_loss_of({strategy.accounted.release: 3}, delta=1e-5).epsilon == pytest.approx(
         provable.epsilon
     )
 

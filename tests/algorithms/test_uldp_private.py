@@ -732,7 +732,8 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     start(strategy := make(protocol=coarse, ledger=ledger))
     bound = strategy._connected.settings.contribution_bound(0.3) / 0.3
-    assert strategy.plan.sensitivity == bound > 1.05
+    assert strategy.accounted.sensitivity == bound > 1.05
+    assert strategy.plan.sensitivity == 1.0  # the given plan stays as it was made
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
@@ -743,10 +744,9 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
 def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
     def after(before, anew):
         earlier, strategy = make(), make()
-        earlier.plan = replace(earlier.plan, sensitivity=before)
-        strategy.plan = replace(strategy.plan, sensitivity=anew)
+        earlier._sensitivity, strategy._sensitivity = before, anew
         strategy.restore(earlier.state())
-        return strategy.plan.sensitivity
+        return strategy.accounted.sensitivity
 
     assert after(before=1.1, anew=1.2) == after(before=1.2, anew=1.1) == 1.2
 

@@ -270,6 +270,11 @@ class UldpAvg(FederatedStrategy):
         self._users_records: Sequence[ArrayRecord] = []
 
     @property
+    def accounted(self) -> ReleasePlan:
+        """The given plan, whose units are users."""
+        return self.plan
+
+    @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The whole model on one user's records, in one phase."""
         return {"local": self.local}
@@ -321,7 +326,7 @@ class UldpAvg(FederatedStrategy):
         """Theorem 5; what is provable against each adversary, with this run's sampled users."""
         most = max(run.participations.uploads.values(), default=0)
         return uldp_avg_guarantees(
-            self.plan,
+            self.accounted,
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,

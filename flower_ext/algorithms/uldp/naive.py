@@ -90,14 +90,8 @@ class UldpNaive(FederatedStrategy):
             raise InvalidValue(
                 "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
             )
-        of_silos = replace(
-            plan,
-            sampling=FullParticipation(num_silos),
-            noise_multiplier=plan.noise_multiplier * num_silos,
-            sensitivity=2.0 * num_silos,
-        )
-        super().__init__(plan=of_silos, **options)
-        self.noise_multiplier = plan.noise_multiplier
+        self.num_silos = num_silos
+        super().__init__(plan=plan, **options)
         self.local = local or LocalTraining()
 
     @property
@@ -105,10 +99,20 @@ class UldpNaive(FederatedStrategy):
         """The whole model on all records of a silo, in one phase."""
         return {"local": self.local}
 
+    @property
+    def accounted(self) -> ReleasePlan:
+        """The plan of the silos, whose noise together is σC|S| while a user moves each by 2C."""
+        return replace(
+            self.plan,
+            sampling=FullParticipation(self.num_silos),
+            noise_multiplier=self.plan.noise_multiplier * self.num_silos,
+            sensitivity=2.0 * self.num_silos,
+        )
+
     def claims(self, run: RunFacts) -> list[Guarantee]:
         """Theorem 3, and what is provable against a server that sees each upload."""
         return uldp_naive_guarantees(
-            noise_multiplier=self.noise_multiplier,
+            noise_multiplier=self.plan.noise_multiplier,
             rounds=run.participations.rounds,
             delta=self.plan.delta,
             secure_noise=run.secure_noise,

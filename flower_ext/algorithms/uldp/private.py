@@ -127,6 +127,7 @@ class PrivateUldpAvg(UldpAvg):
             raise InvalidValue("diagnostics=True: norms of updates stay hidden; expected False")
         self.protocol = protocol or PrivateWeighting()
         hidden = self.protocol.draw_choices is not None
+        self._sensitivity = plan.sensitivity
         super().__init__(
             plan=plan,
             num_silos=num_silos,
@@ -152,13 +153,18 @@ class PrivateUldpAvg(UldpAvg):
             "" if one.draw_choices is None else f", users drawn 1-out-of-{one.draw_choices}",
         )
 
+    @property
+    def accounted(self) -> ReleasePlan:
+        """The plan with how far one user moves a sum of rounded numbers; known once prepared."""
+        return replace(self.plan, sensitivity=self._sensitivity)
+
     def prepare(self, grid: Grid) -> None:
         """Set up the protocol: keys, the silos' seed, blinded counts."""
         started = time.monotonic()
         self.apart = ask_company(self, grid)
         settings = self._weighting_settings(coordinates=sum(a.size for a in self.sent.values()))
         norm = self.plan.clipping_norm
-        self.plan = replace(self.plan, sensitivity=settings.contribution_bound(norm) / norm)
+        self._sensitivity = settings.contribution_bound(norm) / norm
         self._server = set_up(self, grid, settings)
         self.progress.row["setup_seconds"] = time.monotonic() - started
 
@@ -242,19 +248,19 @@ class PrivateUldpAvg(UldpAvg):
         except IncompleteRound as missing:
             raise RoundDiscarded(f"{missing}; nothing was decrypted") from missing
         self.progress.row["decryption_seconds"] = time.monotonic() - started
-        aggregate = self.plan.aggregate(
+        aggregate = self.accounted.aggregate(
             [self._unflat(total)], cohort_size=1, noise=SecureNoise(), like=self.sent
         )
         return replace(aggregate, answered=len(sums))
 
     def state(self) -> Mapping[str, records.Arrays]:
         """How far one user moves the sum, as encoding has it."""
-        return {_SENSITIVITY: {_SENSITIVITY: np.asarray(self.plan.sensitivity)}}
+        return {_SENSITIVITY: {_SENSITIVITY: np.asarray(self._sensitivity)}}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
         """The set-up was made anew: places are those of a new order, the larger bound counts."""
-        sensitivity = max(self.plan.sensitivity, float(state[_SENSITIVITY][_SENSITIVITY]))
-        self.plan = replace(self.plan, sensitivity=sensitivity)
+        saved = float(state[_SENSITIVITY][_SENSITIVITY])
+        self._sensitivity = max(self._sensitivity, saved)
         self.population.forget_order()
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
