@@ -1,6 +1,18 @@
-"""Errors whose message is all that people need: a traceback would add nothing."""
+"""Errors whose message is all that people need; and those whose message may travel to the server.
+
+What an error of a client says, and even its type, may depend on a record. So it stays in the
+client's own process, unless it is marked as `tellable`: then it is of a check that knows no data.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+E = TypeVar("E", bound=Exception)
+
+_TELLABLE = "_flower_ext_tellable"
 
 
 class FlowerExtError(Exception):
@@ -9,3 +21,24 @@ class FlowerExtError(Exception):
 
 class InvalidValue(FlowerExtError, ValueError):
     """A value that the package refuses; the message says what it expected and what to change."""
+
+
+def tellable(error: E) -> E:
+    """Mark an error whose message depends on no data of a client, and return it."""
+    vars(error)[_TELLABLE] = True
+    return error
+
+
+def is_tellable(error: Exception) -> bool:
+    """Return True for an error that is marked as `tellable`."""
+    return _TELLABLE in vars(error)
+
+
+@contextmanager
+def knowing_no_data() -> Iterator[None]:
+    """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
+    try:
+        yield
+    except Exception as error:
+        tellable(error)
+        raise

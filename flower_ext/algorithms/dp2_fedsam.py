@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -31,7 +31,6 @@ from flower_ext.federation import (
     LocalResult,
     Steps,
 )
-from flower_ext.federation.failures import tellable
 from flower_ext.privacy import Guarantee, PrivacyPlan
 from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan

@@ -8,7 +8,6 @@ from flower_ext.federation.client import (
     client_app,
     unmoved_by_errors,
 )
-from flower_ext.federation.client.side_by_side import Steps, Training
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
@@ -26,6 +25,7 @@ from flower_ext.federation.records import RefusedReply
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.training.side_by_side import Steps, Training
 
 __all__ = [
     "ClientMemory",

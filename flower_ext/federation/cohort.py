@@ -15,9 +15,9 @@ from logging import getLogger
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.errors import FlowerExtError, InvalidValue, tellable
 from flower_ext.federation._flower_private import record_of
-from flower_ext.federation.failures import said, tellable
+from flower_ext.federation.failures import said
 
 log = getLogger("flwr")
 

@@ -2,7 +2,7 @@
 
 What an exception says, and even its type, may depend on a record. So a fixed sentence travels in
 its place, and the rest stays in the log of the client's own process. Errors of checks that know no
-data are marked as `tellable`: their messages travel.
+data are marked as `errors.tellable`: their messages travel.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from weakref import WeakKeyDictionary
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
+from flower_ext.errors import is_tellable
+from flower_ext.training.side_by_side import attempted
+
 log = getLogger("flwr")
 
-E = TypeVar("E", bound=Exception)
 R = TypeVar("R")
 
 CLIENT_APP_RAISED = 2
@@ -26,30 +28,8 @@ CLIENT_APP_RAISED = 2
 TOLD = 100
 """Error code of a reply whose text says nothing of the client's data."""
 STAYS_THERE = "the client failed; why is in its own log"
-_TELLABLE = "_flower_ext_tellable"
 _shown: WeakKeyDictionary[ClientApp, set[tuple[str, int]]] = WeakKeyDictionary()
 """By app the lines of code whose tracebacks are in the log already."""
-
-
-def tellable(error: E) -> E:
-    """Mark an error whose message depends on no data of a client, and return it."""
-    vars(error)[_TELLABLE] = True
-    return error
-
-
-def is_tellable(error: Exception) -> bool:
-    """Return True for an error that is marked as `tellable`."""
-    return _TELLABLE in vars(error)
-
-
-@contextmanager
-def knowing_no_data() -> Iterator[None]:
-    """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
-    try:
-        yield
-    except Exception as error:
-        tellable(error)
-        raise
 
 
 def failed(app: ClientApp, message: Message, context: Context, error: Exception) -> Message:
@@ -92,14 +72,6 @@ def said(error: Error) -> str:
         return STAYS_THERE
     *_, last = (error.reason or "").strip().splitlines() or [str(error.code)]
     return f"the client failed: {last}"
-
-
-def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
-    """Return what one client's step makes, or its error, which is no other client's."""
-    try:
-        return step(*given)
-    except Exception as error:  # whatever a client's data or a method make of it
-        return error
 
 
 def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:

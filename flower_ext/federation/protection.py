@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from flwr.app import Context
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.failures import tellable
 from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.privacy import (
     NoiseSource,

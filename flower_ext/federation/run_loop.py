@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from logging import getLogger
 from typing import ClassVar
 
@@ -156,11 +157,11 @@ class RunLoop(Strategy):
         ------
         FederationNotReady
             Not all nodes are there, or no client ever sent anything of use.
+        ValueError
+            A name in ``personal`` is misspelt: that part would be shared.
         """
         self.summary()
-        for prefix in self.personal:
-            if not any(matches(name, [prefix]) for name in initial_arrays):
-                log.warning("personal=%r names none of %s", prefix, sorted(initial_arrays))
+        self._check_personal(sorted(initial_arrays))
         self._last_round = num_rounds
         result = Result()
         result.arrays, done = self._resume(grid, self.shared(initial_arrays), num_rounds)
@@ -278,6 +279,19 @@ class RunLoop(Strategy):
             raise
 
     # When it goes on ------------------------------------------------------------------------
+
+    def _check_personal(self, names: Sequence[str]) -> None:
+        """Refuse a misspelt part; warn of one that the server, whose model may lack it, has not."""
+        modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
+        for prefix in self.personal:
+            if any(matches(name, [prefix]) for name in names):
+                continue
+            if alike := get_close_matches(prefix, modules, n=1):
+                raise InvalidValue(
+                    f"personal={prefix!r} names no part of the model: did you mean {alike[0]!r}? "
+                    "A part that is not named is shared"
+                )
+            log.warning("personal=%r names none of %s", prefix, names)
 
     def _resume(self, grid: Grid, initial: ArrayRecord, num_rounds: int) -> tuple[ArrayRecord, int]:
         """(model, rounds done) from which to go on; (``initial``, 0) where nothing was done.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 
 Params = dict[str, Tensor]
 """Parameter (and buffer) tensors by their names in the model."""
@@ -26,7 +26,20 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
 
 
 def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
-    """``after − before`` for every name of ``after``."""
+    """``after − before`` for every name of ``after``.
+
+    Raises
+    ------
+    ValueError
+        ``before`` lacks a name.
+    """
+    if missing := sorted(after.keys() - before.keys()):
+        raise tellable(
+            InvalidValue(
+                f"difference: {missing} are not in the received part of the model; expected the "
+                "same part of both, as {name: after[name] for name in before}"
+            )
+        )
     return {name: after[name] - before[name] for name in after}
 
 

@@ -13,7 +13,6 @@ from flower_ext.algorithms import DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, averaging
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation.client import method as client_method
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -22,7 +21,14 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
 )
-from flower_ext.training import DpSgdTraining, LocalTraining, Task, train_each, train_groups
+from flower_ext.training import (
+    DpSgdTraining,
+    LocalTraining,
+    Task,
+    side_by_side,
+    train_each,
+    train_groups,
+)
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from tests.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.worlds import FEATURES, client_data
@@ -246,7 +252,7 @@ def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch)
         upwards = torch.tensor(float("inf"))
         return {name: torch.nextafter(value, upwards) for name, value in params.items()}
 
-    monkeypatch.setattr(client_method, "_train_steadily", in_another_order)
+    monkeypatch.setattr(side_by_side, "_train_steadily", in_another_order)
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert found.broken, found.to_dict()

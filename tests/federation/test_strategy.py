@@ -612,11 +612,19 @@ def test_where_a_budget_stops_a_run_its_guarantee_covers_all_releases(tmp_path):
     assert run.guarantees() == strategy.guarantees()
 
 
+@pytest.mark.parametrize("method", [DP2FedSAM, DPFedAvg])
+def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method):
+    local = {"local": FAST} if method is DPFedAvg else {"head": FAST, "extractor": FAST}
+    strategy = method(plan=plan(), **local, personal=("haed",))
+    with pytest.raises(ValueError, match="personal='haed'.* did you mean 'head'"):
+        strategy.start(grid_of(), initial(), num_rounds=1)
+
+
 def test_a_personal_name_that_is_none_of_the_models_is_said(caplog):
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("haed",))
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("last",))
     with pytest.raises(FederationNotReady, match=r"'head.weight'\]: personal= names none of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
-    assert "personal='haed' names none of ['extractor" in caplog.text
+    assert "personal='last' names none of ['extractor" in caplog.text
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -30,7 +30,7 @@ from flwr.serverapp import Grid
 from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -38,7 +38,6 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
-from flower_ext.federation.failures import knowing_no_data
 from flower_ext.privacy import (
     DpSgd,
     FullParticipation,

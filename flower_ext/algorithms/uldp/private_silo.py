@@ -17,6 +17,7 @@ import torch
 from flower_ext.algorithms.uldp import keeping
 from flower_ext.algorithms.uldp.averaging import CLIPPING_NORM, SiloJob, silo_job, users_updates
 from flower_ext.algorithms.uldp.weights import USERS, owned
+from flower_ext.errors import knowing_no_data, tellable
 from flower_ext.federation import (
     ClientWork,
     HiddenSum,
@@ -27,7 +28,6 @@ from flower_ext.federation import (
     Training,
     records,
 )
-from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.privacy.bounds import clip_each_row
 from flower_ext.secure import (
     DrawOffer,

@@ -24,9 +24,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from flower_ext.data import ClientData, SiloData
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import ClientWork, FederatedStrategy, Question, RefusedReply, records
-from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import Params
 

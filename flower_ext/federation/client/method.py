@@ -6,7 +6,7 @@ and what a method returns as memory cannot reach a reply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,11 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.client.side_by_side import Steps, Training
-from flower_ext.federation.protection import (
-    HiddenSum,
-)
+from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.training import (
-    ClippedJob,
     Job,
     LocalTraining,
     Params,
@@ -31,9 +27,8 @@ from flower_ext.training import (
     Task,
     Term,
     difference,
-    train_clipped_steps,
-    train_each,
 )
+from flower_ext.training.side_by_side import Steps, Training, check_yielded, local_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,33 +78,15 @@ class ClientWork:
         of other clients as well. A client without examples is sent back what it had: that it has
         none shows only where it tells its size.
         """
-        asked: dict[str, Any] = {
-            "params": params,
-            "examples": self.data.train,
-            "training": self.training[phase],
-            "generator": self.generator,
-            "terms": [*self.terms, *terms],
-        }
+        job = Job(
+            params=params,
+            examples=self.data.train,
+            training=self.training[phase],
+            generator=self.generator,
+            terms=[*self.terms, *terms],
+        )
         noise = self.step_noise.get(phase)
-        if len(self.data.train) == 0:
-            return Training(task=self.task, job=Job(**asked), trained=trained, solve=_untrained)
-        if noise is None:
-            solve = _train_steadily if self.steady else train_each
-            return Training(task=self.task, job=Job(**asked), trained=trained, solve=solve)
-        job = ClippedJob(noise=noise, **asked)
-        return Training(task=self.task, job=job, trained=trained, solve=train_clipped_steps)
-
-
-def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
-    return train_each(task, jobs, steady=True, **settings)
-
-
-UPDATES = (train_each, _train_steadily)
-"""Trainings without noise of their own."""
-
-
-def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
-    return [dict(job.params) for job in jobs]
+        return local_training(self.task, job, trained, noise=noise, steady=self.steady)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +100,21 @@ class LocalResult:
     client, so does the client: then it is a function of that. ``metrics`` leave the client as they
     are, and only under a plan that is not a `ReleasePlan`: they must say nothing of the data beyond
     its size.
+
+    Raises
+    ------
+    ValueError
+        The model is a training that was not waited for.
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs
     update: Params | BoundedSum | HiddenSum | None = field(default=None, repr=False)
     memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_yielded(self.model)
+        check_yielded(self.update)
 
     def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
         """Return the part that a plan bounds: the update, or the ``whole`` model.

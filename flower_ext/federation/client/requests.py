@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import ArrayRecord, Message
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation.failures import knowing_no_data, tellable
 from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import Protection

@@ -23,7 +23,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.client.method import (
@@ -33,10 +33,9 @@ from flower_ext.federation.client.method import (
     Question,
 )
 from flower_ext.federation.client.requests import Asked, reader
-from flower_ext.federation.client.side_by_side import Steps, check_whole, side_by_side
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
-from flower_ext.federation.failures import each, knowing_no_data, tellable
+from flower_ext.federation.failures import each
 from flower_ext.federation.protection import (
     HiddenSum,
     NodePolicy,
@@ -59,6 +58,7 @@ from flower_ext.training import (
     evaluate_each,
     trains_apart,
 )
+from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 log = getLogger("flwr")
 

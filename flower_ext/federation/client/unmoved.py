@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from flower_ext.federation.client.method import UPDATES, ClientWork, LocalResult
-from flower_ext.federation.client.side_by_side import Steps
-from flower_ext.federation.failures import is_tellable
+from flower_ext.errors import is_tellable
+from flower_ext.federation.client.method import ClientWork, LocalResult
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import ClipSteps, Protection
 from flower_ext.training import Params
+from flower_ext.training.side_by_side import Steps
 
 log = getLogger("flwr")
 
@@ -54,10 +54,10 @@ def unmoved_by_errors(
                 break
             try:
                 trained = yield wanted
-                if wanted.solve in UPDATES:
+                if wanted.without_noise:
                     check_finite(trained)
             except Exception as error:  # whatever a model or a loss makes of a record
-                if wanted.solve not in UPDATES:
+                if not wanted.without_noise:
                     raise
                 _log_unmoved(error)
                 trained = dict(wanted.job.params)

@@ -28,10 +28,10 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.failures import failed, tellable
+from flower_ext.federation.failures import failed
 from flower_ext.runs.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 

@@ -50,6 +50,8 @@ class ClientMemory:
     def load(self, before: int | None = None) -> Params | None:
         """What training rounds below ``before`` left, or None if they left nothing.
 
+        Without a folder only the newest is kept, and returned whatever ``before`` says.
+
         Raises
         ------
         Damaged

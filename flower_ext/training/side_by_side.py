@@ -10,22 +10,27 @@ from typing import Any, TypeVar
 
 import torch
 
-from flower_ext.errors import InvalidValue
-from flower_ext.federation.failures import attempted, tellable
-from flower_ext.training import MEMORY_LIMIT, Job, Task, train_each
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.training.batched.grouping import MEMORY_LIMIT
+from flower_ext.training.batched.many import train_each
+from flower_ext.training.dp.dp_sgd import ClippedJob, StepNoise, train_clipped_steps
+from flower_ext.training.local import Job
+from flower_ext.training.params import Params
+from flower_ext.training.task import Task
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse a part of a model where the whole is trained or evaluated.
+    """Refuse a part of a model where the whole is trained or evaluated; and what is no model yet.
 
     Raises
     ------
     ValueError
         Names what is missing, and where a client may have it from.
     """
+    check_yielded(params)
     if missing := sorted(set(task.shapes) - set(params)):
         raise tellable(
             InvalidValue(
@@ -34,6 +39,20 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
                 "first from work.initial_params(); a method without personal parts takes no "
                 "personal="
             )
+        )
+
+
+def check_yielded(model: object) -> None:
+    """Refuse a training in place of the model that it leads to.
+
+    Raises
+    ------
+    ValueError
+        The ``yield`` before ``work.train(...)`` is missing.
+    """
+    if isinstance(model, Training):
+        raise tellable(
+            InvalidValue("a training in place of a model: write model = yield work.train(...)")
         )
 
 
@@ -61,6 +80,41 @@ class Training:
     def names(self) -> frozenset[str]:
         """Parameters that are trained."""
         return frozenset(filter(self.trained, self.job.params))
+
+    @property
+    def without_noise(self) -> bool:
+        """Whether the trained model is what training alone made of the examples."""
+        return self.solve in (train_each, _train_steadily)
+
+
+def local_training(
+    task: Task,
+    job: Job,
+    trained: Callable[[str], bool],
+    *,
+    noise: StepNoise | None = None,
+    steady: bool = False,
+) -> Training:
+    """Return the training of a part of a model on one client's examples.
+
+    A client without examples is sent back what it had. With ``noise`` every step is clipped and
+    noised; ``steady`` is that of `train_groups`.
+    """
+    if len(job.examples) == 0:
+        return Training(task=task, job=job, trained=trained, solve=_untrained)
+    if noise is None:
+        solve = _train_steadily if steady else train_each
+        return Training(task=task, job=job, trained=trained, solve=solve)
+    clipped = ClippedJob(**vars(job), noise=noise)
+    return Training(task=task, job=clipped, trained=trained, solve=train_clipped_steps)
+
+
+def _train_steadily(task: Task, jobs: Sequence[Job], **settings: Any) -> Iterator[Params]:
+    return train_each(task, jobs, steady=True, **settings)
+
+
+def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]:
+    return [dict(job.params) for job in jobs]
 
 
 Steps = Generator[Training, Any, T]
@@ -110,6 +164,14 @@ def side_by_side(
             for index, (steps, _), trained in zip(members, asked, solved, strict=True):
                 go_on(index, steps, trained)
     return [results[index] for index in sorted(results)]
+
+
+def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
+    """Return what one client's step makes, or its error, which is no other client's."""
+    try:
+        return step(*given)
+    except Exception as error:  # whatever a client's data or a method make of it
+        return error
 
 
 def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:

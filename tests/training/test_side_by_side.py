@@ -1,0 +1,59 @@
+"""Functions that wait for local trainings: one after the other, or many at once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flower_ext.data import Examples
+from flower_ext.federation import LocalResult
+from flower_ext.training import Job, LocalTraining, Task, difference
+from flower_ext.training.side_by_side import local_training, side_by_side
+
+PLAIN = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
+
+
+def task() -> Task:
+    return Task(model=lambda: torch.nn.Linear(3, 2), data=lambda partition: None)
+
+
+def job(seed: int, *, broken: bool = False) -> Job:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(8, 2 if broken else 3, generator=generator)
+    targets = torch.randint(2, (8,), generator=generator)
+    return Job(
+        params=task().initial_params(0),
+        examples=Examples(features, targets),
+        training=PLAIN,
+        generator=generator,
+    )
+
+
+def run(own: Job):
+    model = yield local_training(task(), own, lambda name: True)
+    return (yield local_training(task(), replace(own, params=model), lambda name: True))
+
+
+def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
+    (alone,) = side_by_side([run(job(1))], lambda index, model: model)
+    first, failed, last = side_by_side(
+        [run(job(1)), run(job(2, broken=True)), run(job(3))], lambda index, model: model
+    )
+    assert isinstance(failed, RuntimeError)
+    assert isinstance(last, dict)
+    for name, value in first.items():
+        torch.testing.assert_close(value, alone[name])
+
+
+def test_a_training_that_nobody_waits_for_is_refused_in_place_of_a_model():
+    waiting = local_training(task(), job(1), lambda name: True)
+    with pytest.raises(ValueError, match=r"model = yield work\.train"):
+        LocalResult(model=waiting)
+    with pytest.raises(ValueError, match=r"model = yield work\.train"):
+        local_training(task(), replace(job(1), params=waiting), lambda name: True)
+
+
+def test_the_difference_of_other_parts_of_a_model_says_which_are_missing():
+    whole = task().initial_params(0)
+    with pytest.raises(ValueError, match=r"difference: \['bias'\] are not in"):
+        difference(whole, {"weight": whole["weight"]})
