@@ -1,10 +1,10 @@
 """Options, traits and hooks of a method.
 
 The hooks, in the order of a run: `training`, `evaluation_training` and `settings` describe the
-work; `prepare` comes before the first round, `begin_round` before each; `server_state` and
-`client_state` travel to the clients; `read_update`, `combine` and `next_model` make a model of the
-answers; `claims` says what protects people; `state` and `restore` carry what the server holds from
-one process to the next.
+work, `accounted` the plan that rounds are held to; `prepare` comes before the first round,
+`begin_round` before each; `server_state` and `client_state` travel to the clients; `read_update`,
+`combine` and `next_model` make a model of the answers; `claims` says what protects people; `state`
+and `restore` carry what the server holds from one process to the next.
 """
 
 from __future__ import annotations

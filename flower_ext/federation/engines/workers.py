@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from flwr.app import Context, Error, Message
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.federation import _flower_private as private
 
 
-class WorkerLost(RuntimeError):
+class WorkerLost(FlowerExtError, RuntimeError):
     """A process has ended, and with it the state of its clients; the message says which."""
 
 
