@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """What a message asks for: facts of the round, models and other arrays, phases of training."""
 
     kind: str
@@ -48,7 +48,7 @@ class Asked:
         return int(self.facts["seed"])
 
 
-def reader(task: Task) -> Callable[[Message], Asked]:
+def reader(task: Task) -> Callable[[Message], Request]:
     """Reads what a message asks for; what several of them share is read, and checked, once.
 
     Raises
@@ -58,7 +58,7 @@ def reader(task: Task) -> Callable[[Message], Asked]:
     ValueError, TypeError
         As `check_facts`.
     """
-    contents: dict[int, Asked] = {}
+    contents: dict[int, Request] = {}
     arrays: dict[int, Params] = {}
 
     def params(record: ArrayRecord) -> Params:
@@ -67,7 +67,7 @@ def reader(task: Task) -> Callable[[Message], Asked]:
             _check_received(arrays[id(record)], task)
         return arrays[id(record)]
 
-    def asked(message: Message) -> Asked:
+    def request(message: Message) -> Request:
         content = message.content
         received = {name: params(record) for name, record in content.array_records.items()}
         configs = content.config_records
@@ -76,7 +76,7 @@ def reader(task: Task) -> Callable[[Message], Asked]:
             raise InvalidValue(f"the server's model has {extra}, which this task's has not")
         facts = dict(configs[records.ROUND])
         protection = check_facts(facts)
-        return Asked(
+        return Request(
             kind=message.metadata.message_type.partition(".")[0],
             protection=protection,
             facts=facts,
@@ -87,13 +87,13 @@ def reader(task: Task) -> Callable[[Message], Asked]:
             config=dict(configs.get(records.CONFIG, {})),
         )
 
-    def read(message: Message) -> Asked:
+    def read(message: Message) -> Request:
         key = id(message.content)
         if key not in contents:
             # Build a model now: what that raises may tell of the user's data.
             _ = task.shapes, task.dtypes
             with knowing_no_data():
-                contents[key] = asked(message)
+                contents[key] = request(message)
         return contents[key]
 
     return read

@@ -32,7 +32,7 @@ from flower_ext.federation.client.method import (
     LocalResult,
     Question,
 )
-from flower_ext.federation.client.requests import Asked, reader
+from flower_ext.federation.client.requests import Request, reader
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each
@@ -124,24 +124,24 @@ class ClientSide:
         An error takes the place of its client's reply alone. A client that is ``alone`` on its node
         has no company that its model could depend on.
         """
-        asked, works = self._unpack(messages, contexts, alone=alone)
+        requests, works = self._unpack(messages, contexts, alone=alone)
 
         def finish(index: int, result: LocalResult) -> _Made:
-            one, work = asked[index], works[index]
-            assert isinstance(one, Asked)
+            request, work = requests[index], works[index]
+            assert isinstance(request, Request)
             assert isinstance(work, ClientWork)
-            own = result.bounded(work.received, whole=bounds_models(one.protection))
+            own = result.bounded(work.received, whole=bounds_models(request.protection))
             return own, result.memory, result.metrics
 
-        def begin(one: Asked, work: ClientWork) -> LocalResult | Steps[LocalResult]:
-            if bounds_models(one.protection):
-                return unmoved_by_errors(self.method.local_update, work, one.protection)
+        def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
+            if bounds_models(request.protection):
+                return unmoved_by_errors(self.method.local_update, work, request.protection)
             return self.method.local_update(work)
 
-        runs = each(begin, asked, works)
+        runs = each(begin, requests, works)
         made = side_by_side(runs, finish, memory_limit=memory_limit)
         # Stored before any reply is out of this function: what was released is remembered.
-        return each(self._remembering, contexts, asked, works, made)
+        return each(self._remembering, contexts, requests, works, made)
 
     def score(
         self,
@@ -151,7 +151,7 @@ class ClientSide:
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[RecordDict | Exception]:
         """Evaluate the model that each client would use; or its error."""
-        asked, works = self._unpack(messages, contexts, alone=True)
+        requests, works = self._unpack(messages, contexts, alone=True)
         runs = each(self.method.local_model, works)
 
         def finish(index: int, model: Params) -> Params:
@@ -163,7 +163,7 @@ class ClientSide:
         models = side_by_side(runs, finish, memory_limit=memory_limit)
         tests = each(lambda work: work.data.test, works)
         every = _scores(works, models, tests, memory_limit=memory_limit)
-        wanted = each(lambda one: bool(one.facts.get("training-loss")), asked)
+        wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
         if True in wanted:
             own = each(lambda work: work.data.train, works)
             trained = _scores(works, models, own, memory_limit=memory_limit)
@@ -226,7 +226,7 @@ class ClientSide:
 
     def _unpack(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
-    ) -> tuple[list[Asked | Exception], list[ClientWork | Exception]]:
+    ) -> tuple[list[Request | Exception], list[ClientWork | Exception]]:
         devices = each(_device_of, contexts)
         errors = [device for device in devices if isinstance(device, Exception)]
         if len(errors) == len(devices):
@@ -236,45 +236,47 @@ class ClientSide:
         task = self._task(contexts[sound.index(True)])
         read = reader(task)
 
-        def own(message: Message, context: Context, device: str | None) -> Asked:
+        def own(message: Message, context: Context, device: str | None) -> Request:
             check_addressee(message, context)
             return read(message)
 
-        asked = each(own, messages, contexts, devices)
+        requests = each(own, messages, contexts, devices)
         # What is protected of one client is so of all: they are asked by one server.
-        steady = not alone and any(protects(a.protection) for a in asked if isinstance(a, Asked))
-        return asked, each(partial(self._work, task=task, steady=steady), asked, contexts)
+        steady = not alone and any(
+            protects(r.protection) for r in requests if isinstance(r, Request)
+        )
+        return requests, each(partial(self._work, task=task, steady=steady), requests, contexts)
 
     def _remembering(
-        self, context: Context, asked: Asked, work: ClientWork, made: _Made
+        self, context: Context, request: Request, work: ClientWork, made: _Made
     ) -> RecordDict:
         """What leaves the client, once what it is to remember of it is stored."""
-        reply, memory = self._reply(context, asked, work, made)
+        reply, memory = self._reply(context, request, work, made)
         check_finite(memory)
         if memory is not None:
             if not self.method.keeps_memory:
                 error = InvalidValue(f"{self.method.name} returns memory: set keeps_memory=True")
                 raise tellable(error)
-            kept = ClientMemory(context, self.method.name, asked.run)
-            kept.store(memory, asked.round, and_before=self.method.mirrored)
+            kept = ClientMemory(context, self.method.name, request.run)
+            kept.store(memory, request.round, and_before=self.method.mirrored)
         return reply
 
     def _reply(
-        self, context: Context, asked: Asked, work: ClientWork, made: _Made
+        self, context: Context, request: Request, work: ClientWork, made: _Made
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
         own, memory, told = made
-        noise = self._policy(context).noise(asked.facts, _OF_UPLOADS)
-        update = protected(own, work.received, asked.protection, noise)
+        noise = self._policy(context).noise(request.facts, _OF_UPLOADS)
+        update = protected(own, work.received, request.protection, noise)
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
-        if asked.facts.get("report-size"):
+        if request.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **told}
-        if asked.facts.get("diagnostics"):
+        if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
             moved = own.value if isinstance(own, BoundedSum) else own
-            if bounds_models(asked.protection):
+            if bounds_models(request.protection):
                 moved = difference(moved, work.received)
             metrics["update-norm"] = l2_norm(moved)
         if metrics:
@@ -283,46 +285,46 @@ class ClientSide:
             memory = memory(_as_params(update, work.received))
         return record_of(RecordDict, content), memory
 
-    def _work(self, asked: Asked, context: Context, task: Task, *, steady: bool) -> ClientWork:
+    def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self._policy(context), self.method.upload_phase
         with knowing_no_data():
-            if asked.kind == "train":
-                policy.check(asked.protection)
+            if request.kind == "train":
+                policy.check(request.protection)
             partition = partition_of(context.node_config)
-            own_noise = policy.noise(asked.facts, _OF_UPLOADS)
-            in_steps = step_noise(asked.protection, own_noise)
+            own_noise = policy.noise(request.facts, _OF_UPLOADS)
+            in_steps = step_noise(request.protection, own_noise)
             if in_steps is not None and phase is None:
                 raise InvalidValue(f"{self.method.name}: no phase of training is all of its update")
-        seed = derived_seed(asked.seed, "client", asked.kind, partition, asked.round)
+        seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
         data = task.data(partition)
         if not isinstance(data, ClientData):
             raise tellable(TypeError("data(partition) of the Task: expected ClientData"))
-        check_size(len(data.train), asked.protection)
+        check_size(len(data.train), request.protection)
         return ClientWork(
             task=task,
             data=data,
-            received=asked.model,
-            memory=self._remembered(asked, context) if self.method.keeps_memory else None,
+            received=request.model,
+            memory=self._remembered(request, context) if self.method.keeps_memory else None,
             vault=ClientVault(context, self.method.name),
-            training=asked.training,
-            round=asked.round,
-            seed=asked.seed,
+            training=request.training,
+            round=request.round,
+            seed=request.seed,
             generator=torch.Generator().manual_seed(seed),
-            settings=asked.settings,
-            state=asked.state,
-            terms=objective_terms(asked.model, len(data.train), asked.protection, own_noise),
-            noise=policy.noise(asked.facts, "training-noise"),
+            settings=request.settings,
+            state=request.state,
+            terms=objective_terms(request.model, len(data.train), request.protection, own_noise),
+            noise=policy.noise(request.facts, "training-noise"),
             step_noise={} if in_steps is None or phase is None else {phase: in_steps},
-            config=asked.config,
+            config=request.config,
             steady=steady,
         )
 
-    def _remembered(self, asked: Asked, context: Context) -> Params | None:
+    def _remembered(self, request: Request, context: Context) -> Params | None:
         """What a training begins with is what was before it; an evaluation sees what it left."""
-        memory = ClientMemory(context, self.method.name, asked.run)
-        if self.method.mirrored and asked.kind == "train" and "remembered" in asked.facts:
-            _go_back(memory, asked.facts["remembered"])
-        return memory.load(before=asked.round + (asked.kind == "evaluate"))
+        memory = ClientMemory(context, self.method.name, request.run)
+        if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
+            _go_back(memory, request.facts["remembered"])
+        return memory.load(before=request.round + (request.kind == "evaluate"))
 
 
 def _scores(
