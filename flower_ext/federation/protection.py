@@ -23,10 +23,8 @@ from flower_ext.federation.mods import objective_perturbation_term
 from flower_ext.privacy import (
     NoiseSource,
     ObjectivePerturbation,
-    OutputPerturbation,
     SecureNoise,
     SeededNoise,
-    clip,
 )
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.privacy.guarantee import PreconditionFailed
@@ -246,12 +244,12 @@ def protects(protection: Protection | None) -> bool:
 
     Its bound then speaks of this client alone: nothing that another client does may move it.
     """
-    return not isinstance(protection, ProtectedByTraining | None)
+    return protection is not None and protection.bounds_uploads
 
 
 def bounds_models(protection: Protection | None) -> bool:
     """Tell whether a client's whole model is clipped and noised, and not its update."""
-    return isinstance(protection, ClipModel | ClipSteps)
+    return protection is not None and protection.bounds_models
 
 
 def check_size(num_examples: int, protection: Protection | None) -> None:
@@ -262,7 +260,7 @@ def check_size(num_examples: int, protection: Protection | None) -> None:
     PreconditionFailed
         The server's plan names another number.
     """
-    agreed = protection.num_examples if isinstance(protection, ClipModel | ClipSteps) else None
+    agreed = None if protection is None else protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise tellable(
             PreconditionFailed(
@@ -326,16 +324,11 @@ def protected(
     """
     if isinstance(protection, ClipUnits) or isinstance(update, BoundedSum | HiddenSum):
         return _noised_sum(update, received, protection, noise)
-    match protection:
-        case ClipUpdate(clipping_norm=norm, noise_stddev=stddev, noise_grid=grid):
-            return noise.add_gaussian(clip(update, norm).value, stddev, grid=grid)
-        case ClipModel(clipping_norm=norm, noise_stddev=stddev):
-            perturbation = OutputPerturbation(clipping_norm=norm, noise_stddev=stddev)
-            released: Mapping[str, torch.Tensor] = perturbation.apply(update, noise)
-        case ClipSteps(clipping_norm=norm):  # every step that led here is noised already
-            released = clip(update, norm).value
-        case _:
-            return update
+    if protection is None:
+        return update
+    released = protection.released(update, noise)
+    if not protection.bounds_models:
+        return released
     return {name: value - received[name] for name, value in released.items()}
 
 
@@ -356,5 +349,5 @@ def _noised_sum(
     if isinstance(update, HiddenSum):
         nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
         return update.encrypt(noise.gaussian(nothing, asked.noise_stddev))
-    noised = noise.add_gaussian(update.value, asked.noise_stddev, grid=asked.noise_grid)
+    noised = asked.noised(update.value, noise)
     return {name: value.to(received[name].dtype) for name, value in noised.items()}

@@ -1,12 +1,48 @@
-"""Protections of an upload before it leaves its client: one class a mechanism."""
+"""Protections of an upload before it leaves its client: one class a mechanism.
+
+A class knows its numbers and what it does to arrays of any library. How its numbers travel is in
+`federation.protection`; what acts during training, the training itself applies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flower_ext.privacy.bounds import clip
+from flower_ext.privacy.noise import NoiseSource
+from flower_ext.privacy.perturbation import OutputPerturbation
+
+
+class Protection:
+    """A mechanism on the client; by default, nothing is done to the upload."""
+
+    bounds_models: ClassVar[bool] = False
+    """The client's whole model is bounded and noised, and not what it changed."""
+    bounds_uploads: ClassVar[bool] = True
+    """The upload as a whole is bounded: nothing that another client does may move it."""
+    num_examples: int | None = None
+    """The only number of training examples that the guarantee speaks of, where there is one."""
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the client's own noise, in clipping norms; 0 where none is."""
+        return 0.0
+
+    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return the upload as it leaves the client: an update, or a model if `bounds_models`.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            As `clip`.
+        """
+        return upload
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdate:
+class ClipUpdate(Protection):
     """Clip the whole update, add a share of the sum's noise (a `ReleasePlan`'s).
 
     Parameters
@@ -29,6 +65,14 @@ class ClipUpdate:
         """Standard deviation of this client's own noise, in clipping norms."""
         return self.noise_stddev / self.clipping_norm
 
+    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return the clipped update with noise."""
+        return self.noised(clip(upload, self.clipping_norm).value, noise)
+
+    def noised(self, bounded: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return what is bounded already with noise."""
+        return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
@@ -36,7 +80,7 @@ class ClipUnits(ClipUpdate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipModel:
+class ClipModel(Protection):
     """Clip the whole local model, add noise of its own (output perturbation).
 
     Parameters
@@ -46,6 +90,7 @@ class ClipModel:
         The only number of training examples that the guarantee speaks of.
     """
 
+    bounds_models = True
     clipping_norm: float
     noise_stddev: float
     num_examples: int | None = None
@@ -55,9 +100,16 @@ class ClipModel:
         """Standard deviation of the noise, in clipping norms."""
         return self.noise_stddev / self.clipping_norm
 
+    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return the clipped model with noise."""
+        perturbation = OutputPerturbation(
+            clipping_norm=self.clipping_norm, noise_stddev=self.noise_stddev
+        )
+        return perturbation.apply(upload, noise)
+
 
 @dataclass(frozen=True, kw_only=True)
-class ClipSteps:
+class ClipSteps(Protection):
     """Clip each record's gradient and add noise in every local step; clip the model at the end.
 
     Parameters
@@ -72,6 +124,7 @@ class ClipSteps:
         The only number of training examples that the guarantee speaks of.
     """
 
+    bounds_models = True
     clipping_norm: float
     gradient_clipping_norm: float
     noise_stddev: float
@@ -82,9 +135,13 @@ class ClipSteps:
         """Standard deviation of a step's noise, in clipping norms of a gradient."""
         return self.noise_stddev / self.gradient_clipping_norm
 
+    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return the clipped model: every step that led to it is noised already."""
+        return clip(upload, self.clipping_norm).value
+
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbObjective:
+class PerturbObjective(Protection):
     """Add ⟨n, w⟩ with fresh noise n to the local objective.
 
     Parameters
@@ -98,38 +155,14 @@ class PerturbObjective:
     rate: float
     least_examples: int
 
-    @property
-    def noise_multiplier(self) -> float:
-        """None: nothing is clipped."""
-        return 0.0
-
 
 @dataclass(frozen=True)
-class ProtectedByServer:
+class ProtectedByServer(Protection):
     """Nothing: the server bounds the update and adds all of the noise."""
 
-    @property
-    def noise_multiplier(self) -> float:
-        """None of the client's own."""
-        return 0.0
-
 
 @dataclass(frozen=True)
-class ProtectedByTraining:
+class ProtectedByTraining(Protection):
     """Nothing: the method's own training is noised already (DP-SGD)."""
 
-    @property
-    def noise_multiplier(self) -> float:
-        """None after training."""
-        return 0.0
-
-
-Protection = (
-    ClipUpdate
-    | ClipUnits
-    | ClipModel
-    | ClipSteps
-    | PerturbObjective
-    | ProtectedByServer
-    | ProtectedByTraining
-)
+    bounds_uploads = False
