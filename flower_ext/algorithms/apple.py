@@ -32,6 +32,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -175,14 +176,9 @@ class Apple(FederatedStrategy):
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < relation_learning_rate < math.inf:
-            raise InvalidValue(
-                f"relation_learning_rate={relation_learning_rate!r}: expected a finite number > 0"
-            )
-        if not 0 <= penalty < math.inf:
-            raise InvalidValue(f"penalty={penalty!r}: expected a finite number >= 0")
-        if penalty_rounds < 1:
-            raise InvalidValue(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
+        require_positive("relation_learning_rate", relation_learning_rate)
+        require_not_negative("penalty", penalty)
+        require_at_least_one("penalty_rounds", penalty_rounds)
         super().__init__(plan=plan, **options)
         if self.server_learning_rate != 1.0:
             raise InvalidValue(

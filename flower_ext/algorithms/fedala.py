@@ -30,6 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -177,14 +178,9 @@ class FedALA(FederatedStrategy):
     ) -> None:
         if not adaptive:
             raise InvalidValue("adaptive=(): name the modules whose weights are learned")
-        if not 0 < weight_learning_rate < float("inf"):
-            raise InvalidValue(
-                f"weight_learning_rate={weight_learning_rate!r}: expected a finite number > 0"
-            )
-        if not 0 < sample_share <= 1:
-            raise InvalidValue(f"sample_share={sample_share!r}: expected a number in (0, 1]")
-        if first_passes < 1:
-            raise InvalidValue(f"first_passes={first_passes!r}: expected an integer >= 1")
+        require_positive("weight_learning_rate", weight_learning_rate)
+        require_rate("sample_share", sample_share)
+        require_at_least_one("first_passes", first_passes)
         super().__init__(plan=plan, **options)
         self.adaptive = tuple(adaptive)
         self.weight_learning_rate = weight_learning_rate

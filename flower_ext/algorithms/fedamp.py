@@ -27,6 +27,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -98,8 +99,7 @@ class FedAMP(FederatedStrategy):
         **options: Any,
     ) -> None:
         for name, value in (("attention_width", attention_width), ("attraction", attraction)):
-            if not 0 < value < float("inf"):
-                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
+            require_positive(name, value)
         population = plan.sampling.population
         step = attention_width / population if attention_step is None else attention_step
         most = attention_width / max(1, population - 1)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_positive
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -86,8 +86,7 @@ class FedDyn(FederatedStrategy):
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < regularization < float("inf"):
-            raise InvalidValue(f"regularization={regularization!r}: expected a finite number > 0")
+        require_positive("regularization", regularization)
         super().__init__(plan=plan, **options)
         self.regularization = self.added_proximal_weight = regularization
         self.local = local or LocalTraining()

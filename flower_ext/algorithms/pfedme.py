@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -169,8 +170,7 @@ class PFedMe(FederatedStrategy):
         personal_training: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < attraction < float("inf"):
-            raise InvalidValue(f"attraction={attraction!r}: expected a finite number > 0")
+        require_positive("attraction", attraction)
         super().__init__(plan=plan, **options)
         self.attraction = attraction
         self.local = local or LocalTraining(learning_rate=0.01)

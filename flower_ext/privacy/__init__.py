@@ -106,10 +106,7 @@ _MOVED = {
             "uldp_closed_form uldp_naive_guarantees"
         ),
         "theorems.uldp_group": "group_loss_by_conversion group_loss_by_renyi uldp_group_guarantees",
-        "theorems.upcycled": (
-            "perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_2_delta "
-            "upcycled_theorem_6_3"
-        ),
+        "theorems.upcycled": ("perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_3"),
         "updates": "Update l2_norm",
     }.items()
     for name in names.split()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.sampling import (
@@ -86,10 +87,7 @@ class Release:
     relation: NeighboringRelation
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise InvalidValue(
-                f"noise_multiplier={self.noise_multiplier!r}: expected a finite number >= 0"
-            )
+        require_not_negative("noise_multiplier", self.noise_multiplier)
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -176,8 +174,7 @@ def privacy_loss_of(
     ValueError
         ``delta`` outside (0, 1), or releases under different relations.
     """
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+    require_delta(delta)
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     counts = Counter({release: n for release, n in counts.items() if n > 0})
     relations = {release.relation for release in counts}
@@ -199,8 +196,7 @@ def privacy_loss(
     accountant: Accountant = "pld",
 ) -> PrivacyLoss:
     """(ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
-    if rounds < 0:
-        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
+    require_count("rounds", rounds)
     release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
     return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
 

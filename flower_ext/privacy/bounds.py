@@ -27,6 +27,7 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import NeighboringRelation
 from flower_ext.privacy.updates import (
@@ -94,8 +95,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     NonFiniteUpdate, TypeError, ValueError
         As `l2_norm`; or ``clipping_norm`` is not a finite number above zero.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(update)
     largest, scaled = scaled_norm(update)
     norm = largest * scaled
@@ -120,8 +120,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     NonFiniteUpdate, TypeError, ValueError
         As `clip` and `total`.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     places, summed = laid_out(like)
     wide = summed * 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
@@ -166,8 +165,7 @@ def sum_clipped_rows(
     NonFiniteUpdate, TypeError, ValueError
         As `clip`; or weights of another number, or outside [0, 1].
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     count = len(next(iter(rows.values())))
     shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
@@ -225,8 +223,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     NonFiniteUpdate, TypeError, ValueError
         As `clip`.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)

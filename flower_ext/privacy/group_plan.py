@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_delta
 from flower_ext.privacy.group_privacy import DpSgd
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.plan import PlainAverage
@@ -33,8 +33,7 @@ class GroupPlan(PlainAverage):
     delta: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
+        require_delta(self.delta)
 
     def describe(self) -> str:
         """For the log."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_ext.checks import require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
 
@@ -60,8 +61,7 @@ class Budget:
     def __post_init__(self) -> None:
         if not self.epsilon > 0:
             raise InvalidValue(f"epsilon={self.epsilon!r}: expected a number > 0")
-        if not 0 < self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
+        require_delta(self.delta)
 
 
 class Reservation:

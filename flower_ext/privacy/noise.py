@@ -37,6 +37,7 @@ from typing import Any, Protocol
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
@@ -153,10 +154,8 @@ class _GeneratorNoise:
 
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
         """A vector with density ∝ exp(−‖b‖₂ / scale) (see `NoiseSource`)."""
-        if dimension < 1:
-            raise InvalidValue(f"dimension={dimension!r}: expected an integer >= 1")
-        if not 0 < scale < math.inf:
-            raise InvalidValue(f"scale={scale!r}: expected a finite number > 0")
+        require_at_least_one("dimension", dimension)
+        require_positive("scale", scale)
         rng = self._generator()
         direction = rng.standard_normal(dimension)
         radius = rng.gamma(shape=dimension, scale=scale)
@@ -188,8 +187,7 @@ class SeededNoise(_GeneratorNoise):
 
 
 def _check_stddev(stddev: float) -> None:
-    if not 0 <= stddev < math.inf:
-        raise InvalidValue(f"stddev={stddev!r}: expected a finite number >= 0")
+    require_not_negative("stddev", stddev)
 
 
 def _check_grid(grid: float, stddev: float) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.clipped_steps import (
     ClippedSteps,
@@ -61,20 +61,18 @@ class RecordLevelPlan(PlainAverage):
     steps: ClippedSteps | None = None
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        everyone = isinstance(self.sampling, FullParticipation)
-        require("sampling", everyone, "FullParticipation: every client uploads in every round")
-        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
-        require("noise_stddev", 0 < self.noise_stddev < math.inf, "a finite number > 0")
-        require("num_examples", self.num_examples >= 1, "an integer >= 1")
-        require("rounds", self.rounds >= 1, "an integer >= 1")
-        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
+        if not isinstance(self.sampling, FullParticipation):
+            raise InvalidValue(
+                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
+                "every round"
+            )
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
         if self.steps is not None:
-            same = f"{self.steps.num_examples}, as in the clipped steps"
-            require("num_examples", self.num_examples == self.steps.num_examples, same)
+            self.steps.require_examples(self.num_examples)
 
     @classmethod
     def for_target(

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.checks import require_at_least_one, require_rate
 from flower_ext.errors import InvalidValue
 
 
 def _check_population(population: int) -> None:
-    if population < 1:
-        raise InvalidValue(f"population={population!r}: expected an integer >= 1")
+    require_at_least_one("population", population)
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class PoissonSampling:
 
     def __post_init__(self) -> None:
         _check_population(self.population)
-        if not 0 < self.rate <= 1:
-            raise InvalidValue(f"rate={self.rate!r}: expected a number in (0, 1]")
+        require_rate("rate", self.rate)
 
     @property
     def sampling_rate(self) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 
 _LARGEST_ENCODED = 2**61
@@ -38,8 +39,7 @@ class FixedPoint:
     def __post_init__(self) -> None:
         for name in ("step", "bound"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
+            require_positive(name, value)
         if self.bound / self.step > _LARGEST_ENCODED:
             raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "

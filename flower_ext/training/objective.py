@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flower_ext.checks import require_not_negative
 from flower_ext.errors import InvalidValue
 
 
@@ -25,8 +26,7 @@ class Term(Protocol):
 
 
 def _require_finite(name: str, value: float) -> None:
-    if not (value >= 0 and value < float("inf")):
-        raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
+    require_not_negative(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)

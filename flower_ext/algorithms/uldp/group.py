@@ -28,6 +28,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
 from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
+from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
 from flower_ext.errors import InvalidValue
@@ -129,8 +130,7 @@ class UldpGroup(FederatedStrategy):
         delta: float,
         **options: Any,
     ) -> None:
-        if num_users < 1:
-            raise InvalidValue(f"num_users={num_users!r}: expected an integer >= 1")
+        require_at_least_one("num_users", num_users)
         if options.get("ledger") is not None:
             raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
         size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size

@@ -25,6 +25,13 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.checks import (
+    require_at_least_one,
+    require_count,
+    require_delta,
+    require_one_of,
+    require_positive,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import (
     PrivacyLoss,
@@ -91,12 +98,9 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     ValueError
         A parameter is out of range.
     """
-    if not 0 < noise_multiplier < math.inf:
-        raise InvalidValue(f"noise_multiplier={noise_multiplier!r}: expected a finite number > 0")
-    if rounds < 0:
-        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+    require_positive("noise_multiplier", noise_multiplier)
+    require_count("rounds", rounds)
+    require_delta(delta)
     if rounds == 0:
         return 0.0
     above = np.logspace(-6, 8, 100_000)  # α - 1
@@ -334,7 +338,5 @@ def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
         )
     if isinstance(plan.sampling, FixedSizeSampling):
         raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")
-    if num_silos < 1:
-        raise InvalidValue(f"num_silos={num_silos!r}: expected an integer >= 1")
-    if weighting not in ("equal", "by-records"):
-        raise InvalidValue(f"weighting={weighting!r}: expected equal or by-records")
+    require_at_least_one("num_silos", num_silos)
+    require_one_of("weighting", weighting, ("equal", "by-records"))

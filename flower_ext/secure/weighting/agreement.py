@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
@@ -91,8 +92,7 @@ class WeightingSettings:
                 raise InvalidValue(
                     f"{name}={getattr(self, name)!r}: expected an integer >= {least}"
                 )
-        if not 0 < self.precision < math.inf:
-            raise InvalidValue(f"precision={self.precision!r}: expected a finite number > 0")
+        require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()
