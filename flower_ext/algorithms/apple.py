@@ -32,12 +32,12 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import OnePhase
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     Training,
@@ -143,7 +143,7 @@ def local_model(work: ClientWork) -> Params:
     return part(work.memory or {}, PERSONAL) or work.received
 
 
-class Apple(FederatedStrategy):
+class Apple(OnePhase):
     """Core models that all clients share, mixed by each for itself; everyone in every round.
 
     Parameters
@@ -179,24 +179,13 @@ class Apple(FederatedStrategy):
         require_positive("relation_learning_rate", relation_learning_rate)
         require_not_negative("penalty", penalty)
         require_at_least_one("penalty_rounds", penalty_rounds)
-        super().__init__(plan=plan, **options)
-        if self.server_learning_rate != 1.0:
-            raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as APPLE's "
-                "server takes core models as they come"
-            )
+        super().__init__(plan=plan, local=local, **options)
+        self.require_unit_rate("APPLE's server takes core models as they come")
         self.relation_learning_rate = relation_learning_rate
         self.penalty, self.penalty_rounds = penalty, penalty_rounds
-        self.local = local or LocalTraining()
-        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
-            if getattr(self.local, name):
-                raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
+        for name in self.local.beyond_sgd:
+            raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
         self._cores: dict[int, ArrayRecord] = {}
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The core model, in one phase."""
-        return {"local": self.local}
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import own_model
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -138,11 +139,6 @@ def minimise_envelope(
     return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
 
 
-def local_model(work: ClientWork) -> Params:
-    """The personal model; the shared one for a client that never took part."""
-    return work.memory or work.received
-
-
 class PFedMe(FederatedStrategy):
     """Personal models that never leave the client; the shared model is their anchor.
 
@@ -159,7 +155,7 @@ class PFedMe(FederatedStrategy):
         Those of `FederatedStrategy`; ``server_learning_rate`` is β.
     """
 
-    client = ClientMethod(name="pfedme", local_update=local_update, local_model=local_model)
+    client = ClientMethod(name="pfedme", local_update=local_update, local_model=own_model)
 
     def __init__(
         self,
@@ -175,9 +171,8 @@ class PFedMe(FederatedStrategy):
         self.attraction = attraction
         self.local = local or LocalTraining(learning_rate=0.01)
         self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
-        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
-            if getattr(self.local, name) or getattr(self.personal_training, name):
-                raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
+        for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
+            raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
 

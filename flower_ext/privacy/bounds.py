@@ -171,44 +171,22 @@ def sum_clipped_rows(
     shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):
         raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
-    value = clip_rows(rows, clipping_norm, shares)
-    if value is None:  # squares that overflow or vanish: with more care, one after the other
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    if factors is not None:
+        namespace, device = api.array_namespace(*flat.values()), api.device(factors)
+        factors = factors * namespace.asarray(shares, dtype=namespace.float64, device=device)
+        value = {
+            name: namespace.reshape(factors @ flat[name], array.shape[1:])
+            for name, array in rows.items()
+        }
+    else:  # squares that overflow or vanish: with more care, one after the other
         value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
         for number, share in enumerate(shares):
             row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
             for name, array in row.value.items():
                 value[name] = value[name] + as_float64(array) * share
     return BoundedSum(value=value, bound=clipping_norm, count=count)
-
-
-def clip_rows(
-    rows: Update, clipping_norm: float, weights: Sequence[float]
-) -> dict[str, Any] | None:
-    """Sum over the first dimension of what `clip` makes of every row, times its weight.
-
-    Parameters
-    ----------
-    rows, clipping_norm, weights
-        As `sum_clipped_rows`.
-
-    Returns
-    -------
-    dict[str, array] | None
-        In float64. None where the norm of a row that is not all zeros is not between 1e-100 and
-        1e100 times ``clipping_norm``, or not finite, and simple arithmetic could not be trusted.
-    """
-    flat = _flat_rows(rows)
-    factors = _row_factors(flat, clipping_norm)
-    if factors is None:
-        return None
-    namespace = api.array_namespace(*flat.values())
-    factors = factors * namespace.asarray(
-        weights, dtype=namespace.float64, device=api.device(factors)
-    )
-    return {
-        name: namespace.reshape(factors @ flat[name], array.shape[1:])
-        for name, array in rows.items()
-    }
 
 
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:

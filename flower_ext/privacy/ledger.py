@@ -248,9 +248,7 @@ class Ledger:
         entry, line = chained(self._next, kind, facts, self._last_hash)
         self._check_usable()
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
+            write_durably(self._file, line)
         except OSError as error:
             self._unusable = "could not be written"
             raise OSError(
@@ -322,6 +320,13 @@ def parse_chain(content: bytes) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         previous = entry["hash"]
     return entries, whole
+
+
+def write_durably(file: int, line: bytes) -> None:
+    """Write a whole line, and wait until it is on the disk."""
+    while line:
+        line = line[os.write(file, line) :]
+    os.fsync(file)
 
 
 def sync_directory(folder: Path) -> None:

@@ -136,7 +136,7 @@ class _GeneratorNoise:
         self, update: Update, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
         """``update`` + N(0, stddev² I), on a public grid (see `NoiseSource`)."""
-        _check_stddev(stddev)
+        require_not_negative("stddev", stddev)
         check_arrays(update)
         if stddev == 0:
             return dict(update)
@@ -147,7 +147,7 @@ class _GeneratorNoise:
 
     def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
         """N(0, stddev² I) on no grid (see `NoiseSource`)."""
-        _check_stddev(stddev)
+        require_not_negative("stddev", stddev)
         check_arrays(like)
         rng = self._generator()
         return {name: stddev * _normal(array, array.shape, rng) for name, array in like.items()}
@@ -184,10 +184,6 @@ class SeededNoise(_GeneratorNoise):
 
     def _generator(self) -> np.random.Generator:
         return self._rng
-
-
-def _check_stddev(stddev: float) -> None:
-    require_not_negative("stddev", stddev)
 
 
 def _check_grid(grid: float, stddev: float) -> None:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Protection:
+    """What a client does to its upload; one that adds no noise of its own unless it says so."""
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the client's own noise, in clipping norms; 0 for none."""
+        return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
-class ClipUpdate:
+class ClipUpdate(Protection):
     """Clip the whole update, add a share of the sum's noise (a `ReleasePlan`'s).
 
     Parameters
@@ -36,7 +45,7 @@ class ClipUnits(ClipUpdate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipModel:
+class ClipModel(Protection):
     """Clip the whole local model, add noise of its own (output perturbation).
 
     Parameters
@@ -57,7 +66,7 @@ class ClipModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipSteps:
+class ClipSteps(Protection):
     """Clip each record's gradient and add noise in every local step; clip the model at the end.
 
     Parameters
@@ -84,7 +93,7 @@ class ClipSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerturbObjective:
+class PerturbObjective(Protection):
     """Add ⟨n, w⟩ with fresh noise n to the local objective.
 
     Parameters
@@ -98,38 +107,12 @@ class PerturbObjective:
     rate: float
     least_examples: int
 
-    @property
-    def noise_multiplier(self) -> float:
-        """None: nothing is clipped."""
-        return 0.0
-
 
 @dataclass(frozen=True)
-class ProtectedByServer:
+class ProtectedByServer(Protection):
     """Nothing: the server bounds the update and adds all of the noise."""
 
-    @property
-    def noise_multiplier(self) -> float:
-        """None of the client's own."""
-        return 0.0
-
 
 @dataclass(frozen=True)
-class ProtectedByTraining:
+class ProtectedByTraining(Protection):
     """Nothing: the method's own training is noised already (DP-SGD)."""
-
-    @property
-    def noise_multiplier(self) -> float:
-        """None after training."""
-        return 0.0
-
-
-Protection = (
-    ClipUpdate
-    | ClipUnits
-    | ClipModel
-    | ClipSteps
-    | PerturbObjective
-    | ProtectedByServer
-    | ProtectedByTraining
-)

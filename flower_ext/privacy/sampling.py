@@ -13,10 +13,6 @@ from flower_ext.checks import require_at_least_one, require_rate
 from flower_ext.errors import InvalidValue
 
 
-def _check_population(population: int) -> None:
-    require_at_least_one("population", population)
-
-
 @dataclass(frozen=True)
 class PoissonSampling:
     """Each of ``population`` units takes part independently with probability ``rate``.
@@ -28,7 +24,7 @@ class PoissonSampling:
     rate: float
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
+        require_at_least_one("population", self.population)
         require_rate("rate", self.rate)
 
     @property
@@ -58,7 +54,7 @@ class FixedSizeSampling:
     size: int
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
+        require_at_least_one("population", self.population)
         if not 1 <= self.size <= self.population:
             raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
@@ -90,7 +86,7 @@ class FullParticipation:
     population: int
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
+        require_at_least_one("population", self.population)
 
     @property
     def sampling_rate(self) -> float:

@@ -75,22 +75,6 @@ class FixedPoint:
         return np.array([int(x) / scale * self.step for x in encoded], dtype=np.float64)
 
 
-def to_residue(value: int, modulus: mpz) -> mpz:
-    """A signed integer in [0, modulus).
-
-    Raises
-    ------
-    OverflowError
-        ``value`` would come back as another number.
-    """
-    if 2 * abs(value) >= modulus:
-        raise OverflowError(
-            f"a value of {int(value).bit_length()} bits does not fit a modulus of "
-            f"{modulus.bit_length()} bits: expected a magnitude below half of it"
-        )
-    return mpz(value) % modulus
-
-
 def from_residue(residue: mpz, modulus: mpz) -> mpz:
     """The signed integer of magnitude below ``modulus / 2`` that ``residue`` stands for."""
     return residue - modulus if 2 * residue > modulus else residue

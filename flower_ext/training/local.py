@@ -76,6 +76,12 @@ class LocalTraining:
             require(name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
 
+    @property
+    def beyond_sgd(self) -> list[str]:
+        """Names of what is set that plain SGD has not."""
+        extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
+        return [name for name in extras if getattr(self, name)]
+
     def in_round(self, number: int) -> LocalTraining:
         """The same training with the learning rate of training round ``number`` (from 1)."""
         rate = self.learning_rate * self.learning_rate_decay ** (number - 1)

@@ -27,6 +27,7 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from flower_ext.algorithms.one_phase import shared_model
 from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
 from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
@@ -51,7 +52,6 @@ from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
-    Params,
     train_dp_sgd,
 )
 
@@ -87,11 +87,6 @@ def kept(work: ClientWork) -> Examples:
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
 
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
 class UldpGroup(FederatedStrategy):
     """Record-level DP inside the silos, and group privacy for the records of a user.
 
@@ -114,7 +109,7 @@ class UldpGroup(FederatedStrategy):
     client = ClientMethod(
         name="uldp_group",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         answer=answer,
         keeps_memory=False,

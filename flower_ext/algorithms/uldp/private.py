@@ -33,7 +33,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, local_model
+from flower_ext.algorithms.one_phase import shared_model
+from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.private_setup import ask_bytes, set_up
 from flower_ext.algorithms.uldp.private_silo import (
     ANSWER,
@@ -102,7 +103,7 @@ class PrivateUldpAvg(UldpAvg):
     client = ClientMethod(
         name="uldp_avg_private",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         answer=answer,
         keeps_memory=False,  # of rounds: keys and blinds are set up anew where a run goes on
