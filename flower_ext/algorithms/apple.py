@@ -23,7 +23,7 @@ core model clipped and noised; p_i and the personal model never leave it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import OnePhase
+from flower_ext.algorithms.one_phase import OnePhase, one_by_one
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -96,22 +96,17 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         penalty=fading * work.settings[PENALTY],
     )
     core, relation, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=train_mixtures
+        task=work.task, job=job, trained=lambda name: True, solve=train_mixture
     )
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
     return LocalResult(model=core, memory=memory)
 
 
-def train_mixtures(
-    task: Task, jobs: Sequence[Mixture], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[tuple[Params, Tensor, Params]]:
-    """(w_own, p, Σ_j p_j w_j) of each job, one by one: each holds all core models."""
-    return [_train_mixture(task, job, trained) for job in jobs]
-
-
-def _train_mixture(
+@one_by_one
+def train_mixture(
     task: Task, job: Mixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
+    """(w_own, p, Σ_j p_j w_j); one by one, as each job holds all core models."""
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
     cores = {

@@ -236,7 +236,9 @@ class Hosted(DPFedAvg):
         for name, value in vars(self.server).items():
             kind = type(value).__name__
             members = dict(enumerate(value)) if isinstance(value, list) else value
-            if isinstance(members, dict) and members and _are_arrays(members.values()):
+            if not isinstance(members, dict) or not members:
+                continue
+            if all(isinstance(array, np.ndarray) for array in members.values()):
                 state[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
         return state
 
@@ -262,10 +264,6 @@ class Hosted(DPFedAvg):
                 f"metric {self.server.weighted_by_key!r} is missing or not above 0"
             )
         return update
-
-
-def _are_arrays(values: Iterable[object]) -> bool:
-    return all(isinstance(value, np.ndarray) for value in values)
 
 
 @dataclass(frozen=True)

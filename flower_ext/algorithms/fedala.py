@@ -30,6 +30,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import one_by_one
 from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -53,6 +54,7 @@ from flower_ext.training import (
     part,
     tagged,
 )
+from flower_ext.training.params import require_modules
 
 MODEL, WEIGHTS = "model", "weights"
 SHARE, FIRST, ADAPTIVE = "sample-share", "first-passes", "adaptive."
@@ -107,15 +109,11 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
-def train_weights(
-    task: Task, jobs: Sequence[Aggregation], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[Params]:
-    """W of each job, one by one."""
-    return [_train_weights(task, job, trained) for job in jobs]
-
-
-def _train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    problem = local_problem(task, {**job.params, **_frozen(job, trained)}, trained=trained)
+@one_by_one
+def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
+    """W of a job; what has no weights comes from the shared model."""
+    frozen = {name: p for name, p in job.shared.items() if not trained(name)}
+    problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device
     local = {name: job.params[name].to(device) for name in problem.start}
     shared = {name: job.shared[name].to(device) for name in problem.start}
@@ -130,11 +128,6 @@ def _train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool])
             step = job.training.learning_rate * g * (shared[name] - local[name])
             weights[name] = (weights[name] - step).clamp(0.0, 1.0)
     return {name: w.cpu() for name, w in weights.items()}
-
-
-def _frozen(job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """What has no weights comes from the shared model."""
-    return {name: p for name, p in job.shared.items() if not trained(name)}
 
 
 def local_model(work: ClientWork) -> Params:
@@ -197,14 +190,7 @@ class FedALA(FederatedStrategy):
         ValueError
             ``adaptive`` names none of the model's modules.
         """
-        names = list(self.shared(arrays))
-        for module in self.adaptive:
-            if not any(matches(name, [module]) for name in names):
-                modules = sorted({name.rpartition(".")[0] or name for name in names})
-                raise InvalidValue(
-                    f"adaptive={module!r} names no parameter of the shared model; its modules are "
-                    f"{modules}"
-                )
+        require_modules("adaptive", self.adaptive, self.shared(arrays))
         return super().configure_train(server_round, arrays, config, grid)
 
     @property

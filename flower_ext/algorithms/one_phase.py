@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientWork, FederatedStrategy
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.training import LocalTraining, Params
+from flower_ext.training import Job, LocalTraining, Params, Task
+
+Work = TypeVar("Work", bound=Job)
+Solved = TypeVar("Solved")
 
 
 def shared_model(work: ClientWork) -> Params:
@@ -19,6 +22,19 @@ def shared_model(work: ClientWork) -> Params:
 def own_model(work: ClientWork) -> Params:
     """The client's own model; the shared one for a client that never took part."""
     return work.memory or work.received
+
+
+def one_by_one(
+    solve: Callable[[Task, Work, Callable[[str], bool]], Solved],
+) -> Callable[..., list[Solved]]:
+    """Return what solves many jobs for a `Training`, one after the other."""
+
+    def each(
+        task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
+    ) -> list[Solved]:
+        return [solve(task, job, trained) for job in jobs]
+
+    return each
 
 
 class OnePhase(FederatedStrategy):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flower_ext.algorithms.one_phase import own_model
+from flower_ext.algorithms.one_phase import one_by_one, own_model
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -70,13 +70,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=moved, memory=own)
 
 
-def minimise_apart(
-    task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], **settings: Any
-) -> list[tuple[Params, Params]]:
-    """As `minimise_envelopes`, one by one: no bit of one depends on the others."""
-    return [minimise_envelope(task, job, trained) for job in jobs]
-
-
 def minimise_envelopes(
     task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[tuple[Params, Params]]:
@@ -97,16 +90,16 @@ def minimise_envelopes(
                 [job.personal.learning_rate for job in chosen],
             )
         )
-        for x, y, counts in stack.batches:
-            active = len(x)
-            near, own, rest = (first(part, active) for part in (w, theta, stack.rest))
+        for batch in stack.batches:
+            active = len(batch.x)
+            near, own = first(w, active), first(theta, active)
             envelope = {}
             for name, centre in near.items():
                 slope, offset = terms.get(name, (0.0, torch.zeros_like(w[name])))
                 around = along(pull[:active], centre) * centre
                 envelope[name] = (pull + slope, offset[:active] - around)
             for _ in range(chosen[0].personal.steps or 1):
-                step = stack.slope(own, rest, x, y, counts, envelope)
+                step = stack.slope(own, batch, envelope)
                 for name, point in own.items():
                     point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
             for name, centre in near.items():
@@ -137,6 +130,10 @@ def minimise_envelope(
             for name, centre in w.items():
                 centre.sub_(centre - theta[name], alpha=pull)
     return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
+
+
+minimise_apart = one_by_one(minimise_envelope)
+"""As `minimise_envelopes`: no bit of one depends on the others."""
 
 
 class PFedMe(FederatedStrategy):

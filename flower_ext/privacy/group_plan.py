@@ -28,6 +28,8 @@ class GroupPlan(PlainAverage):
         δ at which the run reports ε.
     """
 
+    tells_sizes = False  # histograms have told
+
     sampling: FullParticipation
     one_round: DpSgd
     delta: float
@@ -42,11 +44,6 @@ class GroupPlan(PlainAverage):
             f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
             f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
         )
-
-    @property
-    def tells_sizes(self) -> bool:
-        """No: histograms have told."""
-        return False
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """None but the noise of the steps, which the silo's own training adds."""

@@ -37,6 +37,10 @@ class PerturbationPlan(PlainAverage):
         In (0, 1).
     """
 
+    client_protects = True
+    bounds_models = True  # the whole local model is perturbed
+    needs_sizes = True  # sensitivity falls with the number of records
+
     perturbation: Perturbation
     objective: LocalObjective = field(default_factory=LocalObjective)
     delta: float
@@ -47,21 +51,6 @@ class PerturbationPlan(PlainAverage):
     def describe(self) -> str:
         """For the log."""
         return f"{self.sampling.describe()} · {self.perturbation}"
-
-    @property
-    def client_protects(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def bounds_models(self) -> bool:
-        """Yes: the whole local model is perturbed."""
-        return True
-
-    @property
-    def needs_sizes(self) -> bool:
-        """Yes: sensitivity falls with the number of records."""
-        return True
 
     def objective_in(self, run: RunFacts) -> LocalObjective:
         """The local problem, with what the method's training makes of it."""

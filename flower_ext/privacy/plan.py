@@ -156,12 +156,9 @@ class PrivacyPlan(ABC):
 class PlainAverage(PrivacyPlan):
     """The mean of those who answer, as it is; promises nothing unless a plan adds it."""
 
-    sampling: Sampling
+    tells_sizes = True
 
-    @property
-    def tells_sizes(self) -> bool:
-        """Yes."""
-        return True
+    sampling: Sampling
 
     def aggregate(
         self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update

@@ -53,6 +53,9 @@ class RecordLevelPlan(PlainAverage):
         What bounds one record in each local step.
     """
 
+    client_protects = True
+    bounds_models = True
+
     clipping_norm: float
     noise_stddev: float
     num_examples: int
@@ -140,16 +143,6 @@ class RecordLevelPlan(PlainAverage):
     def planned_rounds(self) -> int | None:
         """T."""
         return self.rounds
-
-    @property
-    def client_protects(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def bounds_models(self) -> bool:
-        """Yes."""
-        return True
 
     def check(self, method: MethodTraits) -> None:
         """Refuse noise in local steps where these alone do not lead to the upload."""

@@ -83,15 +83,12 @@ class FixedSizeSampling:
 class FullParticipation:
     """All ``population`` units, every round."""
 
+    sampling_rate = 1.0
+
     population: int
 
     def __post_init__(self) -> None:
         require_at_least_one("population", self.population)
-
-    @property
-    def sampling_rate(self) -> float:
-        """Probability that one unit takes part in a round."""
-        return 1.0
 
     @property
     def expected_cohort_size(self) -> float:

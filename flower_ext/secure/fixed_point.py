@@ -37,9 +37,8 @@ class FixedPoint:
     bound: float
 
     def __post_init__(self) -> None:
-        for name in ("step", "bound"):
-            value = getattr(self, name)
-            require_positive(name, value)
+        require_positive("step", self.step)
+        require_positive("bound", self.bound)
         if self.bound / self.step > _LARGEST_ENCODED:
             raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "

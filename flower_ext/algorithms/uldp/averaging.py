@@ -235,6 +235,8 @@ class UldpAvg(OnePhase):
     plan: ReleasePlan
     units_are_clients = False
     bounds_units = True
+    secure_sum = SECURE_SUM
+    """What hides single uploads from the server, for guarantees that need it."""
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
@@ -328,11 +330,6 @@ class UldpAvg(OnePhase):
             not_covered=run.not_covered,
             company=company_assumption(self.apart),
         )
-
-    @property
-    def secure_sum(self) -> str:
-        """What hides single uploads from the server, for guarantees that need it."""
-        return SECURE_SUM
 
     @property
     def hidden_draw(self) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.algorithms import dp_fedavg
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
@@ -36,12 +37,7 @@ from flower_ext.training import LocalTraining
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 9–13: train on all records of the silo; where that fails, nothing moves."""
-    return unmoved_by_errors(_trained, work)
-
-
-def _trained(work: ClientWork) -> Steps[LocalResult]:
-    trained = yield work.train("local", work.received)
-    return LocalResult(model=trained)
+    return unmoved_by_errors(dp_fedavg.local_update, work)
 
 
 class UldpNaive(OnePhase):

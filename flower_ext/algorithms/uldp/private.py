@@ -99,6 +99,10 @@ class PrivateUldpAvg(UldpAvg):
     """
 
     never_repeats = True  # keys, blinds and dither are secret
+    secure_sum = (
+        "private weighting: no silo colludes with the server, which relays keys unchanged; "
+        "Paillier encryption, X25519 and ChaCha20 are not broken"
+    )
     population: HiddenUsers
     client = ClientMethod(
         name="uldp_avg_private",
@@ -275,14 +279,6 @@ class PrivateUldpAvg(UldpAvg):
             else one
             for one in claims
         ]
-
-    @property
-    def secure_sum(self) -> str:
-        """The protocol, and what it rests on."""
-        return (
-            "private weighting: no silo colludes with the server, which relays keys unchanged; "
-            "Paillier encryption, X25519 and ChaCha20 are not broken"
-        )
 
     @property
     def hidden_draw(self) -> str:
