@@ -120,11 +120,7 @@ def train_mixture(
         return {name: torch.tensordot(p, core, dims=1) for name, core in cores.items()}
 
     for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return problem.loss_at(point, x, y)
-
-        slope = gradient(loss, personal())
+        slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(cores[name].flatten(1) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
             core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))

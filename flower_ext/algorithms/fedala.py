@@ -119,11 +119,7 @@ def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) 
     shared = {name: job.shared[name].to(device) for name in problem.start}
     weights = {name: job.weights[name].to(device) for name in problem.start}
     for x, y in batches(job.examples.to(device), job.training, job.generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return problem.loss_at(point, x, y)
-
-        slope = gradient(loss, mixed(local, shared, weights))
+        slope = gradient(problem.loss_at, mixed(local, shared, weights), x, y)
         for name, g in slope.items():
             step = job.training.learning_rate * g * (shared[name] - local[name])
             weights[name] = (weights[name] - step).clamp(0.0, 1.0)

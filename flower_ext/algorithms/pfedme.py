@@ -118,14 +118,14 @@ def minimise_envelope(
     with own_draws(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
+        near = Proximal(weight=job.attraction, anchor=w)
+
+        def envelope(point: Params, x: Tensor, y: Tensor) -> Tensor:
+            return problem.loss_at(point, x, y) + near(point)
+
         for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
-
-            def envelope(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-                near = Proximal(weight=job.attraction, anchor=w)
-                return problem.loss_at(point, x, y) + near(point)
-
             for _ in range(job.personal.steps or 1):
-                for name, step in gradient(envelope, theta).items():
+                for name, step in gradient(envelope, theta, x, y).items():
                     theta[name].sub_(step, alpha=job.personal.learning_rate)
             for name, centre in w.items():
                 centre.sub_(centre - theta[name], alpha=pull)

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,7 +201,7 @@ class Ledger:
 
     def spent(self, delta: float) -> PrivacyLoss:
         """(ε, δ) of everything reserved so far."""
-        return privacy_loss_of(self._counted, delta=delta, accountant=self.accountant)
+        return privacy_loss_of(self._reserved, delta=delta, accountant=self.accountant)
 
     def close(self) -> None:
         """Release the lock; nothing can be reserved any more."""
@@ -210,10 +209,6 @@ class Ledger:
             self._check_usable()
         self._unusable = "was closed"
         os.close(self._file)
-
-    @property
-    def _counted(self) -> Counter[Release]:
-        return Counter(self._reserved)
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -233,8 +228,7 @@ class Ledger:
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
             return
-        after = self._counted
-        after[release] += 1
+        after = [*self._reserved, release]
         delta = self.budget.delta
         epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
         if epsilon > self.budget.epsilon:

@@ -153,10 +153,10 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
-def gradient(loss_at: Callable[[Params], Tensor], params: Mapping[str, Tensor]) -> Params:
-    """Gradient of a scalar function of parameters."""
+def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tensor) -> Params:
+    """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    slopes = torch.autograd.grad(loss_at(leaves), list(leaves.values()))
+    slopes = torch.autograd.grad(loss_at(leaves, *data), list(leaves.values()))
     return dict(zip(leaves, slopes, strict=True))
 
 
@@ -171,15 +171,11 @@ def minimise(
     weights = clone(start)
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
     for x, y in batches(examples, training, generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return loss_at(point, x, y)
-
-        slope = gradient(loss, weights)
+        slope = gradient(loss_at, weights, x, y)
         if training.sam_radius > 0:
             ascent = perturbation(list(slope.values()), training.sam_radius)
             climbed = zip(weights.items(), ascent, strict=True)
-            slope = gradient(loss, {name: w + p for (name, w), p in climbed})
+            slope = gradient(loss_at, {name: w + p for (name, w), p in climbed}, x, y)
         for name, w in weights.items():
             velocity[name].mul_(training.momentum).add_(slope[name])
             w.sub_(velocity[name], alpha=training.learning_rate)

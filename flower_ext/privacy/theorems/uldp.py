@@ -240,17 +240,15 @@ def uldp_avg_guarantees(
         noise_assumption(secure_noise),
     )
 
-    def provable(
-        view: AdversaryView, epsilon: float, accountant: str, source: str, *more: str
-    ) -> Guarantee:
+    def provable(view: AdversaryView, loss: PrivacyLoss, source: str, *more: str) -> Guarantee:
         return Guarantee(
             unit=PrivacyUnit.USER,
             relation=relation if view is AdversaryView.RELEASED_MODELS else at_server,
             view=view,
-            epsilon=epsilon,
+            epsilon=loss.epsilon,
             delta=plan.delta,
             basis="provable",
-            accountant=accountant,
+            accountant=loss.accountant,
             source=source,
             assumptions=(*common, *more),
             not_covered=tuple(not_covered),
@@ -265,8 +263,7 @@ def uldp_avg_guarantees(
         _theorem_5(plan, rounds),
         provable(
             AdversaryView.RELEASED_MODELS,
-            loss.epsilon,
-            loss.accountant,
+            loss,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *NOISE_OF_OTHERS,
@@ -274,8 +271,7 @@ def uldp_avg_guarantees(
         ),
         provable(
             AdversaryView.SUM_ONLY,
-            sums.epsilon,
-            sums.accountant,
+            sums,
             exposed,
             WHOLE_UPLOADS,
             secure_sum,
@@ -283,8 +279,7 @@ def uldp_avg_guarantees(
         ),
         provable(
             AdversaryView.EACH_UPLOAD,
-            uploads.epsilon,
-            uploads.accountant,
+            uploads,
             f"all uploads together: noise multiplier σ{'' if spread == 1 else '/√|S|'}; {exposed}",
             *from_server,
         ),
