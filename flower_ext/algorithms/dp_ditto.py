@@ -6,10 +6,10 @@ from flower_ext.algorithms.ditto.dp_ditto import (
     GLOBAL_WEIGHT,
     DPDitto,
     drawn,
+    local_model,
     local_update,
     personal_model,
 )
-from flower_ext.algorithms.one_phase import own_model as local_model
 
 __all__ = ["GLOBAL_WEIGHT", "DPDitto", "drawn", "local_model", "local_update", "personal_model"]
 

@@ -42,6 +42,8 @@ from flower_ext.training import LocalTraining, Params, Proximal
 
 GLOBAL_WEIGHT = "global-weight"
 
+local_model = own_model
+
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 4–10: the local model from ω, then the personal one from where it was last."""
@@ -89,7 +91,7 @@ class DPDitto(FederatedStrategy):
     client = ClientMethod(
         name="dp_ditto",
         local_update=local_update,
-        local_model=own_model,
+        local_model=local_model,
         memoryless=True,  # of what leaves it: the personal model has no part in the update
         upload_phase="local",
     )
