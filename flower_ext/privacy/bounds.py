@@ -102,7 +102,8 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     target = clipping_norm * _MARGIN
     if norm <= target:
         return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
-    slack = max(_precision(array) for array in update.values()) / 16
+    rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
+    slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
@@ -250,10 +251,6 @@ def _squares(rows: Any) -> Any:
     if api.is_numpy_array(rows):
         return namespace.vecdot(rows, rows)
     return namespace.linalg.vector_norm(rows, axis=1) ** 2
-
-
-def _precision(array: Any) -> float:
-    return float(api.array_namespace(array).finfo(array.dtype).eps)
 
 
 def _times(array: Any, factor: float) -> Any:

@@ -66,7 +66,7 @@ def upcycled_theorem_6_3(
     PreconditionFailed
         Names every precondition that fails.
     """
-    _check_participations(participations)
+    require_count("participations", participations)
     refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
     one = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
@@ -247,10 +247,6 @@ def _spread(values: Sequence[float]) -> str:
 
 def _moments(perturbation: OutputPerturbation, num_examples: int, participations: int) -> float:
     require_at_least_one("num_examples", num_examples)
-    _check_participations(participations)
+    require_count("participations", participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
     return participations * ratio**2 / 2
-
-
-def _check_participations(participations: int) -> None:
-    require_count("participations", participations)
