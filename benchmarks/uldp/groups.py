@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from benchmarks.runs import Experiment
 from benchmarks.uldp.experiment import DELTA, NOISE_MULTIPLIER, Scale
+from benchmarks.uldp.lemmas import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.privacy import DpSgd, epsilon_text
 from flower_ext.privacy.accounting import PrivacyLoss
 from flower_ext.privacy.group_privacy import group_loss
 from flower_ext.privacy.theorems.uldp_group import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
     uldp_group_guarantees,
 )
 from flower_ext.runs.figures import draw_lines

@@ -23,7 +23,7 @@ core model clipped and noised; p_i and the personal model never leave it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,12 @@ import torch
 from flwr.app import ArrayRecord
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import OnePhase, one_by_one
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     Training,
@@ -95,22 +96,17 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         penalty=fading * work.settings[PENALTY],
     )
     core, relation, personal = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=train_mixtures
+        task=work.task, job=job, trained=lambda name: True, solve=train_mixture
     )
     memory = {RELATION: relation, **tagged(CORE, core), **tagged(PERSONAL, personal)}
     return LocalResult(model=core, memory=memory)
 
 
-def train_mixtures(
-    task: Task, jobs: Sequence[Mixture], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[tuple[Params, Tensor, Params]]:
-    """(w_own, p, Σ_j p_j w_j) of each job, one by one: each holds all core models."""
-    return [_train_mixture(task, job, trained) for job in jobs]
-
-
-def _train_mixture(
+@one_by_one
+def train_mixture(
     task: Task, job: Mixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
+    """(w_own, p, Σ_j p_j w_j); one by one, as each job holds all core models."""
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
     cores = {
@@ -124,11 +120,7 @@ def _train_mixture(
         return {name: torch.tensordot(p, core, dims=1) for name, core in cores.items()}
 
     for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return problem.loss_at(point, x, y)
-
-        slope = gradient(loss, personal())
+        slope = gradient(problem.loss_at, personal(), x, y)
         along = sum(cores[name].flatten(1) @ slope[name].flatten() for name in cores)
         for name, core in cores.items():
             core[job.own].sub_(slope[name], alpha=job.training.learning_rate * float(p[job.own]))
@@ -142,7 +134,7 @@ def local_model(work: ClientWork) -> Params:
     return part(work.memory or {}, PERSONAL) or work.received
 
 
-class Apple(FederatedStrategy):
+class Apple(OnePhase):
     """Core models that all clients share, mixed by each for itself; everyone in every round.
 
     Parameters
@@ -175,32 +167,16 @@ class Apple(FederatedStrategy):
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < relation_learning_rate < math.inf:
-            raise InvalidValue(
-                f"relation_learning_rate={relation_learning_rate!r}: expected a finite number > 0"
-            )
-        if not 0 <= penalty < math.inf:
-            raise InvalidValue(f"penalty={penalty!r}: expected a finite number >= 0")
-        if penalty_rounds < 1:
-            raise InvalidValue(f"penalty_rounds={penalty_rounds!r}: expected an integer >= 1")
-        super().__init__(plan=plan, **options)
-        if self.server_learning_rate != 1.0:
-            raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as APPLE's "
-                "server takes core models as they come"
-            )
+        require_positive("relation_learning_rate", relation_learning_rate)
+        require_not_negative("penalty", penalty)
+        require_at_least_one("penalty_rounds", penalty_rounds)
+        super().__init__(plan=plan, local=local, **options)
+        self.require_unit_rate("APPLE's server takes core models as they come")
         self.relation_learning_rate = relation_learning_rate
         self.penalty, self.penalty_rounds = penalty, penalty_rounds
-        self.local = local or LocalTraining()
-        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
-            if getattr(self.local, name):
-                raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
+        for name in self.local.beyond_sgd:
+            raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
         self._cores: dict[int, ArrayRecord] = {}
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The core model, in one phase."""
-        return {"local": self.local}
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -142,12 +142,6 @@ class DP2FedSAM(FederatedStrategy):
 class Centaur(DP2FedSAM):
     """CENTAUR at client level: DP²-FedSAM with plain SGD on the extractor."""
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        extractor: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, extractor: LocalTraining | None = None, **options: Any) -> None:
         extractor = replace(extractor or LocalTraining(), sam_radius=0.0)
-        super().__init__(plan=plan, extractor=extractor, **options)
+        super().__init__(extractor=extractor, **options)

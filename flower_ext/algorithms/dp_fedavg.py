@@ -28,11 +28,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx
 
+from flower_ext.algorithms.one_phase import OnePhase
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     records,
@@ -61,7 +61,7 @@ def local_model(work: ClientWork) -> Steps[Params]:
     return tuned
 
 
-class DPFedAvg(FederatedStrategy):
+class DPFedAvg(OnePhase):
     """Federated averaging with client-level DP.
 
     Parameters
@@ -94,18 +94,12 @@ class DPFedAvg(FederatedStrategy):
         fine_tuning: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(plan=plan, **options)
-        self.local = local or LocalTraining()
+        super().__init__(plan=plan, local=local, **options)
         self.fine_tuning = fine_tuning
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
         """Theorem 2, by which the paper calibrates all its methods, and what is provable."""
         return [*theorem2_of_plan(self.plan, run), *super().claims(run)]
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model, in one phase."""
-        return {"local": self.local}
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
@@ -119,32 +113,24 @@ class DPFedAvgFT(DPFedAvg):
     def __init__(
         self,
         *,
-        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
     ) -> None:
         local = local or LocalTraining()
-        super().__init__(plan=plan, local=local, fine_tuning=fine_tuning or local, **options)
+        super().__init__(local=local, fine_tuning=fine_tuning or local, **options)
 
 
 class DPFedSAM(DPFedAvg):
     """DP-FedAvg with sharpness-aware local training."""
 
-    def __init__(
-        self,
-        *,
-        plan: PrivacyPlan,
-        local: LocalTraining | None = None,
-        fine_tuning: LocalTraining | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, local: LocalTraining | None = None, **options: Any) -> None:
         local = local or LocalTraining(sam_radius=0.1)
         if local.sam_radius == 0:
             raise InvalidValue(
                 "local.sam_radius=0: DPFedSAM needs a radius > 0 (DPFedAvg has none)"
             )
-        super().__init__(plan=plan, local=local, fine_tuning=fine_tuning, **options)
+        super().__init__(local=local, **options)
 
 
 class DPFedSAMFT(DPFedSAM):
@@ -153,14 +139,13 @@ class DPFedSAMFT(DPFedSAM):
     def __init__(
         self,
         *,
-        plan: PrivacyPlan,
         local: LocalTraining | None = None,
         fine_tuning: LocalTraining | None = None,
         **options: Any,
     ) -> None:
         local = local or LocalTraining(sam_radius=0.1)
         tuning = fine_tuning or replace(local, sam_radius=0.0)
-        super().__init__(plan=plan, local=local, fine_tuning=tuning, **options)
+        super().__init__(local=local, fine_tuning=tuning, **options)
 
 
 class Hosted(DPFedAvg):
@@ -202,11 +187,7 @@ class Hosted(DPFedAvg):
                 "min_train_nodes and min_available_nodes"
             )
         super().__init__(plan=plan, **options)
-        if self.server_learning_rate != 1.0:
-            raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as the step is "
-                f"{type(server).__name__}'s own"
-            )
+        self.require_unit_rate(f"the step is {type(server).__name__}'s own")
         if isinstance(server, FedProx):
             if self.local.proximal_weight not in (0.0, server.proximal_mu):
                 raise InvalidValue(
@@ -255,7 +236,9 @@ class Hosted(DPFedAvg):
         for name, value in vars(self.server).items():
             kind = type(value).__name__
             members = dict(enumerate(value)) if isinstance(value, list) else value
-            if isinstance(members, dict) and members and _are_arrays(members.values()):
+            if not isinstance(members, dict) or not members:
+                continue
+            if all(isinstance(array, np.ndarray) for array in members.values()):
                 state[f"{kind}.{name}"] = {str(key): array for key, array in members.items()}
         return state
 
@@ -281,10 +264,6 @@ class Hosted(DPFedAvg):
                 f"metric {self.server.weighted_by_key!r} is missing or not above 0"
             )
         return update
-
-
-def _are_arrays(values: Iterable[object]) -> bool:
-    return all(isinstance(value, np.ndarray) for value in values)
 
 
 @dataclass(frozen=True)

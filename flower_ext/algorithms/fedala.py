@@ -30,6 +30,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import one_by_one
+from flower_ext.checks import require_at_least_one, require_positive, require_rate
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -52,6 +54,7 @@ from flower_ext.training import (
     part,
     tagged,
 )
+from flower_ext.training.params import require_modules
 
 MODEL, WEIGHTS = "model", "weights"
 SHARE, FIRST, ADAPTIVE = "sample-share", "first-passes", "adaptive."
@@ -106,34 +109,21 @@ def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Pa
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
-def train_weights(
-    task: Task, jobs: Sequence[Aggregation], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[Params]:
-    """W of each job, one by one."""
-    return [_train_weights(task, job, trained) for job in jobs]
-
-
-def _train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    problem = local_problem(task, {**job.params, **_frozen(job, trained)}, trained=trained)
+@one_by_one
+def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
+    """W of a job; what has no weights comes from the shared model."""
+    frozen = {name: p for name, p in job.shared.items() if not trained(name)}
+    problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device
     local = {name: job.params[name].to(device) for name in problem.start}
     shared = {name: job.shared[name].to(device) for name in problem.start}
     weights = {name: job.weights[name].to(device) for name in problem.start}
     for x, y in batches(job.examples.to(device), job.training, job.generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return problem.loss_at(point, x, y)
-
-        slope = gradient(loss, mixed(local, shared, weights))
+        slope = gradient(problem.loss_at, mixed(local, shared, weights), x, y)
         for name, g in slope.items():
             step = job.training.learning_rate * g * (shared[name] - local[name])
             weights[name] = (weights[name] - step).clamp(0.0, 1.0)
     return {name: w.cpu() for name, w in weights.items()}
-
-
-def _frozen(job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """What has no weights comes from the shared model."""
-    return {name: p for name, p in job.shared.items() if not trained(name)}
 
 
 def local_model(work: ClientWork) -> Params:
@@ -177,14 +167,9 @@ class FedALA(FederatedStrategy):
     ) -> None:
         if not adaptive:
             raise InvalidValue("adaptive=(): name the modules whose weights are learned")
-        if not 0 < weight_learning_rate < float("inf"):
-            raise InvalidValue(
-                f"weight_learning_rate={weight_learning_rate!r}: expected a finite number > 0"
-            )
-        if not 0 < sample_share <= 1:
-            raise InvalidValue(f"sample_share={sample_share!r}: expected a number in (0, 1]")
-        if first_passes < 1:
-            raise InvalidValue(f"first_passes={first_passes!r}: expected an integer >= 1")
+        require_positive("weight_learning_rate", weight_learning_rate)
+        require_rate("sample_share", sample_share)
+        require_at_least_one("first_passes", first_passes)
         super().__init__(plan=plan, **options)
         self.adaptive = tuple(adaptive)
         self.weight_learning_rate = weight_learning_rate
@@ -201,14 +186,7 @@ class FedALA(FederatedStrategy):
         ValueError
             ``adaptive`` names none of the model's modules.
         """
-        names = list(self.shared(arrays))
-        for module in self.adaptive:
-            if not any(matches(name, [module]) for name in names):
-                modules = sorted({name.rpartition(".")[0] or name for name in names})
-                raise InvalidValue(
-                    f"adaptive={module!r} names no parameter of the shared model; its modules are "
-                    f"{modules}"
-                )
+        require_modules("adaptive", self.adaptive, self.shared(arrays))
         return super().configure_train(server_round, arrays, config, grid)
 
     @property

@@ -27,17 +27,18 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+from flower_ext.algorithms.one_phase import OnePhase, own_model
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     records,
 )
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.training import LocalTraining, Params, Proximal
+from flower_ext.training import LocalTraining, Proximal
 
 ATTRACTION = "attraction"
 
@@ -50,11 +51,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=trained, memory=trained)
 
 
-def local_model(work: ClientWork) -> Params:
-    """The own model; the shared one for a client that never took part."""
-    return work.memory or work.received
-
-
 def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDArray[np.float64]:
     """ξ of all pairs of ``models`` (clients × weights); every row adds up to 1."""
     squares = np.square(models).sum(axis=1)
@@ -65,7 +61,7 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
     return np.asarray(weights)
 
 
-class FedAMP(FederatedStrategy):
+class FedAMP(OnePhase):
     """Attentive message passing; the reported shared model is the mean of the clients' uploads.
 
     Parameters
@@ -83,7 +79,7 @@ class FedAMP(FederatedStrategy):
         Those of `FederatedStrategy`, but ``server_learning_rate``.
     """
 
-    client = ClientMethod(name="fedamp", local_update=local_update, local_model=local_model)
+    client = ClientMethod(name="fedamp", local_update=local_update, local_model=own_model)
     one_model = False
     needs_each_update = True
 
@@ -98,8 +94,7 @@ class FedAMP(FederatedStrategy):
         **options: Any,
     ) -> None:
         for name, value in (("attention_width", attention_width), ("attraction", attraction)):
-            if not 0 < value < float("inf"):
-                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
+            require_positive(name, value)
         population = plan.sampling.population
         step = attention_width / population if attention_step is None else attention_step
         most = attention_width / max(1, population - 1)
@@ -108,22 +103,12 @@ class FedAMP(FederatedStrategy):
                 f"attention_step={step!r}: expected a number in (0, attention_width / "
                 f"(clients - 1)] = (0, {most:.4g}], or weights of own models may be negative"
             )
-        super().__init__(plan=plan, **options)
-        if self.server_learning_rate != 1.0:
-            raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as FedAMP's "
-                "server takes models as they come"
-            )
+        super().__init__(plan=plan, local=local, **options)
+        self.require_unit_rate("FedAMP's server takes models as they come")
         self.attention_width, self.attention_step = attention_width, step
         self.attraction = attraction
-        self.local = local or LocalTraining()
         self.models: dict[int, records.Arrays] = {}
         self.clouds: dict[int, records.Arrays] = {}
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model, in one phase."""
-        return {"local": self.local}
 
     @property
     def settings(self) -> Mapping[str, float]:

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_ext.errors import InvalidValue
+from flower_ext.algorithms.one_phase import OnePhase, shared_model
+from flower_ext.checks import require_positive
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     records,
@@ -55,12 +55,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=trained, memory=renewed)
 
 
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
-class FedDyn(FederatedStrategy):
+class FedDyn(OnePhase):
     """Dynamic regularisation; the mean over a cohort counts every client alike.
 
     Parameters
@@ -75,7 +70,7 @@ class FedDyn(FederatedStrategy):
     """
 
     client = ClientMethod(
-        name="feddyn", local_update=local_update, local_model=local_model, mirrored=True
+        name="feddyn", local_update=local_update, local_model=shared_model, mirrored=True
     )
 
     def __init__(
@@ -86,17 +81,10 @@ class FedDyn(FederatedStrategy):
         local: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < regularization < float("inf"):
-            raise InvalidValue(f"regularization={regularization!r}: expected a finite number > 0")
-        super().__init__(plan=plan, **options)
+        require_positive("regularization", regularization)
+        super().__init__(plan=plan, local=local, **options)
         self.regularization = self.added_proximal_weight = regularization
-        self.local = local or LocalTraining()
         self.h: records.Arrays = {}
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model, in one phase."""
-        return {"local": self.local}
 
     @property
     def settings(self) -> Mapping[str, float]:

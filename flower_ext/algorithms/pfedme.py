@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flower_ext.algorithms.one_phase import one_by_one, own_model
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -68,13 +70,6 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=moved, memory=own)
 
 
-def minimise_apart(
-    task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], **settings: Any
-) -> list[tuple[Params, Params]]:
-    """As `minimise_envelopes`, one by one: no bit of one depends on the others."""
-    return [minimise_envelope(task, job, trained) for job in jobs]
-
-
 def minimise_envelopes(
     task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[tuple[Params, Params]]:
@@ -95,16 +90,16 @@ def minimise_envelopes(
                 [job.personal.learning_rate for job in chosen],
             )
         )
-        for x, y, counts in stack.batches:
-            active = len(x)
-            near, own, rest = (first(part, active) for part in (w, theta, stack.rest))
+        for batch in stack.batches:
+            active = len(batch.x)
+            near, own = first(w, active), first(theta, active)
             envelope = {}
             for name, centre in near.items():
                 slope, offset = terms.get(name, (0.0, torch.zeros_like(w[name])))
                 around = along(pull[:active], centre) * centre
                 envelope[name] = (pull + slope, offset[:active] - around)
             for _ in range(chosen[0].personal.steps or 1):
-                step = stack.slope(own, rest, x, y, counts, envelope)
+                step = stack.slope(own, batch, envelope)
                 for name, point in own.items():
                     point.addcmul_(step[name], along(inner[:active], point), value=-1.0)
             for name, centre in near.items():
@@ -123,23 +118,22 @@ def minimise_envelope(
     with own_draws(job.generator, task.torch_device()):
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
+        near = Proximal(weight=job.attraction, anchor=w)
+
+        def envelope(point: Params, x: Tensor, y: Tensor) -> Tensor:
+            return problem.loss_at(point, x, y) + near(point)
+
         for x, y in batches(job.examples.to(problem.device), job.training, job.generator):
-
-            def envelope(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-                near = Proximal(weight=job.attraction, anchor=w)
-                return problem.loss_at(point, x, y) + near(point)
-
             for _ in range(job.personal.steps or 1):
-                for name, step in gradient(envelope, theta).items():
+                for name, step in gradient(envelope, theta, x, y).items():
                     theta[name].sub_(step, alpha=job.personal.learning_rate)
             for name, centre in w.items():
                 centre.sub_(centre - theta[name], alpha=pull)
     return problem.whole(w, like=job.params), problem.whole(theta, like=job.params)
 
 
-def local_model(work: ClientWork) -> Params:
-    """The personal model; the shared one for a client that never took part."""
-    return work.memory or work.received
+minimise_apart = one_by_one(minimise_envelope)
+"""As `minimise_envelopes`: no bit of one depends on the others."""
 
 
 class PFedMe(FederatedStrategy):
@@ -158,7 +152,7 @@ class PFedMe(FederatedStrategy):
         Those of `FederatedStrategy`; ``server_learning_rate`` is β.
     """
 
-    client = ClientMethod(name="pfedme", local_update=local_update, local_model=local_model)
+    client = ClientMethod(name="pfedme", local_update=local_update, local_model=own_model)
 
     def __init__(
         self,
@@ -169,15 +163,13 @@ class PFedMe(FederatedStrategy):
         personal_training: LocalTraining | None = None,
         **options: Any,
     ) -> None:
-        if not 0 < attraction < float("inf"):
-            raise InvalidValue(f"attraction={attraction!r}: expected a finite number > 0")
+        require_positive("attraction", attraction)
         super().__init__(plan=plan, **options)
         self.attraction = attraction
         self.local = local or LocalTraining(learning_rate=0.01)
         self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
-        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
-            if getattr(self.local, name) or getattr(self.personal_training, name):
-                raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
+        for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
+            raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
 

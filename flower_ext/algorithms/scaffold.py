@@ -28,11 +28,11 @@ import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
+from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     records,
@@ -66,12 +66,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(model=trained, memory=renewed, metrics={STEPS: steps})
 
 
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
-class Scaffold(FederatedStrategy):
+class Scaffold(OnePhase):
     """Stochastic controlled averaging; the mean over a cohort counts every client alike.
 
     Parameters
@@ -85,7 +80,7 @@ class Scaffold(FederatedStrategy):
     """
 
     client = ClientMethod(
-        name="scaffold", local_update=local_update, local_model=local_model, mirrored=True
+        name="scaffold", local_update=local_update, local_model=shared_model, mirrored=True
     )
 
     needs_each_update = True
@@ -93,8 +88,7 @@ class Scaffold(FederatedStrategy):
     def __init__(
         self, *, plan: PrivacyPlan, local: LocalTraining | None = None, **options: Any
     ) -> None:
-        super().__init__(plan=plan, **options)
-        self.local = local or LocalTraining()
+        super().__init__(plan=plan, local=local, **options)
         if self.local.epochs == 0 and not self.local.steps:
             raise InvalidValue("local.epochs=0: a control variate needs at least one step")
         if self.local.tolerance:
@@ -102,11 +96,6 @@ class Scaffold(FederatedStrategy):
         self.control: records.Arrays = {}
         self._control_before: records.Arrays = {}
         self._learning_rate = self.local.learning_rate
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model, in one phase."""
-        return {"local": self.local}
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
         """Note the round's learning rate, which tells the controls later."""

@@ -105,11 +105,8 @@ _MOVED = {
             "SECURE_SUM Weighting check_user_plan company_assumption uldp_avg_guarantees "
             "uldp_closed_form uldp_naive_guarantees"
         ),
-        "theorems.uldp_group": "group_loss_by_conversion group_loss_by_renyi uldp_group_guarantees",
-        "theorems.upcycled": (
-            "perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_2_delta "
-            "upcycled_theorem_6_3"
-        ),
+        "theorems.uldp_group": "uldp_group_guarantees",
+        "theorems.upcycled": ("perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_3"),
         "updates": "Update l2_norm",
     }.items()
     for name in names.split()

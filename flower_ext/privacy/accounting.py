@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.sampling import (
@@ -86,10 +87,7 @@ class Release:
     relation: NeighboringRelation
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise InvalidValue(
-                f"noise_multiplier={self.noise_multiplier!r}: expected a finite number >= 0"
-            )
+        require_not_negative("noise_multiplier", self.noise_multiplier)
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -176,8 +174,7 @@ def privacy_loss_of(
     ValueError
         ``delta`` outside (0, 1), or releases under different relations.
     """
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+    require_delta(delta)
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
     counts = Counter({release: n for release, n in counts.items() if n > 0})
     relations = {release.relation for release in counts}
@@ -199,8 +196,7 @@ def privacy_loss(
     accountant: Accountant = "pld",
 ) -> PrivacyLoss:
     """(ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
-    if rounds < 0:
-        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
+    require_count("rounds", rounds)
     release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
     return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
 
@@ -239,8 +235,7 @@ def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> 
     """
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
-    epsilon = _gaussian_epsilon(noise_multiplier / math.sqrt(releases), delta)
-    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)
+    return _one_gaussian(noise_multiplier / math.sqrt(releases), delta)
 
 
 @lru_cache(maxsize=4096)
@@ -258,25 +253,22 @@ def _loss(
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
         return _without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
-        amplified = PrivacyLoss(
-            epsilon=_epsilon_without_replacement(events, delta),
-            delta=delta,
-            accountant="RDP (sampling without replacement)",
-        )
-        plain = _without_amplification(counts, delta)
-        return min(amplified, plain, key=lambda loss: loss.epsilon)
-    epsilon = _renyi_epsilon(counts, delta)
-    renyi = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
+        return _least(_without_replacement(events, delta), _without_amplification(counts, delta))
+    renyi = _renyi(counts, delta)
     if accountant == "rdp":
         return renyi
     plain = _without_amplification(counts, delta)
-    rough = min(plain.epsilon, epsilon)
+    rough = min(plain.epsilon, renyi.epsilon)
     if rough > _LARGEST_GRID_EPSILON:
-        return min(renyi, plain, key=lambda loss: loss.epsilon)
+        return _least(renyi, plain)
     interval = _grid_interval(rough, delta, steps=sum(count for _, count in counts))
     epsilon = pld_epsilon(events, delta, interval=min(interval, max(1e-3, 2e-5 * rough)))
     tight = PrivacyLoss(epsilon=epsilon, delta=delta, accountant="PLD")
-    return min(tight, renyi, plain, key=lambda loss: loss.epsilon)
+    return _least(tight, renyi, plain)
+
+
+def _least(*losses: PrivacyLoss) -> PrivacyLoss:
+    return min(losses, key=lambda loss: loss.epsilon)
 
 
 def _without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
@@ -285,20 +277,20 @@ def _without_amplification(counts: Iterable[tuple[Release, int]], delta: float) 
         count * (release.relation.sensitivity_factor / release.noise_multiplier) ** 2
         for release, count in counts
     )
-    epsilon = _gaussian_epsilon(1 / math.sqrt(precision), delta)
+    return _one_gaussian(1 / math.sqrt(precision), delta)
+
+
+def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
+    import dp_accounting
+
+    epsilon = math.inf
+    if noise_multiplier > 0:
+        epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
+    epsilon *= 1 + 1e-9  # the root finder stops on either side of the root
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=EXACT_GAUSSIAN)
 
 
-def _gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    import dp_accounting
-
-    if noise_multiplier == 0:
-        return math.inf
-    epsilon = float(dp_accounting.get_epsilon_gaussian(noise_multiplier, delta))
-    return epsilon * (1 + 1e-9)  # the root finder stops on either side of the root
-
-
-def _renyi_epsilon(counts: Iterable[tuple[Release, int]], delta: float) -> float:
+def _renyi(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     """At the best order; a divergence is above 0 at each, so that none is mistaken for no loss."""
     from dp_accounting import rdp
 
@@ -311,12 +303,13 @@ def _renyi_epsilon(counts: Iterable[tuple[Release, int]], delta: float) -> float
             sampling.rate if isinstance(sampling, PoissonSampling) else 1.0,
             RDP_ORDERS,
         )
-    return float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
+    epsilon = float(rdp.compute_epsilon(RDP_ORDERS, curve, delta)[0])
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
 
 
-def _epsilon_without_replacement(
+def _without_replacement(
     events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float
-) -> float:
+) -> PrivacyLoss:
     import dp_accounting
     from dp_accounting import rdp
 
@@ -324,7 +317,9 @@ def _epsilon_without_replacement(
     accountant = rdp.RdpAccountant(_WITHOUT_REPLACEMENT_ORDERS, relation)
     for event, count in events:
         accountant.compose(event, count)
-    return float(accountant.get_epsilon(delta))
+    epsilon = float(accountant.get_epsilon(delta))
+    name = "RDP (sampling without replacement)"
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:

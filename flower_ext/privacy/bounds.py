@@ -27,6 +27,7 @@ from typing import Any
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import NeighboringRelation
 from flower_ext.privacy.updates import (
@@ -94,15 +95,15 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     NonFiniteUpdate, TypeError, ValueError
         As `l2_norm`; or ``clipping_norm`` is not a finite number above zero.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(update)
     largest, scaled = scaled_norm(update)
     norm = largest * scaled
     target = clipping_norm * _MARGIN
     if norm <= target:
         return BoundedUpdate(value=dict(update), bound=clipping_norm, norm=norm)
-    slack = max(_precision(array) for array in update.values()) / 16
+    rounding = [api.array_namespace(array).finfo(array.dtype).eps for array in update.values()]
+    slack = float(max(rounding)) / 16
     factor = (target / largest) / scaled * (1.0 - slack)  # never overflows, unlike target / norm
     while True:
         value = {name: _times(array, factor) for name, array in update.items()}
@@ -120,8 +121,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     NonFiniteUpdate, TypeError, ValueError
         As `clip` and `total`.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     places, summed = laid_out(like)
     wide = summed * 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
@@ -166,51 +166,28 @@ def sum_clipped_rows(
     NonFiniteUpdate, TypeError, ValueError
         As `clip`; or weights of another number, or outside [0, 1].
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     count = len(next(iter(rows.values())))
     shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(shares) != count or not all(0 <= share <= 1 for share in shares):
         raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
-    value = clip_rows(rows, clipping_norm, shares)
-    if value is None:  # squares that overflow or vanish: with more care, one after the other
+    flat = _flat_rows(rows)
+    factors = _row_factors(flat, clipping_norm)
+    if factors is not None:
+        namespace, device = api.array_namespace(*flat.values()), api.device(factors)
+        factors = factors * namespace.asarray(shares, dtype=namespace.float64, device=device)
+        value = {
+            name: namespace.reshape(factors @ flat[name], array.shape[1:])
+            for name, array in rows.items()
+        }
+    else:  # squares that overflow or vanish: with more care, one after the other
         value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
         for number, share in enumerate(shares):
             row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
             for name, array in row.value.items():
                 value[name] = value[name] + as_float64(array) * share
     return BoundedSum(value=value, bound=clipping_norm, count=count)
-
-
-def clip_rows(
-    rows: Update, clipping_norm: float, weights: Sequence[float]
-) -> dict[str, Any] | None:
-    """Sum over the first dimension of what `clip` makes of every row, times its weight.
-
-    Parameters
-    ----------
-    rows, clipping_norm, weights
-        As `sum_clipped_rows`.
-
-    Returns
-    -------
-    dict[str, array] | None
-        In float64. None where the norm of a row that is not all zeros is not between 1e-100 and
-        1e100 times ``clipping_norm``, or not finite, and simple arithmetic could not be trusted.
-    """
-    flat = _flat_rows(rows)
-    factors = _row_factors(flat, clipping_norm)
-    if factors is None:
-        return None
-    namespace = api.array_namespace(*flat.values())
-    factors = factors * namespace.asarray(
-        weights, dtype=namespace.float64, device=api.device(factors)
-    )
-    return {
-        name: namespace.reshape(factors @ flat[name], array.shape[1:])
-        for name, array in rows.items()
-    }
 
 
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
@@ -225,8 +202,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
     NonFiniteUpdate, TypeError, ValueError
         As `clip`.
     """
-    if not 0 < clipping_norm < math.inf:
-        raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+    require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)
@@ -275,10 +251,6 @@ def _squares(rows: Any) -> Any:
     if api.is_numpy_array(rows):
         return namespace.vecdot(rows, rows)
     return namespace.linalg.vector_norm(rows, axis=1) ** 2
-
-
-def _precision(array: Any) -> float:
-    return float(api.array_namespace(array).finfo(array.dtype).eps)
 
 
 def _times(array: Any, factor: float) -> Any:

@@ -6,9 +6,10 @@ so ``privacy_loss(...)`` of the result is never above the target.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from typing import Any
 
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Accountant, privacy_loss
 from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
@@ -48,17 +49,10 @@ def calibrate_noise_multiplier(
         ``epsilon`` not above 0, ``delta`` outside (0, 1), ``rounds`` below 1.
     """
     _check_target(epsilon, rounds)
-    relation = relation or default_relation(sampling)
+    facts = _facts(sampling, relation, delta, accountant)
 
     def fits(noise_multiplier: float) -> bool:
-        loss = privacy_loss(
-            sampling=sampling,
-            noise_multiplier=noise_multiplier,
-            rounds=rounds,
-            delta=delta,
-            relation=relation,
-            accountant=accountant,
-        )
+        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
         return loss.epsilon <= epsilon
 
     safe = 1.0
@@ -89,17 +83,10 @@ def calibrate_rounds(
     Where more than half of `MAX_ROUNDS` fit, the search ends: more may.
     """
     _check_target(epsilon, rounds=1)
-    relation = relation or default_relation(sampling)
+    facts = _facts(sampling, relation, delta, accountant)
 
     def fits(rounds: int) -> bool:
-        loss = privacy_loss(
-            sampling=sampling,
-            noise_multiplier=noise_multiplier,
-            rounds=rounds,
-            delta=delta,
-            relation=relation,
-            accountant=accountant,
-        )
+        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
         return loss.epsilon <= epsilon
 
     safe, unsafe = 0, 1
@@ -133,14 +120,8 @@ def calibrate_sampling_rate(
     _check_target(epsilon, rounds)
 
     def fits(rate: float) -> bool:
-        loss = privacy_loss(
-            sampling=PoissonSampling(population, rate),
-            noise_multiplier=noise_multiplier,
-            rounds=rounds,
-            delta=delta,
-            relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
-            accountant=accountant,
-        )
+        facts = _facts(PoissonSampling(population, rate), None, delta, accountant)
+        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
         return loss.epsilon <= epsilon
 
     if fits(1.0):
@@ -156,11 +137,21 @@ def calibrate_sampling_rate(
     return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
 
 
+def _facts(
+    sampling: Sampling, relation: NeighboringRelation | None, delta: float, accountant: Accountant
+) -> dict[str, Any]:
+    """Return what every step of a search accounts by."""
+    return {
+        "sampling": sampling,
+        "relation": relation or default_relation(sampling),
+        "delta": delta,
+        "accountant": accountant,
+    }
+
+
 def _check_target(epsilon: float, rounds: int) -> None:
-    if not 0 < epsilon < math.inf:
-        raise InvalidValue(f"epsilon={epsilon!r}: expected a finite number > 0")
-    if rounds < 1:
-        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 1")
+    require_positive("epsilon", epsilon)
+    require_at_least_one("rounds", rounds)
 
 
 def _bisect(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import participations_loss, privacy_loss_of
+from flower_ext.privacy.accounting import PrivacyLoss, participations_loss, privacy_loss_of
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
@@ -77,14 +78,11 @@ def client_level_guarantees(
             _DRAWN if secure_cohorts else _DRAWN_BY_SEED,
             *((_MEMORY,) if fixed and memory else ()),
         )
-    models = Guarantee(
-        unit=plan.unit,
+    models = _guarantee(
+        plan,
+        AdversaryView.RELEASED_MODELS,
+        loss,
         relation=relation,
-        view=AdversaryView.RELEASED_MODELS,
-        epsilon=loss.epsilon,
-        delta=plan.delta,
-        basis="provable",
-        accountant=loss.accountant,
         source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds"
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
@@ -98,29 +96,26 @@ def client_level_guarantees(
         not_covered=tuple(not_covered),
     )
     if not by_clients:
-        return [models, *(_unprotected(plan, view) for view in _SERVER_VIEWS)]
-    sums = participations_loss(
-        noise_multiplier=plan.noise_multiplier,
-        participations=participations.in_sums,
-        relation=NeighboringRelation.REPLACE_SPECIAL,
-        delta=plan.delta,
-    )
-    uploads = participations_loss(
-        noise_multiplier=plan.noise_multiplier,
-        participations=participations.in_uploads,
-        relation=NeighboringRelation.REPLACE_SPECIAL,
-        delta=plan.delta,
-    )
+        nothing = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
+        source = "the server adds the noise, after it has seen what it protects"
+        views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
+        return [models, *(_guarantee(plan, view, nothing, source=source) for view in views)]
+
+    def seen(weight: float) -> PrivacyLoss:
+        """Return the loss of the most exposed client to a server that sees who took part."""
+        return participations_loss(
+            noise_multiplier=plan.noise_multiplier,
+            participations=weight,
+            relation=NeighboringRelation.REPLACE_SPECIAL,
+            delta=plan.delta,
+        )
+
     return [
         models,
-        Guarantee(
-            unit=plan.unit,
-            relation=NeighboringRelation.REPLACE_SPECIAL,
-            view=AdversaryView.SUM_ONLY,
-            epsilon=sums.epsilon,
-            delta=plan.delta,
-            basis="provable",
-            accountant=sums.accountant,
+        _guarantee(
+            plan,
+            AdversaryView.SUM_ONLY,
+            seen(participations.in_sums),
             source=f"most exposed client: {participations.in_sums:.4g} sums' worth",
             assumptions=(
                 *common,
@@ -130,14 +125,10 @@ def client_level_guarantees(
             ),
             not_covered=tuple(not_covered),
         ),
-        Guarantee(
-            unit=plan.unit,
-            relation=NeighboringRelation.REPLACE_SPECIAL,
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=uploads.epsilon,
-            delta=plan.delta,
-            basis="provable",
-            accountant=uploads.accountant,
+        _guarantee(
+            plan,
+            AdversaryView.EACH_UPLOAD,
+            seen(participations.in_uploads),
             source="noise multiplier σ/√cohort of a single upload; most exposed client: "
             f"{participations.in_uploads:.4g} sums' worth",
             assumptions=(*common, *honest_clients),
@@ -165,17 +156,21 @@ def check_client_plan(plan: NoisedSum) -> None:
         )
 
 
-_SERVER_VIEWS = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
-
-
-def _unprotected(plan: NoisedSum, view: AdversaryView) -> Guarantee:
+def _guarantee(
+    plan: NoisedSum,
+    view: AdversaryView,
+    loss: PrivacyLoss,
+    *,
+    relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
+    **more: Any,
+) -> Guarantee:
     return Guarantee(
         unit=plan.unit,
-        relation=NeighboringRelation.REPLACE_SPECIAL,
+        relation=relation,
         view=view,
-        epsilon=math.inf,
+        epsilon=loss.epsilon,
         delta=plan.delta,
         basis="provable",
-        accountant="none",
-        source="the server adds the noise, after it has seen what it protects",
+        accountant=loss.accountant,
+        **more,
     )

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
-from flower_ext.privacy.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.sampling import FullParticipation
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -59,6 +59,14 @@ class ClippedSteps:
             raise InvalidValue(
                 f"batch_size={self.batch_size!r}: expected an integer from 1 to num_examples="
                 f"{self.num_examples}"
+            )
+
+    def require_examples(self, num_examples: int) -> None:
+        """Refuse another number of examples than the steps are over."""
+        if num_examples != self.num_examples:
+            raise InvalidValue(
+                f"num_examples={num_examples!r}: expected {self.num_examples}, as in the clipped "
+                "steps"
             )
 
     @property
@@ -131,11 +139,9 @@ def clipped_steps_noise_stddev(
 ) -> float:
     """Noise that every local step must add to each weight for (ε, δ) over ``rounds`` rounds."""
     check_target(epsilon, delta, rounds)
+    releases = rounds * steps.uses_per_round
     return composed_noise_stddev(
-        sensitivity=steps.sensitivity,
-        epsilon=epsilon,
-        delta=delta,
-        releases=rounds * steps.uses_per_round,
+        sensitivity=steps.sensitivity, epsilon=epsilon, delta=delta, releases=releases
     )
 
 
@@ -144,11 +150,9 @@ def clipped_steps_epsilon(
 ) -> float:
     """ε of ``rounds`` rounds in which every local step adds ``noise_stddev`` to each weight."""
     check_target(1.0, delta, rounds)
+    releases = rounds * steps.uses_per_round
     return composed_epsilon(
-        sensitivity=steps.sensitivity,
-        noise_stddev=noise_stddev,
-        delta=delta,
-        releases=rounds * steps.uses_per_round,
+        sensitivity=steps.sensitivity, noise_stddev=noise_stddev, delta=delta, releases=releases
     )
 
 

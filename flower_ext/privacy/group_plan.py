@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_delta
 from flower_ext.privacy.group_privacy import DpSgd
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.plan import PlainAverage
@@ -28,13 +28,14 @@ class GroupPlan(PlainAverage):
         δ at which the run reports ε.
     """
 
+    tells_sizes = False  # histograms have told
+
     sampling: FullParticipation
     one_round: DpSgd
     delta: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
+        require_delta(self.delta)
 
     def describe(self) -> str:
         """For the log."""
@@ -43,11 +44,6 @@ class GroupPlan(PlainAverage):
             f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
             f"{one.sampling_rate:g}, noise multiplier {one.noise_multiplier:.4g}"
         )
-
-    @property
-    def tells_sizes(self) -> bool:
-        """No: histograms have told."""
-        return False
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """None but the noise of the steps, which the silo's own training adds."""

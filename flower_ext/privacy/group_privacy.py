@@ -15,6 +15,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from flower_ext.checks import (
+    require_at_least_one,
+    require_count,
+    require_delta,
+    require_positive,
+    require_rate,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import (
     FINEST_INTERVAL,
@@ -51,14 +58,9 @@ class DpSgd:
     steps: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.noise_multiplier < math.inf:
-            raise InvalidValue(
-                f"noise_multiplier={self.noise_multiplier!r}: expected a finite number > 0"
-            )
-        if not 0 < self.sampling_rate <= 1:
-            raise InvalidValue(f"sampling_rate={self.sampling_rate!r}: expected a number in (0, 1]")
-        if self.steps < 0:
-            raise InvalidValue(f"steps={self.steps!r}: expected an integer >= 0")
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_rate("sampling_rate", self.sampling_rate)
+        require_count("steps", self.steps)
 
 
 def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
@@ -138,7 +140,5 @@ def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:
     """Refuse what no group bound can be computed for."""
     if not silos:
         raise InvalidValue("silos=[]: expected the training of at least one silo")
-    if group_size < 1:
-        raise InvalidValue(f"group_size={group_size!r}: expected an integer >= 1")
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+    require_at_least_one("group_size", group_size)
+    require_delta(delta)

@@ -11,13 +11,13 @@ import fcntl
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_ext.checks import require_delta
 from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
 
@@ -60,8 +60,7 @@ class Budget:
     def __post_init__(self) -> None:
         if not self.epsilon > 0:
             raise InvalidValue(f"epsilon={self.epsilon!r}: expected a number > 0")
-        if not 0 < self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
+        require_delta(self.delta)
 
 
 class Reservation:
@@ -202,7 +201,7 @@ class Ledger:
 
     def spent(self, delta: float) -> PrivacyLoss:
         """(ε, δ) of everything reserved so far."""
-        return privacy_loss_of(self._counted, delta=delta, accountant=self.accountant)
+        return privacy_loss_of(self._reserved, delta=delta, accountant=self.accountant)
 
     def close(self) -> None:
         """Release the lock; nothing can be reserved any more."""
@@ -210,10 +209,6 @@ class Ledger:
             self._check_usable()
         self._unusable = "was closed"
         os.close(self._file)
-
-    @property
-    def _counted(self) -> Counter[Release]:
-        return Counter(self._reserved)
 
     def _check_usable(self) -> None:
         if self._unusable is not None:
@@ -233,8 +228,7 @@ class Ledger:
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
             return
-        after = self._counted
-        after[release] += 1
+        after = [*self._reserved, release]
         delta = self.budget.delta
         epsilon = privacy_loss_of(after, delta=delta, accountant=self.accountant).epsilon
         if epsilon > self.budget.epsilon:
@@ -248,9 +242,7 @@ class Ledger:
         entry, line = chained(self._next, kind, facts, self._last_hash)
         self._check_usable()
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
+            write_durably(self._file, line)
         except OSError as error:
             self._unusable = "could not be written"
             raise OSError(
@@ -322,6 +314,13 @@ def parse_chain(content: bytes) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         previous = entry["hash"]
     return entries, whole
+
+
+def write_durably(file: int, line: bytes) -> None:
+    """Write a whole line, and wait until it is on the disk."""
+    while line:
+        line = line[os.write(file, line) :]
+    os.fsync(file)
 
 
 def sync_directory(folder: Path) -> None:

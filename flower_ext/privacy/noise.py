@@ -32,11 +32,13 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import array_api_compat as api
 import numpy as np
 
+from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
@@ -72,13 +74,15 @@ def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
     return math.sqrt(bound**2 + numbers * stddev**2) + tail * stddev
 
 
-class NoiseSource(Protocol):
-    """Adds noise to arrays."""
+class NoiseSource(ABC):
+    """Adds noise to arrays, from NumPy generators; subclasses say where one comes from."""
 
-    @property
-    def is_secure(self) -> bool:
-        """Whether nobody can reproduce the noise."""
-        ...
+    is_secure: bool
+    """Whether nobody can reproduce the noise."""
+
+    @abstractmethod
+    def _generator(self) -> np.random.Generator:
+        """Return the generator of the next release."""
 
     def add_gaussian(
         self, update: Update, stddev: float, *, grid: float | None = None
@@ -104,38 +108,7 @@ class NoiseSource(Protocol):
             An array is not floating-point; ``stddev`` is not a finite number >= 0, or too small for
             a grid; ``grid`` is none for it.
         """
-        ...
-
-    def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
-        """N(0, stddev² I) in float64, on no grid: for whoever rounds it to a public one.
-
-        Parameters
-        ----------
-        like : Mapping[str, array]
-            Says which names, shapes and devices.
-        """
-        ...
-
-    def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
-        """A vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
-
-        Its direction is uniform and its norm Gamma(dimension, scale) distributed: the noise of
-        objective perturbation (Chaudhuri, Monteleoni, Sarwate 2011).
-        """
-        ...
-
-
-class _GeneratorNoise:
-    """Noise from NumPy generators; subclasses say where a generator comes from."""
-
-    def _generator(self) -> np.random.Generator:
-        raise NotImplementedError
-
-    def add_gaussian(
-        self, update: Update, stddev: float, *, grid: float | None = None
-    ) -> dict[str, Any]:
-        """``update`` + N(0, stddev² I), on a public grid (see `NoiseSource`)."""
-        _check_stddev(stddev)
+        require_not_negative("stddev", stddev)
         check_arrays(update)
         if stddev == 0:
             return dict(update)
@@ -145,25 +118,33 @@ class _GeneratorNoise:
         return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
 
     def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
-        """N(0, stddev² I) on no grid (see `NoiseSource`)."""
-        _check_stddev(stddev)
+        """N(0, stddev² I) in float64, on no grid: for whoever rounds it to a public one.
+
+        Parameters
+        ----------
+        like : Mapping[str, array]
+            Says which names, shapes and devices.
+        """
+        require_not_negative("stddev", stddev)
         check_arrays(like)
         rng = self._generator()
         return {name: stddev * _normal(array, array.shape, rng) for name, array in like.items()}
 
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
-        """A vector with density ∝ exp(−‖b‖₂ / scale) (see `NoiseSource`)."""
-        if dimension < 1:
-            raise InvalidValue(f"dimension={dimension!r}: expected an integer >= 1")
-        if not 0 < scale < math.inf:
-            raise InvalidValue(f"scale={scale!r}: expected a finite number > 0")
+        """A vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
+
+        Its direction is uniform and its norm Gamma(dimension, scale) distributed: the noise of
+        objective perturbation (Chaudhuri, Monteleoni, Sarwate 2011).
+        """
+        require_at_least_one("dimension", dimension)
+        require_positive("scale", scale)
         rng = self._generator()
         direction = rng.standard_normal(dimension)
         radius = rng.gamma(shape=dimension, scale=scale)
         return np.asarray(radius * direction / np.linalg.norm(direction))
 
 
-class SecureNoise(_GeneratorNoise):
+class SecureNoise(NoiseSource):
     """Noise under a fresh key of the operating system for every release: the default."""
 
     is_secure = True
@@ -172,7 +153,7 @@ class SecureNoise(_GeneratorNoise):
         return secure_generator()
 
 
-class SeededNoise(_GeneratorNoise):
+class SeededNoise(NoiseSource):
     """Reproducible noise, for simulation only: whoever knows the seed can take it off again.
 
     One object gives one stream; successive releases from it differ.
@@ -185,11 +166,6 @@ class SeededNoise(_GeneratorNoise):
 
     def _generator(self) -> np.random.Generator:
         return self._rng
-
-
-def _check_stddev(stddev: float) -> None:
-    if not 0 <= stddev < math.inf:
-        raise InvalidValue(f"stddev={stddev!r}: expected a finite number >= 0")
 
 
 def _check_grid(grid: float, stddev: float) -> None:

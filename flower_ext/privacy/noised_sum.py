@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import array_api_compat as api
-
+from flower_ext.checks import require_at_least_one, require_delta, require_one_of, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.calibration import default_relation
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
-from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
 from flower_ext.privacy.sampling import Sampling
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.updates import Update, total
@@ -24,7 +23,7 @@ DropoutPolicy = Literal["top-up", "discard"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisedSum:
+class NoisedSum(PrivacyPlan):
     """How a round releases one noised average.
 
     Guarantees
@@ -50,17 +49,13 @@ class NoisedSum:
     sensitivity: float = 1.0
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
-        require("noise_multiplier", 0 < self.noise_multiplier < math.inf, "a finite number > 0")
-        require("sensitivity", 0 < self.sensitivity < math.inf, "a finite number > 0")
-        require("rounds", self.rounds >= 1, "an integer >= 1")
-        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
-        require("noise_placement", self.noise_placement in ("client", "server"), "client or server")
-        require("dropout_policy", self.dropout_policy in ("top-up", "discard"), "top-up or discard")
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_positive("sensitivity", self.sensitivity)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
+        require_one_of("noise_placement", self.noise_placement, ("client", "server"))
+        require_one_of("dropout_policy", self.dropout_policy, ("top-up", "discard"))
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
         _ = self.release  # refuses a relation that does not go with the sampling
@@ -97,26 +92,15 @@ class NoisedSum:
         """
         if self.noise_placement == "server":
             return 0.0
-        if cohort_size < 1:
-            raise InvalidValue(f"cohort_size={cohort_size!r}: expected an integer >= 1")
+        require_at_least_one("cohort_size", cohort_size)
         return self.noise_stddev / math.sqrt(cohort_size)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
+        """As `PrivacyPlan.largest_upload`; infinite where the server noises.
 
         To refuse larger ones changes a sum with that probability for each upload at most, which no
         reported δ counts. It keeps a hostile client from moving the sum further than the noise of
         an honest upload might; it does not bound it by C, as a server does that noises itself.
-        Infinite where the server noises.
-
-        Parameters
-        ----------
-        cohort_size : int
-            How many were asked.
-        numbers : int
-            Of the upload.
-        norms : float
-            How many clipping norms an upload may have before noise: more where it is a sum.
         """
         if self.noise_placement == "server":
             return math.inf
@@ -124,25 +108,12 @@ class NoisedSum:
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
     def aggregate(
-        self,
-        uploads: Sequence[Update],
-        *,
-        cohort_size: int,
-        noise: NoiseSource,
-        like: Update,
+        self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
     ) -> Aggregate:
         """Noised sum of a round's uploads over the expected cohort size.
 
         Where the server noises, it bounds every upload itself: the guarantee rests on no client.
-
-        Parameters
-        ----------
-        uploads : Sequence[Update]
-            At most one a unit; already bounded and noised where clients noise.
-        cohort_size : int
-            How many were asked.
-        like : Update
-            Names, shapes and dtypes of the result.
+        Where clients noise, uploads come bounded and noised.
 
         Raises
         ------
@@ -166,10 +137,6 @@ class NoisedSum:
             missing = 1 - answered / cohort_size if cohort_size else 1.0
         stddev = self.noise_stddev * math.sqrt(missing)
         noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
-        size = self.sampling.expected_cohort_size
-        value = {
-            name: api.array_namespace(array).astype(array / size, like[name].dtype)
-            for name, array in noised.items()
-        }
+        value = divided(noised, self.sampling.expected_cohort_size, like)
         topped_up = 0.0 if self.noise_placement == "server" else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

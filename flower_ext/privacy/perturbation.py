@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.checks import require_positive
 from flower_ext.privacy.bounds import clip
-from flower_ext.privacy.checks import require_positive
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import Update, check_arrays, in_float64, in_precision_of
 

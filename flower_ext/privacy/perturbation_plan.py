@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_delta
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.privacy.perturbation import OutputPerturbation, Perturbation
@@ -37,32 +37,20 @@ class PerturbationPlan(PlainAverage):
         In (0, 1).
     """
 
+    client_protects = True
+    bounds_models = True  # the whole local model is perturbed
+    needs_sizes = True  # sensitivity falls with the number of records
+
     perturbation: Perturbation
     objective: LocalObjective = field(default_factory=LocalObjective)
     delta: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise InvalidValue(f"delta={self.delta!r}: expected a number in (0, 1)")
+        require_delta(self.delta)
 
     def describe(self) -> str:
         """For the log."""
         return f"{self.sampling.describe()} · {self.perturbation}"
-
-    @property
-    def client_protects(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def bounds_models(self) -> bool:
-        """Yes: the whole local model is perturbed."""
-        return True
-
-    @property
-    def needs_sizes(self) -> bool:
-        """Yes: sensitivity falls with the number of records."""
-        return True
 
     def objective_in(self, run: RunFacts) -> LocalObjective:
         """The local problem, with what the method's training makes of it."""
@@ -109,24 +97,24 @@ class PerturbationPlan(PlainAverage):
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """Published and provable ε, each the largest of any client."""
         return perturbation_guarantees(
-            self.perturbation,
-            self.objective_in(run),
-            num_examples=run.num_examples,
-            participations=run.participations.uploads,
-            delta=self.delta,
+            **self._facts(run),
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )
 
+    def _facts(self, run: RunFacts) -> dict[str, Any]:
+        """Return what the theorems ask for."""
+        return {
+            "perturbation": self.perturbation,
+            "objective": self.objective_in(run),
+            "num_examples": run.num_examples,
+            "participations": run.participations.uploads,
+            "delta": self.delta,
+        }
+
     def spent(self, run: RunFacts) -> dict[str, float]:
         """Mean ε over clients (the paper's ε̄) and largest ε, published and provable."""
-        by_client = epsilons(
-            self.perturbation,
-            self.objective_in(run),
-            num_examples=run.num_examples,
-            participations=run.participations.uploads,
-            delta=self.delta,
-        )
+        by_client = epsilons(**self._facts(run))
         published, provable = (
             np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T
         )

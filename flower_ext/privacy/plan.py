@@ -1,11 +1,12 @@
-"""The interface of all plans: a round need not know which kind it runs under."""
+"""The base of all plans: a round need not know which kind it runs under."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import array_api_compat as api
 
@@ -31,23 +32,27 @@ class Aggregate:
     topped_up_stddev: float
 
 
-class PrivacyPlan(Protocol):
+class PrivacyPlan(ABC):
     """A plan: the sampling of a round, and the protection of those who take part.
 
-    A plan is frozen. It knows of a run what `RunFacts` say, and nothing else.
+    A plan is frozen. It knows of a run what `RunFacts` say, and nothing else. What it does not
+    define is that of a plan that takes any method and any training, and protects nobody.
+
+    Attributes
+    ----------
+    sampling : Sampling
+        Draws the cohorts.
+    delta : float, optional
+        δ at which ε is reported; None where nothing is promised.
     """
 
-    @property
-    def sampling(self) -> Sampling:
-        """Draws the cohorts."""
-
-    @property
-    def delta(self) -> float | None:
-        """δ at which ε is reported; None where nothing is promised."""
+    sampling: Sampling
+    delta: float | None
 
     @property
     def planned_rounds(self) -> int | None:
         """The number of rounds that the noise was chosen for, where it was."""
+        return None
 
     @property
     def release(self) -> Release | None:
@@ -55,27 +60,33 @@ class PrivacyPlan(Protocol):
 
         Nothing but that sum may then show in the model, and cohorts have to be secret.
         """
+        return None
 
     @property
     def client_protects(self) -> bool:
         """Whether a ClientApp has to bound or noise what it sends."""
+        return False
 
     @property
     def bounds_models(self) -> bool:
         """Whether a client's whole model is bounded, and not its update."""
+        return False
 
     @property
     def tells_sizes(self) -> bool:
         """Whether clients tell how many examples they have."""
+        return False
 
     @property
     def needs_sizes(self) -> bool:
         """Whether ε depends on them."""
+        return False
 
+    @abstractmethod
     def describe(self) -> str:
         """For the log."""
 
-    def check(self, method: MethodTraits) -> None:
+    def check(self, method: MethodTraits) -> None:  # noqa: B027 - by default any
         """Refuse a method whose uploads the plan does not protect.
 
         Raises
@@ -84,7 +95,7 @@ class PrivacyPlan(Protocol):
             Says why not.
         """
 
-    def check_training(self, run: RunFacts) -> None:
+    def check_training(self, run: RunFacts) -> None:  # noqa: B027 - by default any
         """Refuse local training that the plan does not speak of.
 
         Raises
@@ -95,6 +106,7 @@ class PrivacyPlan(Protocol):
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """What each client of a cohort does to its upload."""
+        return None
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
@@ -108,7 +120,9 @@ class PrivacyPlan(Protocol):
         norms : float
             How many clipping norms an upload may have before noise: more where it is a sum.
         """
+        return math.inf
 
+    @abstractmethod
     def aggregate(
         self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
     ) -> Aggregate:
@@ -131,68 +145,20 @@ class PrivacyPlan(Protocol):
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
         """What protects people after a run's rounds so far."""
-
-    def spent(self, run: RunFacts) -> dict[str, float]:
-        """ε so far, for the log and the report's figures; what is infinite is left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainAverage:
-    """The mean of those who answer, as it is; promises nothing unless a plan adds it."""
-
-    sampling: Sampling
-
-    @property
-    def planned_rounds(self) -> int | None:
-        """Any number."""
-        return None
-
-    @property
-    def release(self) -> Release | None:
-        """None: the server sees single uploads."""
-        return None
-
-    @property
-    def client_protects(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def bounds_models(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def tells_sizes(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def needs_sizes(self) -> bool:
-        """No."""
-        return False
-
-    def check(self, method: MethodTraits) -> None:
-        """Take any method."""
-
-    def check_training(self, run: RunFacts) -> None:
-        """Take any training."""
-
-    def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """None."""
-        return None
-
-    def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Infinite."""
-        return math.inf
-
-    def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """None."""
         return []
 
     def spent(self, run: RunFacts) -> dict[str, float]:
-        """ε as the guarantees have it."""
+        """ε so far, for the log and the report's figures; what is infinite is left out."""
         return {f"epsilon_{one.basis}": one.epsilon for one in self.guarantees(run)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainAverage(PrivacyPlan):
+    """The mean of those who answer, as it is; promises nothing unless a plan adds it."""
+
+    tells_sizes = True
+
+    sampling: Sampling
 
     def aggregate(
         self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
@@ -206,11 +172,19 @@ class PlainAverage:
         """
         if not uploads:
             raise RoundDiscarded(f"none of {cohort_size} clients answered")
-        value = {
-            name: api.array_namespace(array).astype(array / len(uploads), like[name].dtype)
-            for name, array in total(uploads, like=like).items()
-        }
-        return Aggregate(value=value, answered=len(uploads), topped_up_stddev=0.0)
+        return Aggregate(
+            value=divided(total(uploads, like=like), len(uploads), like),
+            answered=len(uploads),
+            topped_up_stddev=0.0,
+        )
+
+
+def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
+    """Return an average in the precision of ``like``, from a sum."""
+    return {
+        name: api.array_namespace(array).astype(array / by, like[name].dtype)
+        for name, array in summed.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +194,7 @@ class NonPrivatePlan(PlainAverage):
     For the comparison of a private method with itself.
     """
 
-    @property
-    def delta(self) -> float | None:
-        """None: nothing is promised."""
-        return None
+    delta = None
 
     def describe(self) -> str:
         """For the log."""

@@ -8,7 +8,7 @@ import secrets
 import numpy as np
 from randomgen import ChaCha
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_count
 
 
 def secure_generator() -> np.random.Generator:
@@ -36,6 +36,5 @@ def derived_seed(seed: int, *path: str | int) -> int:
 
 
 def _digest(seed: int, *path: str | int) -> bytes:
-    if seed < 0:
-        raise InvalidValue(f"seed={seed!r}: expected an integer >= 0")
+    require_count("seed", seed)
     return hashlib.sha256(repr((seed, *path)).encode()).digest()

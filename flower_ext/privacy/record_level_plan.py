@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.clipped_steps import (
     ClippedSteps,
@@ -53,6 +53,9 @@ class RecordLevelPlan(PlainAverage):
         What bounds one record in each local step.
     """
 
+    client_protects = True
+    bounds_models = True
+
     clipping_norm: float
     noise_stddev: float
     num_examples: int
@@ -61,20 +64,18 @@ class RecordLevelPlan(PlainAverage):
     steps: ClippedSteps | None = None
 
     def __post_init__(self) -> None:
-        def require(name: str, ok: bool, expected: str) -> None:
-            if not ok:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected {expected}")
-
-        everyone = isinstance(self.sampling, FullParticipation)
-        require("sampling", everyone, "FullParticipation: every client uploads in every round")
-        require("clipping_norm", 0 < self.clipping_norm < math.inf, "a finite number > 0")
-        require("noise_stddev", 0 < self.noise_stddev < math.inf, "a finite number > 0")
-        require("num_examples", self.num_examples >= 1, "an integer >= 1")
-        require("rounds", self.rounds >= 1, "an integer >= 1")
-        require("delta", 0 < self.delta < 1, "a number in (0, 1)")
+        if not isinstance(self.sampling, FullParticipation):
+            raise InvalidValue(
+                f"sampling={self.sampling!r}: expected FullParticipation: every client uploads in "
+                "every round"
+            )
+        require_positive("clipping_norm", self.clipping_norm)
+        require_positive("noise_stddev", self.noise_stddev)
+        require_at_least_one("num_examples", self.num_examples)
+        require_at_least_one("rounds", self.rounds)
+        require_delta(self.delta)
         if self.steps is not None:
-            same = f"{self.steps.num_examples}, as in the clipped steps"
-            require("num_examples", self.num_examples == self.steps.num_examples, same)
+            self.steps.require_examples(self.num_examples)
 
     @classmethod
     def for_target(
@@ -142,16 +143,6 @@ class RecordLevelPlan(PlainAverage):
     def planned_rounds(self) -> int | None:
         """T."""
         return self.rounds
-
-    @property
-    def client_protects(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def bounds_models(self) -> bool:
-        """Yes."""
-        return True
 
     def check(self, method: MethodTraits) -> None:
         """Refuse noise in local steps where these alone do not lead to the upload."""

@@ -20,10 +20,7 @@ from flower_ext.privacy.sampling import Sampling
 class ReleasePlan(NoisedSum):
     """How a run releases one noised average a round, and what that promises.
 
-    Guarantees
-    ----------
-    Whatever part of a cohort answers, `aggregate` releases a sum with Gaussian noise of standard
-    deviation at least ``noise_multiplier * clipping_norm``, divided by a public constant.
+    Its guarantee is that of `NoisedSum`.
 
     Parameters
     ----------
@@ -100,21 +97,6 @@ class ReleasePlan(NoisedSum):
         """Where the plan places the noise there."""
         return self.noise_placement == "client"
 
-    @property
-    def bounds_models(self) -> bool:
-        """No: the update is bounded."""
-        return False
-
-    @property
-    def tells_sizes(self) -> bool:
-        """No: a client's size is its own affair."""
-        return False
-
-    @property
-    def needs_sizes(self) -> bool:
-        """No."""
-        return False
-
     def check(self, method: MethodTraits) -> None:
         """Refuse a method that needs single updates, or units that are not the clients."""
         if method.needs_each_update:
@@ -125,9 +107,6 @@ class ReleasePlan(NoisedSum):
             )
         if method.units_are_clients:
             check_client_plan(self)
-
-    def check_training(self, run: RunFacts) -> None:
-        """Take any training: what it leads to is bounded as a whole."""
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
         """Bound, and the share of the noise of one client in a cohort of that size."""

@@ -9,12 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.checks import require_at_least_one, require_rate
 from flower_ext.errors import InvalidValue
-
-
-def _check_population(population: int) -> None:
-    if population < 1:
-        raise InvalidValue(f"population={population!r}: expected an integer >= 1")
 
 
 @dataclass(frozen=True)
@@ -28,9 +24,8 @@ class PoissonSampling:
     rate: float
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
-        if not 0 < self.rate <= 1:
-            raise InvalidValue(f"rate={self.rate!r}: expected a number in (0, 1]")
+        require_at_least_one("population", self.population)
+        require_rate("rate", self.rate)
 
     @property
     def sampling_rate(self) -> float:
@@ -59,7 +54,7 @@ class FixedSizeSampling:
     size: int
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
+        require_at_least_one("population", self.population)
         if not 1 <= self.size <= self.population:
             raise InvalidValue(
                 f"size={self.size!r}: expected an integer from 1 to population={self.population}"
@@ -88,15 +83,12 @@ class FixedSizeSampling:
 class FullParticipation:
     """All ``population`` units, every round."""
 
+    sampling_rate = 1.0
+
     population: int
 
     def __post_init__(self) -> None:
-        _check_population(self.population)
-
-    @property
-    def sampling_rate(self) -> float:
-        """Probability that one unit takes part in a round."""
-        return 1.0
+        require_at_least_one("population", self.population)
 
     @property
     def expected_cohort_size(self) -> float:

@@ -30,6 +30,7 @@ from flower_ext.privacy.ledger import (
     chained,
     parse_chain,
     sync_directory,
+    write_durably,
 )
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 
@@ -87,9 +88,9 @@ class RunSpend:
     run: str
     name: str
     method: str
-    rounds: int
-    epsilon: float | None
-    delta: float | None
+    rounds: int = 0
+    epsilon: float | None = None
+    delta: float | None = None
     what: str = ""
 
 
@@ -179,9 +180,6 @@ def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
             run=entry["run"],
             name=entry["name"],
             method=entry["method"],
-            rounds=0,
-            epsilon=None,
-            delta=None,
             what=entry["what"],
         )
         for entry in entries
@@ -255,6 +253,4 @@ def _append(file: int, entries: Sequence[dict[str, Any]], kind: str, facts: dict
     """Raise before anything is released where the line cannot be made durable."""
     previous = entries[-1]["hash"] if entries else GENESIS
     _, line = chained(len(entries), kind, facts, previous)
-    while line:
-        line = line[os.write(file, line) :]
-    os.fsync(file)
+    write_durably(file, line)

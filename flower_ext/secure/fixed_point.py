@@ -14,6 +14,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike, NDArray
 
+from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 
 _LARGEST_ENCODED = 2**61
@@ -36,10 +37,8 @@ class FixedPoint:
     bound: float
 
     def __post_init__(self) -> None:
-        for name in ("step", "bound"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
+        require_positive("step", self.step)
+        require_positive("bound", self.bound)
         if self.bound / self.step > _LARGEST_ENCODED:
             raise InvalidValue(
                 f"bound={self.bound!r} over step={self.step!r} is above 2**61: "
@@ -73,22 +72,6 @@ class FixedPoint:
     def decode(self, encoded: Iterable[int], *, scale: int = 1) -> NDArray[np.float64]:
         """Real numbers from integers that also carry a factor ``scale``."""
         return np.array([int(x) / scale * self.step for x in encoded], dtype=np.float64)
-
-
-def to_residue(value: int, modulus: mpz) -> mpz:
-    """A signed integer in [0, modulus).
-
-    Raises
-    ------
-    OverflowError
-        ``value`` would come back as another number.
-    """
-    if 2 * abs(value) >= modulus:
-        raise OverflowError(
-            f"a value of {int(value).bit_length()} bits does not fit a modulus of "
-            f"{modulus.bit_length()} bits: expected a magnitude below half of it"
-        )
-    return mpz(value) % modulus
 
 
 def from_residue(residue: mpz, modulus: mpz) -> mpz:

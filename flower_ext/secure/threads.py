@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import gmpy2
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,8 +33,7 @@ def map_slices(
     ValueError
         ``workers`` is below one.
     """
-    if workers < 1:
-        raise InvalidValue(f"workers={workers!r}: expected an integer >= 1")
+    require_at_least_one("workers", workers)
     size = min(_LARGEST_SLICE, max(1, len(items) // (_SLICES_PER_WORKER * workers)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
     results: list[Result] = []

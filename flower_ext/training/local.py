@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from flower_ext.checks import require_not_negative, require_positive, require_rate
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.newton import newton
@@ -69,12 +70,18 @@ class LocalTraining:
         steps = 0 if self.steps is None else self.steps
         require("steps", 0 <= steps < math.inf, "an integer >= 0 or None")
         require("batch_size", 1 <= self.batch_size < math.inf, "an integer >= 1")
-        require("learning_rate", 0 < self.learning_rate < math.inf, "a finite number > 0")
-        require("learning_rate_decay", 0 < self.learning_rate_decay <= 1, "a number in (0, 1]")
+        require_positive("learning_rate", self.learning_rate)
+        require_rate("learning_rate_decay", self.learning_rate_decay)
         require("momentum", 0 <= self.momentum < 1, "a number in [0, 1)")
         for name in ("sam_radius", "proximal_weight", "tolerance"):
-            require(name, 0 <= getattr(self, name) < math.inf, "a finite number >= 0")
+            require_not_negative(name, getattr(self, name))
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
+
+    @property
+    def beyond_sgd(self) -> list[str]:
+        """Names of what is set that plain SGD has not."""
+        extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
+        return [name for name in extras if getattr(self, name)]
 
     def in_round(self, number: int) -> LocalTraining:
         """The same training with the learning rate of training round ``number`` (from 1)."""
@@ -109,22 +116,15 @@ class Job:
 
     @property
     def objective(self) -> Sequence[Term]:
-        """All that is added to the loss."""
-        return objective(self.params, self.training, self.terms)
+        """All that is added to the loss: terms, and one that keeps a training near its start."""
+        if not self.training.proximal_weight:
+            return self.terms
+        return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]
 
     @property
     def num_steps(self) -> int:
         """Mini-batches that it takes."""
         return self.training.num_steps(len(self.examples))
-
-
-def objective(
-    start: Mapping[str, Tensor], training: LocalTraining, terms: Sequence[Term]
-) -> Sequence[Term]:
-    """``terms``, and the one that keeps a training near its start."""
-    if not training.proximal_weight:
-        return terms
-    return [*terms, Proximal(weight=training.proximal_weight, anchor=start)]
 
 
 def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
@@ -153,10 +153,10 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
-def gradient(loss_at: Callable[[Params], Tensor], params: Mapping[str, Tensor]) -> Params:
-    """Gradient of a scalar function of parameters."""
+def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tensor) -> Params:
+    """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    slopes = torch.autograd.grad(loss_at(leaves), list(leaves.values()))
+    slopes = torch.autograd.grad(loss_at(leaves, *data), list(leaves.values()))
     return dict(zip(leaves, slopes, strict=True))
 
 
@@ -171,15 +171,11 @@ def minimise(
     weights = clone(start)
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
     for x, y in batches(examples, training, generator):
-
-        def loss(point: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
-            return loss_at(point, x, y)
-
-        slope = gradient(loss, weights)
+        slope = gradient(loss_at, weights, x, y)
         if training.sam_radius > 0:
             ascent = perturbation(list(slope.values()), training.sam_radius)
             climbed = zip(weights.items(), ascent, strict=True)
-            slope = gradient(loss, {name: w + p for (name, w), p in climbed})
+            slope = gradient(loss_at, {name: w + p for (name, w), p in climbed}, x, y)
         for name, w in weights.items():
             velocity[name].mul_(training.momentum).add_(slope[name])
             w.sub_(velocity[name], alpha=training.learning_rate)
@@ -285,18 +281,26 @@ def train(
     NotConverged
         ``training.tolerance`` is out of reach.
     """
-    if len(examples) == 0:
+    job = Job(params=params, examples=examples, training=training, generator=generator, terms=terms)
+    return train_job(task, job, trained=trained)
+
+
+def train_job(
+    task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True
+) -> Params:
+    """As `train`, whose arguments a job holds."""
+    if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples")
-    terms = objective(params, training, terms)
+    training = job.training
     dtype = torch.float64 if training.tolerance else None
-    with own_draws(generator, task.torch_device()):
-        problem = local_problem(task, params, trained=trained, terms=terms, dtype=dtype)
-        data = examples.to(problem.device)
+    with own_draws(job.generator, task.torch_device()):
+        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
+        data = job.examples.to(problem.device)
         if training.tolerance:
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
-            moved = minimise(problem.loss_at, problem.start, data, training, generator)
-    return problem.whole(moved, like=params)
+            moved = minimise(problem.loss_at, problem.start, data, training, job.generator)
+    return problem.whole(moved, like=job.params)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flower_ext.checks import require_not_negative
 from flower_ext.errors import InvalidValue
 
 
@@ -24,11 +25,6 @@ class Term(Protocol):
         ...
 
 
-def _require_finite(name: str, value: float) -> None:
-    if not (value >= 0 and value < float("inf")):
-        raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Proximal:
     """(weight / 2) ‖w − anchor‖², over the names that are trained (FedProx, Ditto)."""
@@ -37,7 +33,7 @@ class Proximal:
     anchor: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:
-        _require_finite("weight", self.weight)
+        require_not_negative("weight", self.weight)
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """Value of the term at ``params``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +77,17 @@ def matches(name: str, prefixes: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
+def require_modules(option: str, prefixes: Sequence[str], names: Iterable[str]) -> None:
+    """Refuse an option that names modules of which one has no parameter among ``names``."""
+    names = list(names)
+    for prefix in prefixes:
+        if not any(matches(name, [prefix]) for name in names):
+            modules = sorted({name.rpartition(".")[0] or name for name in names})
+            raise InvalidValue(
+                f"{option}={prefix!r} names no parameter of this model; its modules are {modules}"
+            )
+
+
 def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params, Params]:
     """Divide a model θ into its shared part φ and its personal part h.
 
@@ -85,12 +96,7 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     ValueError
         A prefix names no parameter, or nothing is left to share.
     """
-    for prefix in personal:
-        if not any(matches(name, [prefix]) for name in params):
-            modules = sorted({name.rpartition(".")[0] or name for name in params})
-            raise InvalidValue(
-                f"personal={prefix!r} names no parameter of this model; its modules are {modules}"
-            )
+    require_modules("personal", personal, params)
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
     shared = {name: tensor for name, tensor in params.items() if name not in kept}
     if not shared:

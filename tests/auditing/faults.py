@@ -9,7 +9,7 @@ from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
-from flower_ext.privacy.noise import _GeneratorNoise
+from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
@@ -51,14 +51,14 @@ def less_noise(factor):
     """A standard deviation of σ over ``factor``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
-        gaussian, gamma = _GeneratorNoise.add_gaussian, _GeneratorNoise.gamma_direction
+        gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
         patch.setattr(
-            _GeneratorNoise,
+            NoiseSource,
             "add_gaussian",
             lambda self, u, stddev, *, grid=None: gaussian(self, u, stddev / factor, grid=grid),
         )
         patch.setattr(
-            _GeneratorNoise,
+            NoiseSource,
             "gamma_direction",
             lambda self, d, scale: gamma(self, d, scale / factor),
         )
@@ -87,7 +87,7 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
     """One number of a hundred goes without noise."""
-    real = _GeneratorNoise.add_gaussian
+    real = NoiseSource.add_gaussian
 
     def noised(self, update, stddev, *, grid=None):
         found = real(self, update, stddev, grid=grid)
@@ -96,7 +96,7 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
                 array[..., :1] = update[name][..., :1]
         return found
 
-    patch.setattr(_GeneratorNoise, "add_gaussian", noised)
+    patch.setattr(NoiseSource, "add_gaussian", noised)
     return experiment
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.uldp.lemmas import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.privacy import (
     DpSgd,
     FullParticipation,
@@ -13,8 +14,6 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.group_privacy import _binomial, group_loss
 from flower_ext.privacy.theorems.uldp_group import (
-    group_loss_by_conversion,
-    group_loss_by_renyi,
     uldp_group_guarantees,
 )
 

@@ -7,7 +7,7 @@ from scipy import stats
 
 from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip
 from flower_ext.privacy.bounds import sum_clipped
-from flower_ext.privacy.noise import IMPROBABLE, _GeneratorNoise, largest_noised_norm, noise_grid
+from flower_ext.privacy.noise import IMPROBABLE, NoiseSource, largest_noised_norm, noise_grid
 from tests.privacy.test_bounds import FLOATS, array_of
 
 DRAWS = 4_000_000
@@ -200,7 +200,7 @@ def test_noise_variance_fits_in_numpy_and_torch_and_two_percent_off_does_not(zer
         assert not variance_fits(draw(0.3 * math.sqrt(factor)), 0.3)
 
 
-class _Fixed(_GeneratorNoise):
+class _Fixed(NoiseSource):
     """Noise of one known value, to see in which precision it is added."""
 
     is_secure = False

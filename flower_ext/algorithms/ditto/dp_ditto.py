@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.algorithms.one_phase import own_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -40,6 +41,8 @@ from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import LocalTraining, Params, Proximal
 
 GLOBAL_WEIGHT = "global-weight"
+
+local_model = own_model
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
@@ -65,11 +68,6 @@ def drawn(start: Params, work: ClientWork) -> Params:
     training = work.training["personal"]
     left = (1 - LARGEST_WEIGHT * training.learning_rate) ** training.num_steps(len(work.data.train))
     return {name: w + left * (start[name] - w) for name, w in work.received.items()}
-
-
-def local_model(work: ClientWork) -> Params:
-    """The personal model; the shared one for a client that never took part."""
-    return work.memory or work.received
 
 
 class DPDitto(FederatedStrategy):
@@ -112,11 +110,8 @@ class DPDitto(FederatedStrategy):
         self.global_weight = float(global_weight)
         self.local = local or LocalTraining()
         self.personal_training = personal_training or LocalTraining()
-        for name in ("momentum", "sam_radius", "proximal_weight", "tolerance"):
-            if getattr(self.personal_training, name):
-                raise InvalidValue(
-                    f"personal_training.{name} above 0: Ditto's personal steps are SGD"
-                )
+        for name in self.personal_training.beyond_sgd:
+            raise InvalidValue(f"personal_training.{name} above 0: Ditto's personal steps are SGD")
         self.check_training()
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flower_ext.checks import require_positive
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import PilotEstimates, estimate_problem
@@ -50,8 +51,7 @@ def pilot_run(
     """
     if rounds < 2:
         raise InvalidValue(f"rounds={rounds!r} of the pilot: expected an integer >= 2")
-    if not 0 < learning_rate < float("inf"):
-        raise InvalidValue(f"learning_rate={learning_rate!r}: expected a finite number > 0")
+    require_positive("learning_rate", learning_rate)
     if not clients:
         raise InvalidValue("clients=[]: expected the records of at least one client")
     problem = local_problem(task, start, dtype=torch.float64)

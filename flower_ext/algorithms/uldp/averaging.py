@@ -33,6 +33,7 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.algorithms.uldp.weights import (
     USERS,
     WEIGHTS,
@@ -51,7 +52,6 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     Training,
@@ -208,17 +208,12 @@ def _finite(rows: Params) -> Params:
     return {name: torch.where(along(sound, row) > 0, row, 0.0) for name, row in rows.items()}
 
 
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
     """η_g = |S| √(|U| Q), with which the paper's convergence bound is that of FedAvg."""
     return num_silos * math.sqrt(num_users * epochs)
 
 
-class UldpAvg(FederatedStrategy):
+class UldpAvg(OnePhase):
     """Federated averaging over silos with user-level DP.
 
     Parameters
@@ -240,10 +235,12 @@ class UldpAvg(FederatedStrategy):
     plan: ReleasePlan
     units_are_clients = False
     bounds_units = True
+    secure_sum = SECURE_SUM
+    """What hides single uploads from the server, for guarantees that need it."""
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         answer=answer,
         keeps_memory=False,
@@ -261,10 +258,9 @@ class UldpAvg(FederatedStrategy):
         self.weights = weight_source(weighting)
         check_user_plan(plan, num_silos, self.weights.weighting)
         options.setdefault("population", UsersInSilos(plan.sampling, num_silos))
-        super().__init__(plan=plan, **options)
+        super().__init__(plan=plan, local=local, **options)
         self.shown = self.weights.shown
         self.num_silos = num_silos
-        self.local = local or LocalTraining()
         self.apart: Mapping[int, bool] = {}
         """By silo: True where users train one by one, since company might change them."""
         self._users_records: Sequence[ArrayRecord] = []
@@ -273,11 +269,6 @@ class UldpAvg(FederatedStrategy):
     def accounted(self) -> ReleasePlan:
         """The given plan, whose units are users."""
         return self.plan
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model on one user's records, in one phase."""
-        return {"local": self.local}
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -341,11 +332,6 @@ class UldpAvg(FederatedStrategy):
         )
 
     @property
-    def secure_sum(self) -> str:
-        """What hides single uploads from the server, for guarantees that need it."""
-        return SECURE_SUM
-
-    @property
     def hidden_draw(self) -> str:
         """What hides from the server who was drawn; empty where it knows."""
         return ""
@@ -359,22 +345,13 @@ class UldpSgd(UldpAvg):
 
     Parameters
     ----------
-    plan, num_silos, weighting, **options
-        Those of `UldpAvg`.
+    **options
+        Those of `UldpAvg`, but ``local``.
     """
 
-    def __init__(
-        self,
-        *,
-        plan: ReleasePlan,
-        num_silos: int,
-        weighting: Weighting | WeightSource = "equal",
-        **options: Any,
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         if "local" in options:
             raise InvalidValue("local: ULDP-SGD has no local training; UldpAvg has")
         # One step at rate 1 on everything ends where the gradient, turned around, leads.
         gradient = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
-        super().__init__(
-            plan=plan, num_silos=num_silos, weighting=weighting, local=gradient, **options
-        )
+        super().__init__(local=gradient, **options)

@@ -27,7 +27,9 @@ import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 
+from flower_ext.algorithms.one_phase import shared_model
 from flower_ext.algorithms.uldp.weights import USERS, answer, ask_silos, owned
+from flower_ext.checks import require_at_least_one
 from flower_ext.data import Examples, limit_contributions
 from flower_ext.data import group_size as size_of
 from flower_ext.errors import InvalidValue, knowing_no_data
@@ -49,7 +51,6 @@ from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.training import (
     DpSgdTraining,
     LocalTraining,
-    Params,
     train_dp_sgd,
 )
 
@@ -85,11 +86,6 @@ def kept(work: ClientWork) -> Examples:
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
 
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
 class UldpGroup(FederatedStrategy):
     """Record-level DP inside the silos, and group privacy for the records of a user.
 
@@ -112,7 +108,7 @@ class UldpGroup(FederatedStrategy):
     client = ClientMethod(
         name="uldp_group",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         answer=answer,
         keeps_memory=False,
@@ -128,8 +124,7 @@ class UldpGroup(FederatedStrategy):
         delta: float,
         **options: Any,
     ) -> None:
-        if num_users < 1:
-            raise InvalidValue(f"num_users={num_users!r}: expected an integer >= 1")
+        require_at_least_one("num_users", num_users)
         if options.get("ledger") is not None:
             raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
         size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size

@@ -16,15 +16,15 @@ The paper prints Δ = x_t − x_s where it adds Δ; here Δ = x_s − x_t, as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from flower_ext.algorithms import dp_fedavg
+from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
-    FederatedStrategy,
     LocalResult,
     Steps,
     unmoved_by_errors,
@@ -32,25 +32,15 @@ from flower_ext.federation import (
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
 from flower_ext.privacy.run_facts import RunFacts
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
-from flower_ext.training import LocalTraining, Params
+from flower_ext.training import LocalTraining
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Lines 9–13: train on all records of the silo; where that fails, nothing moves."""
-    return unmoved_by_errors(_trained, work)
+    return unmoved_by_errors(dp_fedavg.local_update, work)
 
 
-def _trained(work: ClientWork) -> Steps[LocalResult]:
-    trained = yield work.train("local", work.received)
-    return LocalResult(model=trained)
-
-
-def local_model(work: ClientWork) -> Params:
-    """The shared model."""
-    return work.received
-
-
-class UldpNaive(FederatedStrategy):
+class UldpNaive(OnePhase):
     """Each silo's update is clipped as a whole; its noise is scaled for users in every silo.
 
     What is provable counts 2C for what one user can do to a silo's clipped update, as is on the
@@ -72,7 +62,7 @@ class UldpNaive(FederatedStrategy):
     client = ClientMethod(
         name="uldp_naive",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         keeps_memory=False,
     )
@@ -91,13 +81,7 @@ class UldpNaive(FederatedStrategy):
                 "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
             )
         self.num_silos = num_silos
-        super().__init__(plan=plan, **options)
-        self.local = local or LocalTraining()
-
-    @property
-    def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model on all records of a silo, in one phase."""
-        return {"local": self.local}
+        super().__init__(plan=plan, local=local, **options)
 
     @property
     def accounted(self) -> ReleasePlan:

@@ -33,7 +33,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 
-from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, local_model
+from flower_ext.algorithms.one_phase import shared_model
+from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.private_setup import ask_bytes, set_up
 from flower_ext.algorithms.uldp.private_silo import (
     ANSWER,
@@ -98,11 +99,15 @@ class PrivateUldpAvg(UldpAvg):
     """
 
     never_repeats = True  # keys, blinds and dither are secret
+    secure_sum = (
+        "private weighting: no silo colludes with the server, which relays keys unchanged; "
+        "Paillier encryption, X25519 and ChaCha20 are not broken"
+    )
     population: HiddenUsers
     client = ClientMethod(
         name="uldp_avg_private",
         local_update=local_update,
-        local_model=local_model,
+        local_model=shared_model,
         memoryless=True,
         answer=answer,
         keeps_memory=False,  # of rounds: keys and blinds are set up anew where a run goes on
@@ -274,14 +279,6 @@ class PrivateUldpAvg(UldpAvg):
             else one
             for one in claims
         ]
-
-    @property
-    def secure_sum(self) -> str:
-        """The protocol, and what it rests on."""
-        return (
-            "private weighting: no silo colludes with the server, which relays keys unchanged; "
-            "Paillier encryption, X25519 and ChaCha20 are not broken"
-        )
 
     @property
     def hidden_draw(self) -> str:

@@ -43,22 +43,21 @@ _ROUNDING = 1e-13
 
 
 class WeightSource(Protocol):
-    """Where the weights come from. Another one changes nothing else."""
+    """Where the weights come from. Another one changes nothing else.
 
-    @property
-    def weighting(self) -> Weighting:
-        """How the guarantee counts single uploads."""
-        ...
+    Attributes
+    ----------
+    weighting : {"equal", "by-records"}
+        How the guarantee counts single uploads.
+    needs_histogram : bool
+        Whether silos tell the server how many records each user has.
+    shown : Sequence[str]
+        What the source shows to whom, outside any guarantee.
+    """
 
-    @property
-    def needs_histogram(self) -> bool:
-        """Whether silos tell the server how many records each user has."""
-        ...
-
-    @property
-    def shown(self) -> Sequence[str]:
-        """What the source shows to whom, outside any guarantee."""
-        ...
+    weighting: Weighting
+    needs_histogram: bool
+    shown: Sequence[str]
 
     def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
         """Once, before the first round; the histogram (silos, users) where it is needed."""

@@ -18,16 +18,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_not_negative, require_positive
 
 Coefficient = Callable[[int], float]
 """c_m by m = 1, 2, …: finite and not negative."""
-
-
-def _require(name: str, value: float, *, above_zero: bool = False) -> None:
-    if not (value >= 0 and math.isfinite(value)) or (above_zero and value == 0):
-        bound = "> 0" if above_zero else ">= 0"
-        raise InvalidValue(f"{name}={value!r}: expected a finite number {bound}")
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        _require("coefficient", self.value)
+        require_not_negative("coefficient", self.value)
 
     def __call__(self, m: int) -> float:
         """c, whatever m."""
@@ -52,8 +46,8 @@ class ProximalRatio:
     penalty: float
 
     def __post_init__(self) -> None:
-        _require("proximal_weight", self.proximal_weight, above_zero=True)
-        _require("penalty", self.penalty)
+        require_positive("proximal_weight", self.proximal_weight)
+        require_not_negative("penalty", self.penalty)
 
     def __call__(self, m: int) -> float:
         """μ / (μ + λ), whatever m."""
@@ -67,7 +61,7 @@ class HalfLambda:
     penalty: float
 
     def __post_init__(self) -> None:
-        _require("penalty", self.penalty)
+        require_not_negative("penalty", self.penalty)
 
     def __call__(self, m: int) -> float:
         """λ / 2, whatever m."""
@@ -81,7 +75,7 @@ class Decaying:
     first: float
 
     def __post_init__(self) -> None:
-        _require("first", self.first)
+        require_not_negative("first", self.first)
 
     def __call__(self, m: int) -> float:
         """c / √m."""

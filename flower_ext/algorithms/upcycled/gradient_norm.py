@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flower_ext.checks import require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
 
 
@@ -65,10 +66,8 @@ def convergence_constants(
         ("proximal_weight", proximal_weight),
         ("strong_convexity", strong_convexity),
     ):
-        if not 0 < value < math.inf:
-            raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
-    if not 0 <= dissimilarity < math.inf:
-        raise InvalidValue(f"dissimilarity={dissimilarity!r}: expected a finite number >= 0")
+        require_positive(name, value)
+    require_not_negative("dissimilarity", dissimilarity)
     if not 1 <= cohort_size < math.inf:
         raise InvalidValue(f"cohort_size={cohort_size!r}: expected an integer >= 1")
     if not 0 <= coefficient <= 1:

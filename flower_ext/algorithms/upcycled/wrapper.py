@@ -165,17 +165,14 @@ class Upcycled(Strategy):
         log.info("Upcycled · coefficient %s", self.coefficient)
         self.base.summary()
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody."""
+    def start(self, *arguments: Any, **options: Any) -> Result:
+        """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody.
+
+        Parameters
+        ----------
+        *arguments, **options
+            Those of `flwr.serverapp.strategy.Strategy.start`.
+        """
         log.info("Upcycled · coefficient %s", self.coefficient)
         with _routed(
             self.base,
@@ -184,15 +181,7 @@ class Upcycled(Strategy):
             state=self.state,
             restore=self.restore,
         ):
-            result = self.base.start(
-                grid,
-                initial_arrays,
-                num_rounds,
-                timeout,
-                train_config,
-                evaluate_config,
-                evaluate_fn,
-            )
+            result = self.base.start(*arguments, **options)
         asked = [traffic for traffic in self.traffic.values() if traffic.messages]
         log.info(
             "Upcycled: %d rounds, %d of them without training; %d training messages, %.2f MB",

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 
-from flower_ext.errors import InvalidValue
-from flower_ext.privacy.checks import require_at_least_one, require_delta, require_positive
+from flower_ext.checks import require_at_least_one, require_delta, require_positive, require_rate
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.plan import PrivacyPlan
@@ -106,7 +105,6 @@ def theorem2_of_plan(plan: PrivacyPlan, run: RunFacts) -> list[Guarantee]:
 
 
 def _check_theorem2(sampling_rate: float, rounds: int, delta: float) -> None:
-    if not 0 < sampling_rate <= 1:
-        raise InvalidValue(f"sampling_rate={sampling_rate!r}: expected a number in (0, 1]")
+    require_rate("sampling_rate", sampling_rate)
     require_at_least_one("rounds", rounds)
     require_delta(delta)

@@ -25,9 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.privacy.accounting import gaussian_loss
-from flower_ext.privacy.checks import require_at_least_one, require_positive
 from flower_ext.privacy.clipped_steps import (
     ClippedSteps,
     check_target,
@@ -124,9 +123,36 @@ def dp_ditto_guarantees(
     provable = composed_epsilon(
         sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds
     )
+    claimed = 2 * clip / num_examples
+    # Sampling by q = 1/N, were there any, is taken to thin T releases out to qT.
+    thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon
     return [
-        _published_guarantee(
-            published, sensitivity, clip, stddev, num_clients, num_examples, rounds, delta
+        Guarantee(
+            unit=PrivacyUnit.RECORD,
+            relation=NeighboringRelation.REPLACE_ONE,
+            view=AdversaryView.EACH_UPLOAD,
+            epsilon=published,
+            delta=delta,
+            basis="published",
+            accountant="closed form (moments accountant)",
+            source="Zhao et al., DP-Ditto, Eqns 7–8",
+            conditions=(
+                Condition(
+                    f"1/N is a sampling rate (q = 1/{num_clients}; every client takes part in "
+                    "every round, so q = 1)",
+                    num_clients == 1,
+                ),
+                Condition(
+                    f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} "
+                    f"(what holds is {sensitivity:.4g})",
+                    sensitivity <= claimed,
+                ),
+                Condition(
+                    f"the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
+                    f"{thinned:.4g}, claimed {published:.4g})",
+                    thinned <= published,
+                ),
+            ),
         ),
         record_guarantee(provable, delta, f"{rounds} uploads, {source}", secure_noise, not_covered),
     ]
@@ -134,54 +160,10 @@ def dp_ditto_guarantees(
 
 def _moved(clip: float, num_examples: int, steps: ClippedSteps | None) -> tuple[float, str]:
     """How far one record moves an upload, and why. Clipping projects onto a ball."""
-    if steps is not None and steps.num_examples != num_examples:
-        raise InvalidValue(
-            f"num_examples={num_examples!r}: expected {steps.num_examples}, as in the clipped steps"
-        )
+    if steps is not None:
+        steps.require_examples(num_examples)
     ball = 2 * clip
     if steps is None or steps.upload_sensitivity >= ball:
         return ball, f"sensitivity 2C = {ball:.4g}"
     bound = "2ηG/B" if steps.local_steps == 1 else "2KηG (K steps without noise)"
     return steps.upload_sensitivity, f"sensitivity {bound} = {steps.upload_sensitivity:.4g}"
-
-
-def _published_guarantee(
-    epsilon: float,
-    sensitivity: float,
-    clip: float,
-    stddev: float,
-    num_clients: int,
-    num_examples: int,
-    rounds: int,
-    delta: float,
-) -> Guarantee:
-    claimed = 2 * clip / num_examples
-    # Sampling by q = 1/N, were there any, is taken to thin T releases out to qT.
-    thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon
-    return Guarantee(
-        unit=PrivacyUnit.RECORD,
-        relation=NeighboringRelation.REPLACE_ONE,
-        view=AdversaryView.EACH_UPLOAD,
-        epsilon=epsilon,
-        delta=delta,
-        basis="published",
-        accountant="closed form (moments accountant)",
-        source="Zhao et al., DP-Ditto, Eqns 7–8",
-        conditions=(
-            Condition(
-                f"1/N is a sampling rate (q = 1/{num_clients}; every client takes part in every "
-                "round, so q = 1)",
-                num_clients == 1,
-            ),
-            Condition(
-                f"one record moves a clipped local model by at most 2C/|D_n| = {claimed:.4g} (what "
-                f"holds is {sensitivity:.4g})",
-                sensitivity <= claimed,
-            ),
-            Condition(
-                f"the closed form covers qT Gaussians of its own sensitivity (exactly ε = "
-                f"{thinned:.4g}, claimed {epsilon:.4g})",
-                thinned <= epsilon,
-            ),
-        ),
-    )

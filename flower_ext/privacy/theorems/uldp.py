@@ -25,6 +25,13 @@ from typing import Literal
 
 import numpy as np
 
+from flower_ext.checks import (
+    require_at_least_one,
+    require_count,
+    require_delta,
+    require_one_of,
+    require_positive,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import (
     PrivacyLoss,
@@ -91,12 +98,9 @@ def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> f
     ValueError
         A parameter is out of range.
     """
-    if not 0 < noise_multiplier < math.inf:
-        raise InvalidValue(f"noise_multiplier={noise_multiplier!r}: expected a finite number > 0")
-    if rounds < 0:
-        raise InvalidValue(f"rounds={rounds!r}: expected an integer >= 0")
-    if not 0 < delta < 1:
-        raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1)")
+    require_positive("noise_multiplier", noise_multiplier)
+    require_count("rounds", rounds)
+    require_delta(delta)
     if rounds == 0:
         return 0.0
     above = np.logspace(-6, 8, 100_000)  # α - 1
@@ -236,17 +240,15 @@ def uldp_avg_guarantees(
         noise_assumption(secure_noise),
     )
 
-    def provable(
-        view: AdversaryView, epsilon: float, accountant: str, source: str, *more: str
-    ) -> Guarantee:
+    def provable(view: AdversaryView, loss: PrivacyLoss, source: str, *more: str) -> Guarantee:
         return Guarantee(
             unit=PrivacyUnit.USER,
             relation=relation if view is AdversaryView.RELEASED_MODELS else at_server,
             view=view,
-            epsilon=epsilon,
+            epsilon=loss.epsilon,
             delta=plan.delta,
             basis="provable",
-            accountant=accountant,
+            accountant=loss.accountant,
             source=source,
             assumptions=(*common, *more),
             not_covered=tuple(not_covered),
@@ -261,8 +263,7 @@ def uldp_avg_guarantees(
         _theorem_5(plan, rounds),
         provable(
             AdversaryView.RELEASED_MODELS,
-            loss.epsilon,
-            loss.accountant,
+            loss,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
             *NOISE_OF_OTHERS,
@@ -270,8 +271,7 @@ def uldp_avg_guarantees(
         ),
         provable(
             AdversaryView.SUM_ONLY,
-            sums.epsilon,
-            sums.accountant,
+            sums,
             exposed,
             WHOLE_UPLOADS,
             secure_sum,
@@ -279,8 +279,7 @@ def uldp_avg_guarantees(
         ),
         provable(
             AdversaryView.EACH_UPLOAD,
-            uploads.epsilon,
-            uploads.accountant,
+            uploads,
             f"all uploads together: noise multiplier σ{'' if spread == 1 else '/√|S|'}; {exposed}",
             *from_server,
         ),
@@ -334,7 +333,5 @@ def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
         )
     if isinstance(plan.sampling, FixedSizeSampling):
         raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")
-    if num_silos < 1:
-        raise InvalidValue(f"num_silos={num_silos!r}: expected an integer >= 1")
-    if weighting not in ("equal", "by-records"):
-        raise InvalidValue(f"weighting={weighting!r}: expected equal or by-records")
+    require_at_least_one("num_silos", num_silos)
+    require_one_of("weighting", weighting, ("equal", "by-records"))

@@ -26,11 +26,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one, require_count, require_delta
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
 from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
-from flower_ext.privacy.checks import require_delta
-from flower_ext.privacy.guarantee import Basis, Condition, Guarantee, PreconditionFailed
+from flower_ext.privacy.guarantee import Basis, Condition, Guarantee
 from flower_ext.privacy.perturbation import ObjectivePerturbation, OutputPerturbation, Perturbation
 from flower_ext.privacy.theorems.local_objective import LocalObjective, large_enough, refuse_unless
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -53,26 +52,6 @@ def upcycled_theorem_6_2(
     return 2 * math.sqrt(a * math.log(1 / delta)) + a
 
 
-def upcycled_theorem_6_2_delta(
-    perturbation: OutputPerturbation, *, num_examples: int, participations: int, epsilon: float
-) -> float:
-    """δ of output perturbation as published: exp(−a (ε/(2a) − 1/2)²).
-
-    Raises
-    ------
-    PreconditionFailed
-        ε < a = Mτ²/(2σ²|D_i|²), where the theorem says nothing.
-    """
-    a = _moments(perturbation, num_examples, participations)
-    if a == 0:
-        return 0.0
-    if not epsilon >= a:
-        raise PreconditionFailed(
-            f"epsilon={epsilon!r}: Theorem 6.2 speaks of ε ≥ Mτ²/(2σ²|D|²) = {a:.4g}"
-        )
-    return math.exp(-a * (epsilon / (2 * a) - 0.5) ** 2)
-
-
 def upcycled_theorem_6_3(
     perturbation: ObjectivePerturbation,
     objective: LocalObjective,
@@ -87,7 +66,7 @@ def upcycled_theorem_6_3(
     PreconditionFailed
         Names every precondition that fails.
     """
-    _check_participations(participations)
+    require_count("participations", participations)
     refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
     u1, u2, mu = objective.gradient_bound, objective.curvature_bound, objective.proximal_weight
     one = (2 * perturbation.rate * u1 * mu + 2.8 * u2) / (num_examples * mu)
@@ -267,13 +246,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _moments(perturbation: OutputPerturbation, num_examples: int, participations: int) -> float:
-    if num_examples < 1:
-        raise InvalidValue(f"num_examples={num_examples!r}: expected an integer >= 1")
-    _check_participations(participations)
+    require_at_least_one("num_examples", num_examples)
+    require_count("participations", participations)
     ratio = perturbation.clipping_norm / (perturbation.noise_stddev * num_examples)
     return participations * ratio**2 / 2
-
-
-def _check_participations(participations: int) -> None:
-    if participations < 0:
-        raise InvalidValue(f"participations={participations!r}: expected an integer >= 0")

@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
 from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
@@ -81,18 +82,11 @@ class WeightingSettings:
     def __post_init__(self) -> None:
         if not self.run:
             raise InvalidValue("run='': expected a name that no other run has")
-        for name, least in (
-            ("users", 1),
-            ("silos", 2),
-            ("coordinates", 1),
-            ("max_records_per_user", 1),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidValue(
-                    f"{name}={getattr(self, name)!r}: expected an integer >= {least}"
-                )
-        if not 0 < self.precision < math.inf:
-            raise InvalidValue(f"precision={self.precision!r}: expected a finite number > 0")
+        for name in ("users", "coordinates", "max_records_per_user"):
+            require_at_least_one(name, getattr(self, name))
+        if self.silos < 2:
+            raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
+        require_positive("precision", self.precision)
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()

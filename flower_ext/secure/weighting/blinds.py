@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import gmpy2
 from gmpy2 import mpz
 
@@ -10,16 +12,15 @@ from flower_ext.secure.masks import derive, uniform_residues
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
     """A unit modulo ``modulus`` for every user, uniform to whoever does not know ``seed``."""
-    blinds = []
-    for user in range(users):
-        attempt = 0
-        while True:
-            (blind,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
-            if gmpy2.gcd(blind, modulus) == 1:
+
+    def blind(user: int) -> mpz:
+        for attempt in count():
+            (drawn,) = uniform_residues(derive(seed, "blind", user, attempt), 1, modulus)
+            if gmpy2.gcd(drawn, modulus) == 1:
                 break
-            attempt += 1
-        blinds.append(blind)
-    return blinds
+        return drawn
+
+    return [blind(user) for user in range(users)]
 
 
 def user_order(seed: bytes, users: int) -> list[int]:

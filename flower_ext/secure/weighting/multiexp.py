@@ -143,7 +143,6 @@ class FixedBaseProducts:
         expected_products: int,
         table_memory_limit: int = DEFAULT_TABLE_MEMORY,
         workers: int = 1,
-        progress: Progress | None = None,
     ) -> None:
         if not -LARGEST_EXPONENT <= lowest <= 0 < highest <= LARGEST_EXPONENT:
             raise InvalidValue(
@@ -159,7 +158,7 @@ class FixedBaseProducts:
             modulus_bits=modulus.bit_length(),
             table_memory_limit=table_memory_limit,
         )
-        built = map_slices(self._build, bases, workers=workers, progress=progress)
+        built = map_slices(self._build, bases, workers=workers)
         self._bases = len(bases)
         self._tables = [table for of_base in built for table in of_base]
 

@@ -108,22 +108,18 @@ class PublicKey:
         """``message`` as a ciphertext that hides nothing, to be multiplied into one that does."""
         return (1 + self.n * (message % self.n)) % self.n_squared
 
-    def encrypt(self, message: mpz) -> mpz:
-        """A fresh ciphertext of ``message`` modulo n."""
-        return self.plain(message) * self.encrypt_zero() % self.n_squared
+    def zeros(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
+        """Fresh ciphertexts of zero: r^n for a uniform unit r. One full exponentiation each.
 
-    def encrypt_zero(self) -> mpz:
-        """A fresh ciphertext of zero: r^n for a uniform unit r. One full exponentiation."""
-        return gmpy2.powmod(_random_unit(self.n), self.n, self.n_squared)
-
-    def rerandomise(self, ciphertext: mpz, zeros: ZeroPool | None = None) -> mpz:
-        """The same message under fresh randomness.
-
-        The key holder can read the randomness of a ciphertext. One that was computed from its own
-        ciphertexts shows it what was computed, until this.
+        Multiplied by one, a ciphertext has the same message under fresh randomness. The key holder
+        can read the randomness of a ciphertext; if it was computed from its own ciphertexts, that
+        shows it what was computed.
         """
-        zero = self.encrypt_zero() if zeros is None else zeros.take(1)[0]
-        return ciphertext * zero % self.n_squared
+
+        def draw(slice_: Sequence[int]) -> list[mpz]:
+            return [gmpy2.powmod(_random_unit(self.n), self.n, self.n_squared) for _ in slice_]
+
+        return map_slices(draw, range(count), workers=workers, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,7 @@ class PrivateKey:
     def encrypt(
         self, messages: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
     ) -> list[mpz]:
-        """Fresh ciphertexts, distributed as `PublicKey.encrypt`'s, about 3.5 times as fast.
+        """Fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
 
         r^n modulo p² is s^p, where s = r^q modulo p; and s is uniform where r is, because taking
         the q-th power permutes the units modulo p. So s is drawn instead of r.
@@ -258,12 +254,8 @@ class ZeroPool:
         self.public = public
         self._size = self.size(public.bits)
 
-        def draw(slice_: Sequence[int]) -> list[mpz]:
-            return [public.encrypt_zero() for _ in slice_]
-
-        bases = map_slices(draw, range(self._size), workers=workers, progress=progress)
         self._products = FixedBaseProducts(
-            bases,
+            public.zeros(self._size, workers=workers, progress=progress),
             public.n_squared,
             lowest=-_HALF_DIGIT,
             highest=_HALF_DIGIT - 1,
@@ -281,13 +273,11 @@ class ZeroPool:
         """Modular multiplications of the set-up, beside its encryptions."""
         return ZeroPool.size(key_bits) * (_HALF_DIGIT - 1)
 
-    def take(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
+    def take(self, count: int, *, workers: int = 1) -> list[mpz]:
         """``count`` encryptions of zero."""
         drawn = np.frombuffer(secrets.token_bytes(2 * self._size * count), dtype=np.uint16)
         digits = (drawn.astype(np.int64) % (2 * _HALF_DIGIT)) - _HALF_DIGIT
-        return self._products.of(
-            digits.reshape(self._size, count), workers=workers, progress=progress
-        )
+        return self._products.of(digits.reshape(self._size, count), workers=workers)
 
 
 def _random_unit(modulus: mpz) -> mpz:

@@ -133,15 +133,8 @@ class EncryptedSums:
 
     def rerandomise(self, ciphertexts: list[mpz], share: range) -> None:
         """Re-randomise some of ``ciphertexts``, in place."""
-        if self.zeros is None:
-            public = self.public
-
-            def draw(slice_: Sequence[int]) -> list[mpz]:
-                return [public.encrypt_zero() for _ in slice_]
-
-            zeros = map_slices(draw, share, workers=self._workers)
-        else:
-            zeros = self.zeros.take(len(share), workers=self._workers)
+        draw = self.public.zeros if self.zeros is None else self.zeros.take
+        zeros = draw(len(share), workers=self._workers)
         for at, zero in zip(share, zeros, strict=True):
             ciphertexts[at] = ciphertexts[at] * zero % self.public.n_squared
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from logging import getLogger
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import ClientData, Examples
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
 from flower_ext.training.batched.unfused import faster_alone
-from flower_ext.training.local import Job, LocalTraining, train
+from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
@@ -58,8 +59,7 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
         return "exact minimisers are found one by one"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
-    targets = jobs[0].examples.targets
-    reason = _why_unlike(kind_of(task, jobs[0]), task.loss, targets.shape[1:], targets.dtype)
+    reason = _why_unlike(_trial_of(task, jobs[0]))
     if reason is None and steady:
         if task.torch_device().type != "cpu":
             reason = "of this device nobody knows whether it rounds alike in every batch"
@@ -77,39 +77,63 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
     return reason
 
 
+class _Trial(NamedTuple):
+    """All that random trainings like those of a job depend on."""
+
+    kind: Kind
+    loss: Callable[..., Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def task(self) -> Task:
+        """A task with no data."""
+        device = str(self.kind.device)
+        return Task(model=self.kind.build, data=_no_data, loss=self.loss, device=device)
+
+    def job(self, count: int, training: LocalTraining, seed: int) -> Job:
+        """Return a job on ``count`` random examples."""
+        random = torch.Generator().manual_seed(seed)
+        most = 256 if self.kind.dtype == torch.uint8 else 2
+        features = torch.randint(most, (count, *self.kind.shape), generator=random)
+        features = features.to(self.kind.dtype)
+        if features.is_floating_point():
+            features.normal_(generator=random)
+        targets = torch.randint(2, (count, *self.shape), generator=random).to(self.dtype)
+        return Job(
+            params=self.task.initial_params(seed),
+            examples=Examples(features, targets),
+            training=training,
+            generator=random,
+        )
+
+
+def _trial_of(task: Task, job: Job) -> _Trial:
+    targets = job.examples.targets
+    return _Trial(kind_of(task, job), task.loss, targets.shape[1:], targets.dtype)
+
+
 @lru_cache(maxsize=64)
-def _why_unlike(
-    kind: Kind, loss: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype
-) -> str | None:
+def _why_unlike(trial: _Trial) -> str | None:
     """What keeps models of this kind from training in a batch, with targets of this shape."""
-    for module in kind.build().modules():
+    for module in trial.kind.build().modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "batch normalisation changes the model while it is evaluated"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return "dropout draws other numbers in a batch of models"
-        if faster_alone(module, kind.device):
+        if faster_alone(module, trial.kind.device):
             return f"on a CPU {module} is faster by itself"
-    return _trial(kind, loss, shape, dtype)
-
-
-def _trial(
-    kind: Kind, loss: Callable[..., Tensor], shape: torch.Size, dtype: torch.dtype
-) -> str | None:
-    """Why two short trainings in a batch are not what `train` makes of them; None if they are."""
-    task = Task(model=kind.build, data=_no_data, loss=loss, device=str(kind.device))
-    training = LocalTraining(steps=2, batch_size=3)
+    task, training = trial.task, LocalTraining(steps=2, batch_size=3)
 
     def jobs() -> list[Job]:
-        return [_random_job(task, kind, shape, dtype, count, training) for count in (3, 2)]
+        return [trial.job(count, training, seed=count) for count in (3, 2)]
 
+    # Two short trainings in a batch ought to be what `train` makes of them.
     with torch.random.fork_rng(devices=[]):
         try:
             both = jobs()
             ours = unstacked(Stack(task, both, lambda name: True).minimise(), both)
-            theirs = [
-                train(task, job.params, job.examples, training, generator=job.generator)
-                for job in jobs()
-            ]
+            theirs = [train_job(task, job) for job in jobs()]
         except Exception as error:  # whatever a model or a loss makes of a batch
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):
@@ -120,31 +144,6 @@ def _trial(
             if float((one[name].to(p) - p).double().abs().max()) > 1e-3 * float(moved) + 1e-6:
                 return f"two in a batch do not make the same {name}"
     return None
-
-
-def _random_job(
-    task: Task,
-    kind: Kind,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    count: int,
-    training: LocalTraining,
-    seed: int | None = None,
-) -> Job:
-    """Return a job on ``count`` random examples, drawn from a seed: by default from ``count``."""
-    seed = count if seed is None else seed
-    random = torch.Generator().manual_seed(seed)
-    most = 256 if kind.dtype == torch.uint8 else 2
-    features = torch.randint(most, (count, *kind.shape), generator=random).to(kind.dtype)
-    if kind.dtype.is_floating_point:
-        features.normal_(generator=random)
-    targets = torch.randint(2, (count, *shape), generator=random).to(dtype)
-    return Job(
-        params=task.initial_params(seed),
-        examples=Examples(features, targets),
-        training=training,
-        generator=random,
-    )
 
 
 def in_company(jobs: Sequence[Job]) -> list[Job]:
@@ -181,35 +180,17 @@ def depends_on_company(task: Task, job: Job) -> bool:
         momentum=0.9 if job.training.momentum else 0.0,
         sam_radius=0.1 if job.training.sam_radius else 0.0,
     )
-    targets = job.examples.targets
-    return _differs(
-        kind_of(task, job),
-        task.loss,
-        targets.shape[1:],
-        targets.dtype,
-        count,
-        training,
-        bool(job.objective),
-        torch.get_num_threads(),
-    )
+    threads = torch.get_num_threads()
+    return _differs(_trial_of(task, job), count, training, bool(job.objective), threads)
 
 
 @lru_cache(maxsize=1024)
-def _differs(
-    kind: Kind,
-    loss: Callable[..., Tensor],
-    shape: torch.Size,
-    dtype: torch.dtype,
-    count: int,
-    training: LocalTraining,
-    terms: bool,
-    threads: int,
-) -> bool:
+def _differs(trial: _Trial, count: int, training: LocalTraining, terms: bool, threads: int) -> bool:
     """Tell whether a model of this kind depends on others; ``threads`` tells answers apart."""
-    task = Task(model=kind.build, data=_no_data, loss=loss, device=str(kind.device))
+    task = trial.task
 
     def job(number: int) -> Job:
-        made = _random_job(task, kind, shape, dtype, count, training, seed=number)
+        made = trial.job(count, training, seed=number)
         # Below a head that begins at zero all gradients vanish, and would tell nothing.
         params = shaken(made.params, made.generator)
         pull = [Proximal(weight=0.1, anchor=made.params)] if terms else []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from logging import getLogger
 from typing import Any
 
@@ -65,16 +65,6 @@ class Layer:
     linear: nn.Linear
     name: str
     activation: int = PLAIN
-
-    @property
-    def weight(self) -> str:
-        """Name of its weight."""
-        return f"{self.name}.weight"
-
-    @property
-    def bias(self) -> str:
-        """Name of its bias, if it has one."""
-        return f"{self.name}.bias"
 
 
 class DenseNetwork:
@@ -175,23 +165,17 @@ class DenseNetwork:
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
         """The layers as `compiled` reads them."""
-        inputs = [layer.linear.in_features for layer in self.layers]
-        return np.array(
-            [
-                (
-                    layer.linear.in_features,
-                    layer.linear.out_features,
-                    self.parts[layer.weight].start,
-                    self.parts[layer.bias].start if layer.bias in self.parts else -1,
-                    layer.activation,
-                    layer.weight in trained,
-                    layer.bias in trained,
-                    across,
-                )
-                for layer, across in zip(self.layers, accumulate([0, *inputs]), strict=False)
-            ],
-            dtype=np.int64,
-        )
+        rows, across = [], 0
+        for layer in self.layers:
+            weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
+            wide, high = layer.linear.in_features, layer.linear.out_features
+            begins = [
+                self.parts[part].start if part in self.parts else -1 for part in (weight, bias)
+            ]
+            trains = [part in trained for part in (weight, bias)]
+            rows.append([wide, high, *begins, layer.activation, *trains, across])
+            across += wide
+        return np.array(rows, dtype=np.int64)
 
 
 def _in_line(values: Tensor) -> Tensor:

@@ -68,6 +68,18 @@ def _models(kind: Kind) -> ManyModels:
         return MappedModel(fresh)
 
 
+class MiniBatches(NamedTuple):
+    """One mini-batch of each job that still trains.
+
+    Features and targets have shape (jobs, batch, …); of each mini-batch the first ``counts``
+    examples are real, and the rest is padding.
+    """
+
+    x: Tensor
+    y: Tensor
+    counts: list[int]
+
+
 class Stack:
     """A batch of jobs, sorted from the longest to the shortest.
 
@@ -107,19 +119,19 @@ class Stack:
         if not terms and not momentum.any() and not radius.any():
             return self._descend(rate)
         velocity = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        for x, y, counts in self.batches:
-            active = len(x)
-            now, rest = first(self.weights, active), first(self.rest, active)
+        for batch in self.batches:
+            active = len(batch.x)
+            now = first(self.weights, active)
             point = now
             if radius.any():
-                climb = self.slope(now, rest, x, y, counts, terms)
+                climb = self.slope(now, batch, terms)
                 norm = _norms(climb)
                 scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
                 point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
             own = first(velocity, active)
             for v in own.values():
                 v.mul_(along(momentum[:active], v))
-            self._send(point, rest, x, y, counts, {n: Target(v, keep=1.0) for n, v in own.items()})
+            self._send(point, batch, {n: Target(v, keep=1.0) for n, v in own.items()})
             add_terms(own, terms, point)
             for name, w in now.items():
                 w.addcmul_(own[name], along(rate[:active], w), value=-1.0)
@@ -127,44 +139,36 @@ class Stack:
 
     def _descend(self, rate: Tensor) -> Params:
         """Plain SGD: the backward pass moves the weights; no gradient is ever written."""
-        for x, y, counts in self.batches:
-            active = len(x)
-            now, rest = first(self.weights, active), first(self.rest, active)
+        for batch in self.batches:
+            now = first(self.weights, len(batch.x))
             targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
-            self._send(now, rest, x, y, counts, targets, rate[:active])
+            self._send(now, batch, targets, rate[: len(batch.x)])
         return self.weights
 
     def slope(
-        self,
-        point: Params,
-        rest: Params,
-        x: Tensor,
-        y: Tensor,
-        counts: Sequence[int],
-        terms: Mapping[str, tuple[Tensor, Tensor]],
+        self, point: Params, batch: MiniBatches, terms: Mapping[str, tuple[Tensor, Tensor]]
     ) -> Params:
-        """Each job's gradient of its loss and ``terms`` at ``point``; see `Batches`, `terms`."""
+        """Each job's gradient of its loss and ``terms`` (see `terms`) at ``point``."""
         found = {name: torch.empty_like(w) for name, w in point.items()}
-        self._send(point, rest, x, y, counts, {name: Target(g) for name, g in found.items()})
+        self._send(point, batch, {name: Target(g) for name, g in found.items()})
         add_terms(found, terms, point)
         return found
 
     def _send(
         self,
         point: Params,
-        rest: Params,
-        x: Tensor,
-        y: Tensor,
-        counts: Sequence[int],
+        batch: MiniBatches,
         targets: Mapping[str, Target],
         factors: Tensor | None = None,
     ) -> None:
         """Each job's gradient of its loss, times its factor, to ``targets``."""
-        loss = self._loss(y, counts, factors)
-        self.models.gradient({**rest, **point}, spared(self.task, x, batched=2), loss, targets)
+        everything = {**first(self.rest, len(batch.x)), **point}
+        x = spared(self.task, batch.x, batched=2)
+        self.models.gradient(everything, x, self._loss(batch, factors), targets)
 
-    def _loss(self, y: Tensor, counts: Sequence[int], factors: Tensor | None) -> Loss:
+    def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
+        _, y, counts = batch
         if self._shape != (counts, factors is None):  # few batches differ in shape from the last
             self._shape = (counts, factors is None)
             self._real, self._share = self._shares(counts, factors)
@@ -238,20 +242,16 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
 
 
 class Batches:
-    """The mini-batches of all jobs, step by step, in each job's own order.
-
-    Yields (features, targets, counts): of shape (jobs that still train, batch, …), and how many
-    examples of each mini-batch are real; the rest is padding.
-    """
+    """The mini-batches of all jobs, step by step, in each job's own order."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         self.jobs, self.device = jobs, device
         self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    def __iter__(self) -> Iterator[MiniBatches]:
         return self._epochs() if self.alike else self._gathered()
 
-    def _epochs(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    def _epochs(self) -> Iterator[MiniBatches]:
         """Clients of one size: an epoch's examples are copied in order, and cut into batches."""
         count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
         steps = torch.tensor([job.num_steps for job in self.jobs])
@@ -263,8 +263,8 @@ class Batches:
                 if step == 0 or per_epoch > 1:  # a batch of all examples may keep its order
                     features = self._ordered("features", orders)
                     targets = self._ordered("targets", orders)
-            x = features[:active, start : start + size]
-            yield x, targets[:active, start : start + size], [x.shape[1]] * active
+            x, y = (part[:active, start : start + size] for part in (features, targets))
+            yield MiniBatches(x, y, [x.shape[1]] * active)
 
     def _ordered(self, part: str, orders: Sequence[Tensor]) -> Tensor:
         own = [getattr(job.examples, part).to(self.device) for job in self.jobs[: len(orders)]]
@@ -273,7 +273,7 @@ class Batches:
             torch.index_select(data.detach(), 0, order.to(self.device), out=place)
         return copied
 
-    def _gathered(self) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    def _gathered(self) -> Iterator[MiniBatches]:
         """Clients of any size: every mini-batch is gathered and padded."""
         jobs = self.jobs
         longest = max(len(job.examples) for job in jobs)
@@ -291,7 +291,7 @@ class Batches:
         for chosen, counts in zip(rows.to(self.device), every, strict=True):
             active, most = len(counts), max(counts)
             where = number[:active], chosen[:active, :most]
-            yield features[where], targets[where], counts
+            yield MiniBatches(features[where], targets[where], counts)
 
     def _padded(self, part: str, longest: int) -> Tensor:
         like: Tensor = getattr(self.jobs[0].examples, part)

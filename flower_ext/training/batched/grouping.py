@@ -54,7 +54,10 @@ class InBatches:
             while left:
                 size = together(self.task, jobs[left[0]], memory_limit)
                 group, left = left[:size], left[size:]
-                if not self._alone([jobs[index] for index in group]):
+                alone = len(group) == 1
+                if self.steady:
+                    alone = depends_on_company(self.task, jobs[group[0]])
+                if not alone:
                     yield group
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
@@ -62,9 +65,6 @@ class InBatches:
         like = jobs[0].params
         rows = Stack(self.task, in_company(jobs) if self.steady else jobs, trained).minimise()
         return {n: w[: len(jobs)].to(like[n].device, like[n].dtype) for n, w in rows.items()}
-
-    def _alone(self, group: Sequence[Job]) -> bool:
-        return depends_on_company(self.task, group[0]) if self.steady else len(group) == 1
 
     @staticmethod
     def _kind(job: Job) -> tuple[float, ...]:

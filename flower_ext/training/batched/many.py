@@ -18,7 +18,7 @@ from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
-from flower_ext.training.local import Job, LocalTraining, train
+from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -183,15 +183,7 @@ class Alone:
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """As `Form.minimise`."""
         (job,) = jobs
-        model = train(
-            self.task,
-            job.params,
-            job.examples,
-            job.training,
-            trained=trained,
-            terms=job.terms,
-            generator=job.generator,
-        )
+        model = train_job(self.task, job, trained=trained)
         # Copies, as what was not trained may be the job's own.
         return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 

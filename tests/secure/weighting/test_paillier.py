@@ -14,12 +14,18 @@ def root(private: PrivateKey, ciphertext: mpz) -> mpz:
     return powmod(ciphertext % n, invert(n, (p - 1) * (q - 1)), n)
 
 
+def encrypt(public: PublicKey, message: int, zero: mpz | None = None) -> mpz:
+    """A ciphertext of ``message`` by ``zero``, a fresh one by default."""
+    zero = public.zeros(1)[0] if zero is None else zero
+    return public.plain(mpz(message)) * zero % public.n_squared
+
+
 def test_ciphertexts_are_those_of_phe():
     private = key()
     public = phe.PaillierPublicKey(int(private.public.n))
     theirs = phe.PaillierPrivateKey(public, int(private.p), int(private.q))
     for message in (0, 1, 12345, int(private.public.n) - 1):
-        for ciphertext in (private.public.encrypt(mpz(message)), *private.encrypt([mpz(message)])):
+        for ciphertext in (encrypt(private.public, message), *private.encrypt([mpz(message)])):
             assert theirs.raw_decrypt(int(ciphertext)) == message
         assert private.decrypt([mpz(public.raw_encrypt(message))]) == [message]
 
@@ -40,7 +46,7 @@ def test_both_ways_of_encrypting_draw_the_randomness_uniformly():
     draws = 120 * 40
     for ciphertexts in (
         private.encrypt([mpz(5)] * draws),
-        [private.public.encrypt(mpz(5)) for _ in range(draws)],
+        [encrypt(private.public, 5) for _ in range(draws)],
     ):
         seen = [int(root(private, ciphertext)) for ciphertext in ciphertexts]
         counts = [seen.count(unit) for unit in units]
@@ -52,8 +58,10 @@ def test_both_ways_of_encrypting_draw_the_randomness_uniformly():
 def test_randomness_is_fresh_every_time():
     private = key()
     ciphertexts = private.encrypt([mpz(1)] * 200)
-    ciphertexts += [private.public.encrypt(mpz(1)) for _ in range(50)]
-    again = [private.public.rerandomise(ciphertext) for ciphertext in ciphertexts]
+    ciphertexts += [encrypt(private.public, 1) for _ in range(50)]
+    zeros = private.public.zeros(250)
+    n_squared = private.public.n_squared
+    again = [text * zero % n_squared for text, zero in zip(ciphertexts, zeros, strict=True)]
     assert len({*ciphertexts, *again}) == 500
     assert set(private.decrypt(again)) == {1}
 
@@ -75,8 +83,7 @@ def test_a_pool_of_a_large_key_holds_enough_entropy_and_repeats_nothing():
     zeros = pool.take(300)
     assert len(set(zeros)) == 300
     assert set(private.decrypt(zeros)) == {0}
-    ciphertext = private.public.encrypt(mpz(7))
-    assert private.decrypt([private.public.rerandomise(ciphertext, pool)]) == [7]
+    assert private.decrypt([encrypt(private.public, 7, pool.take(1)[0])]) == [7]
 
 
 def test_what_is_no_ciphertext_is_refused():

@@ -1,0 +1,73 @@
+"""Methods that train one model in one phase, and the two models that a client may evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import ClientWork, FederatedStrategy
+from flower_ext.privacy import PrivacyPlan
+from flower_ext.training import Job, LocalTraining, Params, Task
+
+Work = TypeVar("Work", bound=Job)
+Solved = TypeVar("Solved")
+
+
+def shared_model(work: ClientWork) -> Params:
+    """The shared model."""
+    return work.received
+
+
+def own_model(work: ClientWork) -> Params:
+    """The client's own model; the shared one for a client that never took part."""
+    return work.memory or work.received
+
+
+def one_by_one(
+    solve: Callable[[Task, Work, Callable[[str], bool]], Solved],
+) -> Callable[..., list[Solved]]:
+    """Return what solves many jobs for a `Training`, one after the other."""
+
+    def each(
+        task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
+    ) -> list[Solved]:
+        return [solve(task, job, trained) for job in jobs]
+
+    return each
+
+
+class OnePhase(FederatedStrategy):
+    """A method whose clients train the whole model in one phase, ``local``.
+
+    Parameters
+    ----------
+    plan : PrivacyPlan
+    local : LocalTraining
+    **options
+        Those of `FederatedStrategy`.
+    """
+
+    def __init__(
+        self, *, plan: PrivacyPlan, local: LocalTraining | None = None, **options: Any
+    ) -> None:
+        super().__init__(plan=plan, **options)
+        self.local = local or LocalTraining()
+
+    @property
+    def training(self) -> Mapping[str, LocalTraining]:
+        """The whole model, in one phase."""
+        return {"local": self.local}
+
+    def require_unit_rate(self, because: str) -> None:
+        """Refuse a ``server_learning_rate`` that would have no effect.
+
+        Raises
+        ------
+        ValueError
+            It is not 1.
+        """
+        if self.server_learning_rate != 1.0:
+            raise InvalidValue(
+                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as {because}"
+            )
