@@ -23,6 +23,14 @@ class InvalidValue(FlowerExtError, ValueError):
     """A value that the package refuses; the message says what it expected and what to change."""
 
 
+class ProtocolError(FlowerExtError, RuntimeError):
+    """A step of a cryptographic protocol out of order, repeated, or without what it needs."""
+
+
+class IncompleteRound(ProtocolError):
+    """A silo's message is missing. Without it the sum stays masked, and nothing is decrypted."""
+
+
 def tellable(error: E) -> E:
     """Mark an error whose message depends on no data of a client, and return it."""
     vars(error)[_TELLABLE] = True

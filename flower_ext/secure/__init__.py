@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from flower_ext.secure.errors import IncompleteRound, ProtocolError
+from flower_ext.errors import IncompleteRound, ProtocolError
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.estimate import RoundEstimate, estimate_round
 from flower_ext.secure.weighting.messages import (

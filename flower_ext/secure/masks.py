@@ -25,8 +25,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from gmpy2 import mpz
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.inverses import invert_all
 
 _SURPLUS_BITS = 128

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.masks import derive
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.messages import SealedWeights

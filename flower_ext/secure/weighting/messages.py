@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from gmpy2 import mpz
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.errors import IncompleteRound, ProtocolError
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.paillier import PublicKey
 

@@ -10,8 +10,7 @@ import numpy as np
 from gmpy2 import mpz
 from numpy.typing import NDArray
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting.agreement import WeightingSettings

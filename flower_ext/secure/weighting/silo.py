@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from gmpy2 import mpz
 from numpy.typing import ArrayLike
 
-from flower_ext.errors import InvalidValue
-from flower_ext.secure.errors import ProtocolError
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.threads import Progress
 from flower_ext.secure.weighting import draw
