@@ -29,3 +29,9 @@ def test_any_other_buffer_is_refused():
     layer.register_buffer("seen", torch.zeros(1))
     with pytest.raises(UnshareableModel, match="buffers \\['seen'\\]"):
         check_shareable(nn.Sequential(layer))
+
+
+def test_statistics_that_opacus_knows_are_refused_with_its_advice():
+    layer = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    with pytest.raises(UnshareableModel, match="layer '0'.*buffers.*tracking running stats"):
+        check_shareable(nn.Sequential(layer))
