@@ -146,26 +146,31 @@ def test_an_embedding_that_rewrites_its_rows_is_refused_by_name(build):
         clipped(lambda: build(max_norm=1.0), texts(6))
 
 
-def test_statistics_that_opacus_objects_to_are_in_no_one_pass():
-    def running():
-        return nn.Sequential(
-            nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
-            nn.Flatten(),
-            nn.Linear(32, 3),
-        )
-
-    task = problem(running)
-    names = [name for name, _ in running().named_parameters()]
-    assert not ClippedGradient(task, names, clipping_norm=1.0).in_one_pass
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.Embedding(WORDS, 4, scale_grad_by_freq=True),
+        nn.EmbeddingBag(WORDS, 4),
+        nn.Conv1d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_what_a_trial_might_not_show_is_left_out_beforehand(layer):
+    names = [name for name, _ in layer.named_parameters()]
+    gradient = ClippedGradient(problem(lambda: layer), names, clipping_norm=1.0)
+    assert gradient.in_one_pass is False
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_strides_in_memory_change_no_gradient(layout):
+@pytest.mark.parametrize(("padding", "places"), [("same", 25), ("valid", 9)])
+def test_strides_in_memory_change_no_gradient(padding, places, layout):
     """Opacus takes the patches of an image by strides of its own."""
 
     def build():
         return nn.Sequential(
-            nn.Conv2d(4, 40, 3, padding="same"), nn.Tanh(), nn.Flatten(), nn.Linear(1000, 3)
+            nn.Conv2d(4, 40, 3, padding=padding), nn.Flatten(), nn.Linear(40 * places, 3)
         )
 
     draw = torch.Generator().manual_seed(1)
