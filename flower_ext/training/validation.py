@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -62,8 +64,16 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with GroupNorm in place of every BatchNorm (Opacus' validator)."""
-    fixed = opacus().validators.ModuleValidator.fix(model)
-    if not isinstance(fixed, nn.Module):
-        raise TypeError(f"Opacus returned {type(fixed).__name__} instead of a module")
-    return fixed
+    """A copy of ``model`` with GroupNorm in place of every BatchNorm, as Opacus' validator has it.
+
+    By itself that would pass over some, and replace recurrent layers too.
+    """
+    fix, copy = opacus().validators.ModuleValidator.FIXERS[nn.BatchNorm1d], deepcopy(model)
+    for name, layer in [*copy.named_modules()]:
+        if isinstance(layer, _BatchNorm):
+            fixed = fix(layer).to(next(layer.buffers(), torch.empty(0)).device)
+            if not name:
+                return cast(nn.Module, fixed)
+            parent, _, leaf = name.rpartition(".")
+            setattr(copy.get_submodule(parent), leaf, fixed)
+    return copy

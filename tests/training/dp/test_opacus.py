@@ -166,7 +166,7 @@ def test_what_a_trial_might_not_show_is_left_out_beforehand(layer):
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_strides_in_memory_change_no_gradient(padding, layout):
-    """Opacus takes the patches of an image by strides of its own; convolutions put channels last."""
+    """Opacus takes patches by strides of its own; convolutions put channels last."""
 
     def build():
         return nn.Sequential(
