@@ -204,9 +204,8 @@ class ClippedGradient:
             squares = torch.cat([one.squares() for one in own])[:count]
             scaled = zip(own, torch.split(factors, piece), strict=True)
             total = torch.stack([one.total(some) for one, some in scaled]).sum(dim=0)
-            if not _alike(part.squares()[None], squares[None]):
-                return False
-            if not _alike(part.total(factors[:count])[None], total[None]):
+            alike = _alike(part.squares()[None], squares[None])
+            if not (alike and _alike(part.total(factors[:count])[None], total[None])):
                 return False
         return True
 
