@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,6 +17,23 @@ from flower_ext.training.params import matches
 
 class UnshareableModel(InvalidValue):
     """A layer of the shared part keeps statistics of the data."""
+
+
+def opacus() -> Any:
+    """Opacus with its validators, loaded where they serve: that takes over a second."""
+    silent = logging.NullHandler()
+    logging.getLogger().addHandler(silent)  # else Opacus would set up the root logger
+    try:
+        import opacus.validators
+    finally:
+        logging.getLogger().removeHandler(silent)
+    return opacus
+
+
+def objections(layer: nn.Module) -> str:
+    """Return why Opacus finds a layer unfit for DP-SGD, and what to do; empty if it does not."""
+    validate = opacus().validators.ModuleValidator.VALIDATORS.get(type(layer), lambda layer: ())
+    return " ".join(map(str, validate(layer)))
 
 
 def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
@@ -26,6 +47,7 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
     for name, module in model.named_modules():
         if matches(name, personal):
             continue
+        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
         if isinstance(module, _BatchNorm):
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) keeps running statistics of the data, "
@@ -33,20 +55,25 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
                 "flower_ext.training.replace_batch_norm(model), or make the layer personal: "
                 f"personal=(..., {name!r})."
             )
-        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
         if buffers:
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) has buffers {buffers}, which would "
                 "leave the client un-noised. Register them with persistent=False if they are "
-                "constants, or make the layer personal."
+                f"constants, or make the layer personal. {objections(module)}".rstrip()
             )
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with GroupNorm in place of every BatchNorm (Opacus' validator)."""
-    from opacus.validators import ModuleValidator  # here: it configures the root logger
+    """A copy of ``model`` with GroupNorm in place of every BatchNorm, as Opacus' validator has it.
 
-    fixed = ModuleValidator.fix(model)
-    if not isinstance(fixed, nn.Module):
-        raise TypeError(f"Opacus returned {type(fixed).__name__} instead of a module")
-    return fixed
+    By itself that would pass over some, and replace recurrent layers too.
+    """
+    fix, copy = opacus().validators.ModuleValidator.FIXERS[nn.BatchNorm1d], deepcopy(model)
+    for name, layer in [*copy.named_modules()]:
+        if isinstance(layer, _BatchNorm):
+            fixed = fix(layer).to(next(layer.buffers(), torch.empty(0)).device)
+            if not name:
+                return cast(nn.Module, fixed)
+            parent, _, leaf = name.rpartition(".")
+            setattr(copy.get_submodule(parent), leaf, fixed)
+    return copy

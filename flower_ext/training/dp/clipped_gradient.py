@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.dp.per_example import LAYERS, Parts, Rows, is_known
+from flower_ext.training.dp.per_example import Parts, Rows, gradients, is_known
 from flower_ext.training.local import spared
 from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
@@ -158,10 +158,9 @@ class ClippedGradient:
             kind = self.task.model, self.task.loss, features.device, *form
             self._known = _known(*kind, sizes(self.params), tuple(self.names))
         if self._known.by_vmap is None:
-            self.by_vmap = self._vmap_follows(features, targets)
+            self.by_vmap = _holds(self._vmap_follows, features, targets)
             if self.in_one_pass is None:
-                self.in_one_pass = self.by_vmap and self._tells_apart(features)
-                self.in_one_pass = self.in_one_pass and self._is_like(features, _PIECE, _TRIED)
+                self.in_one_pass = self.by_vmap and _holds(self._tells_apart, features)
             if not self.in_one_pass:
                 how = "by vmap" if self.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
@@ -170,63 +169,43 @@ class ClippedGradient:
         most = min(len(features), self.together)
         for room in {_room(most), _room(len(features) % most or most)} - self._known.tried:
             self._known.tried.add(room)
-            self.in_one_pass = self.in_one_pass and self._is_like(features, room, _PIECE)
+            self.in_one_pass = self.in_one_pass and _holds(self._is_like, features, room, _PIECE)
         self._known.by_vmap, self._known.in_one_pass = self.by_vmap, self.in_one_pass
 
     def _vmap_follows(self, features: Tensor, targets: Tensor) -> bool:
+        """Tell whether there is no branch on values, nor an operation that vmap does not know."""
         x = _random(features, _TRIED, torch.Generator().manual_seed(0))
-        try:
-            self._by_vmap(x, targets.new_zeros((_TRIED, *targets.shape[1:])), self.task.loss)
-        except Exception:  # a branch on values, or an operation that vmap does not know
-            log.debug("vmap does not follow the model", exc_info=True)
-            return False
+        self._by_vmap(x, targets.new_zeros((_TRIED, *targets.shape[1:])), self.task.loss)
         return True
 
     def _tells_apart(self, features: Tensor) -> bool:
         """Tell whether one pass over a few random examples finds every one's own gradient."""
         with self._shaken() as generator:
-            try:
-                x, directions = self._tried_on(features, _TRIED, generator)
-                together = self._in_one_pass(x, directions, _along)
-                for row in range(_TRIED):
-                    only = torch.eye(_TRIED).to(x.device)[row]
-                    own = self._own(_along, x[row], directions[row])
-                    if own is None or not all(
-                        _alike(part.total(only), own[name]) for name, part in together.items()
-                    ):
-                        return False
-            except Exception:  # whatever a model makes of being taken apart
-                log.debug("examples do not pass together", exc_info=True)
+            x, directions = self._tried_on(features, _TRIED, generator)
+            together = self._in_one_pass(x, directions, _along)
+            own = [self._own(_along, *pair) or {} for pair in zip(x, directions, strict=True)]
+        for name, part in together.items():
+            rows = [part.total(only) for only in torch.eye(_TRIED).to(x.device)]
+            if not _alike(torch.stack(rows), torch.stack([one[name] for one in own])):
                 return False
-        return True
+        return self._is_like(features, _PIECE, _TRIED)
 
     def _is_like(self, features: Tensor, count: int, piece: int) -> bool:
         """Tell whether one pass over ``count`` random examples is like passes over pieces."""
         with self._shaken() as generator:
-            try:
-                x, directions = self._tried_on(features, -(-count // piece) * piece, generator)
-                factors = torch.randn(len(x), generator=generator).to(x.device)
-                factors[count:] = 0.0
-                parts = self._in_one_pass(x[:count], directions[:count], _along)
-                pieces = [
-                    self._in_one_pass(*pair, _along)
-                    for pair in zip(
-                        torch.split(x, piece), torch.split(directions, piece), strict=True
-                    )
-                ]
-                for name, part in parts.items():
-                    own = [one[name] for one in pieces]
-                    squares = torch.cat([one.squares() for one in own])[:count]
-                    totals = [
-                        one.total(f)
-                        for one, f in zip(own, torch.split(factors, piece), strict=True)
-                    ]
-                    if not _alike(part.squares(), squares) or not _alike(
-                        part.total(factors[:count]), torch.stack(totals).sum(dim=0)
-                    ):
-                        return False
-            except Exception:
-                log.debug("%d examples do not pass together", count, exc_info=True)
+            x, directions = self._tried_on(features, -(-count // piece) * piece, generator)
+            parts = self._in_one_pass(x[:count], directions[:count], _along)
+            pairs = zip(torch.split(x, piece), torch.split(directions, piece), strict=True)
+            pieces = [self._in_one_pass(*pair, _along) for pair in pairs]
+        factors = torch.randn(len(x), generator=generator).to(x.device)
+        factors[count:] = 0.0
+        for name, part in parts.items():
+            own = [one[name] for one in pieces]
+            squares = torch.cat([one.squares() for one in own])[:count]
+            scaled = zip(own, torch.split(factors, piece), strict=True)
+            total = torch.stack([one.total(some) for one, some in scaled]).sum(dim=0)
+            alike = _alike(part.squares()[None], squares[None])
+            if not (alike and _alike(part.total(factors[:count])[None], total[None])):
                 return False
         return True
 
@@ -280,8 +259,7 @@ class ClippedGradient:
         slopes = torch.autograd.grad(_summed(loss, outputs, y), list(went_out.values()))
         parts = {}
         for layer, slope in zip(went_out, slopes, strict=True):
-            module = self.layers[layer]
-            for leaf, part in LAYERS[type(module)](module, came_in[layer], slope).items():
+            for leaf, part in gradients(self.layers[layer], came_in[layer], slope).items():
                 parts[f"{layer}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names}
 
@@ -342,8 +320,6 @@ def _known(*kind: Hashable) -> _Known:
 
 def _built(task: Task) -> nn.Module:
     model = task.model().to(task.torch_device()).train().requires_grad_(False)
-    # Faster for convolutions on a CPU, and for pooling above all.
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise InvalidValue(
@@ -352,7 +328,25 @@ def _built(task: Task) -> nn.Module:
             )
         if getattr(module, "inplace", False):  # it would overwrite what a layer put out
             module.inplace = False
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            if module.max_norm is not None:
+                raise InvalidValue(
+                    f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, as "
+                    "an example would rewrite rows that others look up"
+                )
+            module.sparse = False  # it could not be added up with others
+        if isinstance(module, nn.Conv2d):  # faster on a CPU, for pooling above all
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
+
+
+def _holds(check: Callable[..., bool], *facts: object) -> bool:
+    """Whether ``check`` says so, whatever a model makes of being taken apart."""
+    try:
+        return check(*facts)
+    except Exception:
+        log.debug("%s raises", check.__name__, exc_info=True)
+        return False
 
 
 def _alone(
@@ -377,10 +371,11 @@ def _random(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers agree, and are there to be compared."""
-    difference = (found.flatten() - expected.flatten()).double().abs().max()
-    largest = float(expected.abs().max())
-    return largest > 0 and float(difference) <= _ALIKE * largest
+    """Whether numbers agree row by row, and some are there to be compared."""
+    found, expected = (part.reshape(len(part), -1).double() for part in (found, expected))
+    largest = expected.abs().amax(dim=1)
+    agree = (found - expected).abs().amax(dim=1) <= _ALIKE * largest
+    return bool(largest.any()) and bool(agree.all())
 
 
 def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
+from flower_ext.privacy.checks import require_positive
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import Job, batches, gradient, local_problem
@@ -57,7 +58,7 @@ class DpSgdTraining:
         require("steps", self.steps >= 0, "an integer >= 0")
         require("sampling_rate", 0 < self.sampling_rate <= 1, "a number in (0, 1]")
         for name in ("batch_size", "learning_rate", "clipping_norm"):
-            require(name, 0 < getattr(self, name) < math.inf, "a finite number > 0")
+            require_positive(name, getattr(self, name))
         require("noise_multiplier", 0 <= self.noise_multiplier < math.inf, "a finite number >= 0")
 
 
@@ -123,10 +124,7 @@ class StepNoise:
     source: NoiseSource
 
     def __post_init__(self) -> None:
-        if not 0 < self.clipping_norm < math.inf:
-            raise InvalidValue(
-                f"clipping_norm={self.clipping_norm!r}: expected a finite number > 0"
-            )
+        require_positive("clipping_norm", self.clipping_norm)
         if not 0 <= self.stddev < math.inf:
             raise InvalidValue(f"stddev={self.stddev!r}: expected a finite number >= 0")
 

@@ -8,7 +8,8 @@ float64, so that no number of examples or weights makes one count for more by ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,14 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from flower_ext.training.validation import objections, opacus
+
 _ROUNDING = 16
 """Times a number's relative precision: what is left of products whose sum is zero."""
 _FEW_CHANNELS = 32
-"""Fewer are faster as a convolution of groups than as products of patches (on a CPU)."""
+"""Fewer are at least as fast as a convolution of groups (on a CPU), without Opacus' import."""
 _PATCHES = 2**22
-"""Numbers of the patches that are written down together."""
+"""Numbers of the patches that Opacus writes down together."""
 _WIDENED = 2**20
 """Numbers that are turned into double precision together: more leave the processor's caches."""
 _SQUARED = 256
@@ -47,9 +50,8 @@ class Rows:
         """Σ factor · gradient."""
         summed = self.rows.new_zeros(self.rows.shape[1], dtype=torch.float64)
         some = max(1, _WIDENED // max(1, len(summed)))
-        for own, rows in zip(
-            torch.split(factors.double(), some), torch.split(self.rows, some), strict=True
-        ):
+        pairs = zip(torch.split(factors.double(), some), torch.split(self.rows, some), strict=True)
+        for own, rows in pairs:
             summed.addmv_(rows.double().T, own)
         return summed
 
@@ -102,7 +104,7 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.cat(norms, dim=1).double().square().sum(dim=1)
 
 
-Parts = dict[str, "Rows | Products"]
+Parts = Mapping[str, "Rows | Products"]
 
 
 def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
@@ -115,15 +117,16 @@ def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
 
 def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
     slopes = slope.flatten(2)  # (examples, channels, places)
-    bias = Rows(slopes.sum(dim=2))
-    if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
-        return {"weight": Rows(_grouped(layer, x, slope)), "bias": bias}
-    if _is_better_unwritten(layer.weight, slopes.shape[2]):
-        return {"weight": Products(slopes.mT, _patches(layer, x)), "bias": bias}
+    if isinstance(layer.padding, tuple):
+        bias = Rows(slopes.sum(dim=2))
+        if layer.groups > 1 or layer.out_channels < _FEW_CHANNELS:
+            return {"weight": Rows(_grouped(layer, x, slope)), "bias": bias}
+        if _is_better_unwritten(layer.weight, slopes.shape[2]):
+            return {"weight": Products(slopes.mT, _patches(layer, x)), "bias": bias}
     some = max(1, _PATCHES // (layer.weight[0].numel() * slopes.shape[2]))
-    pairs = zip(torch.split(slopes, some), torch.split(x, some), strict=True)
-    rows = [torch.bmm(s, _patches(layer, images)) for s, images in pairs]
-    return {"weight": Rows(torch.cat(rows)), "bias": bias}
+    pairs = zip(torch.split(x, some), torch.split(slope, some), strict=True)
+    pieces = [_sampled(layer, *pair) for pair in pairs]
+    return {name: Rows(torch.cat([piece[name].rows for piece in pieces])) for name in pieces[0]}
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
@@ -134,64 +137,67 @@ def _is_better_unwritten(weight: Tensor, places: int) -> bool:
 def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
     """What each place of the output is made of: (examples, places, numbers)."""
     assert isinstance(layer.padding, tuple)
-    return functional.unfold(
-        images, layer.kernel_size, layer.dilation, layer.padding, layer.stride
-    ).mT
+    placed = layer.kernel_size, layer.dilation, layer.padding, layer.stride
+    return functional.unfold(images, *placed).mT
 
 
 def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
     """Every example's own gradient: the convolution with a group of channels for each."""
     assert isinstance(layer.padding, tuple)
-    own: Tensor = conv2d_weight(  # type: ignore[no-untyped-call]
-        _as_channels(x),
-        (len(x) * layer.out_channels, *layer.weight.shape[1:]),
-        _as_channels(slope),
-        layer.stride,
-        layer.padding,
-        layer.dilation,
-        len(x) * layer.groups,
+    count, kernels = len(x), layer.weight.shape[1:]
+    x, slope = (
+        part.reshape(1, -1, *part.shape[2:]).contiguous(memory_format=torch.channels_last)
+        for part in (x, slope)
     )
-    return own.reshape(len(x), -1)
-
-
-def _as_channels(images: Tensor) -> Tensor:
-    """Examples as groups of channels of one image, channels last in memory."""
-    one = images.reshape(1, -1, *images.shape[2:])
-    return one.contiguous(memory_format=torch.channels_last)
+    placed = layer.stride, layer.padding, layer.dilation, count * layer.groups
+    own = conv2d_weight(x, (slope.shape[1], *kernels), slope, *placed)  # type: ignore[no-untyped-call]
+    return cast(Tensor, own).reshape(count, -1)
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
     normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
-    return {
-        "weight": Rows((normal * slope).flatten(2).sum(dim=2)),
-        "bias": Rows(slope.flatten(2).sum(dim=2)),
-    }
+    weight, bias = (part.flatten(2).sum(dim=2) for part in (normal * slope, slope))
+    return {"weight": Rows(weight), "bias": Rows(bias)}
 
 
-def _layer_norm(layer: nn.LayerNorm, x: Tensor, slope: Tensor) -> Parts:
-    normal = functional.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-    last = len(layer.normalized_shape)
-    between = tuple(range(1, x.dim() - last))
-
-    def own(values: Tensor) -> Rows:
-        return Rows(values.sum(dim=between) if between else values)
-
-    return {"weight": own(normal * slope), "bias": own(slope)}
-
-
-LAYERS: dict[type[nn.Module], Callable[..., Parts]] = {
+_FORMS: dict[type[nn.Module], Callable[..., Parts]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.GroupNorm: _group_norm,
-    nn.LayerNorm: _layer_norm,
 }
-"""Layers whose gradients of single examples need no pass of their own."""
+"""Layers of which some form was measured to be faster than Opacus' (docs/decisions.md)."""
+_SAMPLED = {
+    *(nn.Conv1d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+}
+"""Layers left to Opacus. An `EmbeddingBag` is not: a word that a bag has twice would count once."""
+
+
+def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
+    """The gradients of a layer's parameters, from what came in and the slope of what went out."""
+    return _FORMS.get(type(layer), _sampled)(layer, x, slope)
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Whether `LAYERS` has it, used in the usual way."""
-    if isinstance(layer, nn.Conv2d) and (
-        layer.padding_mode != "zeros" or isinstance(layer.padding, str)
-    ):
+    """Whether `gradients` takes the layer, unless a trial finds that the model uses it otherwise.
+
+    What few random examples might not show is left out here: padding that is not of zeros, and
+    words that count by their frequency.
+    """
+    usual = getattr(layer, "padding_mode", "zeros") == "zeros"
+    if not usual or getattr(layer, "scale_grad_by_freq", False):
         return False
-    return type(layer) in LAYERS
+    return type(layer) in _FORMS or (type(layer) in _SAMPLED and not objections(layer))
+
+
+def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, Rows]:
+    """By Opacus, which passes over frozen parameters and expects strides as they usually are."""
+    sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
+    layer.requires_grad_(True)
+    try:
+        rows = sampler(layer, [x.contiguous()], slope.contiguous())
+    finally:
+        layer.requires_grad_(False)
+    if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+        rows[layer.weight][:, layer.padding_idx] = 0.0  # as in PyTorch, not in Opacus
+    return {name: Rows(rows[p]) for name, p in layer.named_parameters() if p in rows}

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -77,6 +78,29 @@ def deep():
     )
 
 
+def in_one_dimension():
+    return nn.Sequential(
+        nn.Conv1d(4, 6, 3, padding="same", dilation=2, bias=False),
+        nn.InstanceNorm1d(6, affine=True),
+        nn.Tanh(),
+        nn.Conv1d(6, 2, 2, stride=2, groups=2),
+        nn.RMSNorm(4),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+
+
+def in_three_dimensions():
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1, bias=False),
+        nn.InstanceNorm3d(4, affine=True),
+        nn.Tanh(),
+        nn.Conv3d(4, 2, (2, 1, 2), dilation=2),
+        nn.Flatten(),
+        nn.Linear(54, 3),
+    )
+
+
 class Tied(nn.Module):
     """Parameters in no known layer: single gradients by vmap."""
 
@@ -96,6 +120,8 @@ MODELS = {
     "deep convolutional": (deep, (16, 3, 3)),
     "sequences": (Sequences, (6, 4)),
     "short sequences": (Short, (2, 40)),
+    "in one dimension": (in_one_dimension, (4, 8)),
+    "in three dimensions": (in_three_dimensions, (2, 4, 4, 4)),
     "by vmap": (Tied, (4,)),
 }
 
@@ -647,8 +673,14 @@ def test_no_record_weighs_more_for_what_the_others_are(loss, ignored):
         assert math.sqrt(moved) <= 0.5 * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("value", [1e25, 3e38, math.inf, math.nan])
-@pytest.mark.parametrize("which", ["dense", "by vmap", "convolutional", "deep convolutional"])
+OVERFLOWING = ["dense", "by vmap", "convolutional", "deep convolutional"]
+NO_NUMBERS = ["in one dimension", "in three dimensions"]
+
+
+@pytest.mark.parametrize(
+    ("which", "value"),
+    [*product(OVERFLOWING, [1e25, 3e38]), *product(OVERFLOWING + NO_NUMBERS, [math.inf, math.nan])],
+)
 def test_a_record_without_a_finite_gradient_is_left_out_in_silence(which, value):
     model, shape = MODELS[which]
     task, data = problem(model), records(shape, 6)
