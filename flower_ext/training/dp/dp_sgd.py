@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_ext.checks import require_positive
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
-from flower_ext.privacy.checks import require_positive
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import Job, batches, gradient, local_problem
