@@ -65,9 +65,8 @@ def audit(
             )
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(_NO_AUDIT) from None
+    except InvalidValue:
+        raise
     except Exception:  # of the strategy or its clients: where it was raised says more
         traceback.print_exc()
         raise typer.Exit(_NO_AUDIT) from None

@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_bytes
-from types import TracebackType
 from typing import Any
 
 from flower_ext.cli.certificates import make_certificates, make_key
@@ -78,7 +77,6 @@ class Deployment:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
         }
         self.superlink: subprocess.Popen[bytes] | None = None
-        self.superexec: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -99,12 +97,7 @@ class Deployment:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def prepare(self) -> None:
@@ -153,7 +146,7 @@ class Deployment:
         """Start what starts ServerApps, apart from the SuperLink: they outlive its restart."""
         words = ["flower-superexec", "--runtime-api-address", f"{HOST}:{self.port}"]
         words += ["--superexec-auth-secret-file", str(self._secret), *self._trust]
-        self.superexec = self._start("superexec", *words)
+        self._start("superexec", *words)
 
     def start_node(
         self,
@@ -176,36 +169,6 @@ class Deployment:
         if name == f"node-{node}":
             self.supernodes[node] = process
         return process
-
-    def return_node(
-        self,
-        node: int,
-        *,
-        config: Mapping[str, str | int | float | bool] | None = None,
-        seconds: float = 150,
-    ) -> None:
-        """Start a SuperNode again and again until it is let in, as a service manager would.
-
-        Flower refuses a node that it believes to be online: after a crash, until the heartbeats of
-        the process before are overdue (60 s).
-
-        Raises
-        ------
-        DeploymentFailed
-            It is not let in after ``seconds``.
-        """
-        log, deadline = self.folder / "logs" / f"node-{node}.log", time.monotonic() + seconds
-        while True:
-            before = log.stat().st_size
-            process = self.start_node(node, config=config)
-            while process.poll() is None:
-                if b"SuperNode ID:" in log.read_bytes()[before:]:
-                    return
-                time.sleep(0.2)
-            signal_group(process, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise DeploymentFailed(f"node {node} was not let in after {seconds:g} s")
-            time.sleep(3)
 
     def stop(self) -> None:
         """End every process that was started, nodes first; SIGKILL where SIGTERM does not help."""
@@ -233,15 +196,10 @@ class Deployment:
             said = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
             raise DeploymentFailed(f"node {node} was not registered: {said}")
 
-    def list_nodes(self) -> list[dict[str, Any]]:
-        """What the SuperLink says of the nodes it knows."""
-        answer = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json").stdout)
-        listed: list[dict[str, Any]] = answer["nodes"]
-        return listed
-
     def online(self) -> int:
-        """How many nodes are connected."""
-        return sum(node["status"] == "online" for node in self.list_nodes())
+        """Return the number of nodes that the SuperLink counts as connected."""
+        answer = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json").stdout)
+        return sum(node["status"] == "online" for node in answer["nodes"])
 
     def wait_for_nodes(self, count: int, *, seconds: float = 90) -> None:
         """Wait until ``count`` nodes are connected.
