@@ -111,20 +111,17 @@ def by_rates(
     """
     chosen, tried = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2  # two rates
-    best, where = -math.inf, (0.0, 1)
-    for sign in (1, -1):  # the opposite test: worlds exchanged, scores turned around
-        threshold, value = _best_threshold(
-            *_turned(chosen, sign), failure, lambda fp, tp: _epsilon(fp, tp, delta)
-        )
-        if value > best:
-            best, where = value, (threshold, sign)
-    threshold, sign = where
-    zero, one = _turned(tried, sign)
-    false, true = int((zero > threshold).sum()), int((one > threshold).sum())
-    fp = upper_rate(false, len(zero), failure)
-    tp = lower_rate(true, len(one), failure)
+
+    def epsilon(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
+
+    _, threshold, sign = max(
+        (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
+    )
+    found = epsilon(*_rates(*_turned(tried, sign), threshold, failure))
     return LowerBound(
-        epsilon=max(0.0, float(_epsilon(fp, tp, delta))),
+        epsilon=max(0.0, float(found)),
         delta=delta,
         method=RATES,
         confidence=confidence,
@@ -158,12 +155,10 @@ def if_gaussian(
 
     if not delta > 0:
         raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
-    chosen, (zero, one) = _parts(without, present, delta, confidence, together)
+    chosen, tried = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2
-    threshold, _ = _best_threshold(*chosen, failure, shift)
-    fp = upper_rate(int((zero > threshold).sum()), len(zero), failure)
-    tp = lower_rate(int((one > threshold).sum()), len(one), failure)
-    mu, epsilon = float(shift(fp, tp)), 0.0
+    _, threshold = _best_threshold(*chosen, failure, shift)
+    mu, epsilon = float(shift(*_rates(*tried, threshold, failure))), 0.0
     if mu > 0:
         epsilon = gaussian_loss(1 / mu, releases=1, delta=delta).epsilon * (1 - _ROOT)
     return LowerBound(
@@ -307,25 +302,27 @@ def _turned(worlds: Pair, sign: int) -> Pair:
 def _best_threshold(
     zero: np.ndarray, one: np.ndarray, failure: float, value: Value
 ) -> tuple[float, float]:
-    """The threshold that these trials alone prove most with, and what they prove.
+    """The most that these trials alone prove, and the threshold that they prove it with.
 
     What they would promise for more trials would favour thresholds that few of them pass, by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
-        return float(points[0]), -math.inf
+        return -math.inf, float(points[0])
     thresholds = (points[:-1] + points[1:]) / 2
     if len(thresholds) > _CANDIDATES:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
+    proved = value(*_rates(zero, one, thresholds, failure))
+    best = int(np.nanargmax(np.where(np.isnan(proved), -math.inf, proved)))
+    return float(proved[best]), float(thresholds[best])
+
+
+def _rates(
+    zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
+) -> Pair:
+    """False and true positives above each threshold: the most and the least there may be."""
     false, true = (
-        len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
+        len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)
     )
-    proved = value(upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure))
-    best = int(np.nanargmax(np.where(np.isnan(proved), -math.inf, proved)))
-    return float(thresholds[best]), float(proved[best])
-
-
-def _epsilon(fp: np.ndarray, tp: np.ndarray, delta: float) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
+    return upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure)

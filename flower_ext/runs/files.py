@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
+import io
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
+
 from flower_ext.errors import FlowerExtError
 
 
@@ -44,6 +48,17 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
             sync_to_disk(path.parent)
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def write_rows(
+    path: Path, header: Sequence[object], rows: Iterable[Sequence[object]], **options: bool
+) -> None:
+    """Write a CSV file, as `write_whole` does."""
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream)
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_whole(path, stream.getvalue().encode(), **options)
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
