@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,20 +48,13 @@ class Deployment:
         database, keys and registrations.
     nodes : int
         SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
-    secure : bool
-        TLS, and only nodes whose keys are registered. Without it everything on this machine may
-        join and listen.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
-    environment : Mapping[str, str]
-        Variables for all processes, besides those of this one.
     """
 
     folder: Path
     nodes: int
-    secure: bool = True
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -71,7 +64,6 @@ class Deployment:
         self.port = free_port()
         self.env = {
             **environment(),
-            **self.environment,
             "FLWR_HOME": str(self.home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -88,8 +80,7 @@ class Deployment:
             self.start_superlink()
             self.start_superexec()
             for node in range(self.nodes):
-                if self.secure:
-                    self.register(node)
+                self.register(node)
                 self.start_node(node)
             self.wait_for_nodes(self.nodes)
         except BaseException:
@@ -113,16 +104,14 @@ class Deployment:
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise DeploymentFailed(f"folder {self.folder} cannot be made: {error}") from error
-        trust = "insecure = true"
-        if self.secure:
-            make_certificates(self.folder / "certificates", hosts=(HOST, "localhost"))
-            path = str(self.folder / "certificates" / "ca.crt")
-            trust = f"root-certificates = {json.dumps(path, ensure_ascii=False)}"
+        make_certificates(self._certificates, hosts=(HOST, "localhost"))
+        root = json.dumps(str(self._certificates / "ca.crt"), ensure_ascii=False)
         if not self._secret.exists():
             write_whole(self._secret, token_bytes(32))
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n{trust}\n',
+            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n'
+            f"root-certificates = {root}\n",
             encoding="utf-8",
         )
 
@@ -131,14 +120,10 @@ class Deployment:
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
         words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
-        words += ["--superexec-auth-secret-file", str(self._secret)]
-        if self.secure:
-            own = self.folder / "certificates"
-            words += ["--ssl-ca-certfile", str(own / "ca.crt")]
-            words += ["--ssl-certfile", str(own / "server.crt")]
-            words += ["--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"]
-        else:
-            words += ["--insecure"]
+        words += ["--superexec-auth-secret-file", str(self._secret), "--enable-supernode-auth"]
+        words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
+        words += ["--ssl-certfile", str(self._certificates / "server.crt")]
+        words += ["--ssl-keyfile", str(self._certificates / "server.key")]
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink)
 
@@ -162,9 +147,8 @@ class Deployment:
         words = ["flower-supernode", "--superlink", f"{HOST}:{self.port}"]
         words += ["--host", HOST, "--port", str(free_port())]
         words += ["--node-config", " ".join(f"{n}={json.dumps(v)}" for n, v in values.items())]
-        words += self._trust
-        if self.secure:
-            words += ["--auth-supernode-private-key", str(self.key_of(name)[0])]
+        private, _ = make_key(self.folder / "keys", name)
+        words += [*self._trust, "--auth-supernode-private-key", str(private)]
         process = self._start(name, *words)
         if name == f"node-{node}":
             self.supernodes[node] = process
@@ -184,13 +168,9 @@ class Deployment:
 
     # Nodes ---------------------------------------------------------------------------------
 
-    def key_of(self, name: str) -> tuple[Path, Path]:
-        """Private and public key of a node, made when they are first asked for."""
-        return make_key(self.folder / "keys", name)
-
     def register(self, node: int) -> None:
         """Let a node in by its public key; one that is registered already stays so."""
-        _, public = self.key_of(f"node-{node}")
+        _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
             said = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
@@ -202,27 +182,19 @@ class Deployment:
         return sum(node["status"] == "online" for node in answer["nodes"])
 
     def wait_for_nodes(self, count: int, *, seconds: float = 90) -> None:
-        """Wait until ``count`` nodes are connected.
+        """Wait until ``count`` nodes are connected, looking every second.
 
         Raises
         ------
         DeploymentFailed
-            They are not after ``seconds``.
-        """
-        self.wait(lambda: self.online() >= count, seconds, f"{count} nodes online")
-
-    def wait(self, true: Callable[[], object], seconds: float, what: str) -> None:
-        """Wait until ``true()``, looking every second.
-
-        Raises
-        ------
-        DeploymentFailed
-            It is not after ``seconds``; the message ends with the logs.
+            They are not after ``seconds``; the message ends with the logs.
         """
         deadline = time.monotonic() + seconds
-        while not true():
+        while self.online() < count:
             if time.monotonic() > deadline:
-                raise DeploymentFailed(f"not after {seconds:g} s: {what}\n{self.logs()}")
+                raise DeploymentFailed(
+                    f"not after {seconds:g} s: {count} nodes online\n{self.logs()}"
+                )
             time.sleep(1)
 
     # Commands ------------------------------------------------------------------------------
@@ -250,10 +222,12 @@ class Deployment:
         return self.folder / "keys" / "superexec.secret"
 
     @property
+    def _certificates(self) -> Path:
+        return self.folder / "certificates"
+
+    @property
     def _trust(self) -> list[str]:
-        if not self.secure:
-            return ["--insecure"]
-        return ["--root-certificates", str(self.folder / "certificates" / "ca.crt")]
+        return ["--root-certificates", str(self._certificates / "ca.crt")]
 
     def _start(self, name: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:

@@ -14,7 +14,7 @@ import typer
 
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.schedule_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import Settings, console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
@@ -176,9 +176,7 @@ def search(
     rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
     global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
-    ] = None,
+    settings: Settings = None,
     runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
         "search"
     ),

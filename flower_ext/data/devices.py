@@ -22,7 +22,6 @@ class DevicesInfo:
 
     Parameters
     ----------
-    num_classes : int
     feature_shape : tuple of int
         Of one record.
     num_devices : int

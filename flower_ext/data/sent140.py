@@ -66,10 +66,8 @@ def load(
         flwr-datasets.
     rng : numpy.random.Generator
         Divides each user's tweets for training and testing.
-    num_devices : int
     vocabulary_size : int
         Token ids, padding and unknown included.
-    sequence_length : int
     train_fraction : float
         The default is that of the paper's Table 2: 8,484 of 32,299 tweets test.
     min_tweets : int

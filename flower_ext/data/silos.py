@@ -119,7 +119,6 @@ def load_silos(
 
     Parameters
     ----------
-    name : str
     folder : Path, optional
         Where files are looked for; else the environment variable FLOWER_EXT_DATA.
     num_users, num_silos : int, optional

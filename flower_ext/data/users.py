@@ -75,8 +75,6 @@ def limit_contributions(
     ----------
     histogram : numpy.ndarray
         n_{s,u} as integers (silos, users).
-    group_size : int
-    rng : numpy.random.Generator
 
     Returns
     -------
@@ -162,7 +160,6 @@ def allocate(
 
     Parameters
     ----------
-    distribution : {"uniform", "zipf"}
     targets : numpy.ndarray
         One label a record; looked at only with ``labels_per_user``.
     labels_per_user : int, optional
@@ -209,7 +206,6 @@ def allocate_within(
 
     Parameters
     ----------
-    distribution : {"uniform", "zipf"}
     silo_sizes : sequence of int
         Records of each silo.
     at_least : int

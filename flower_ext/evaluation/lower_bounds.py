@@ -24,6 +24,7 @@ import numpy as np
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
+from flower_ext.privacy.checks import require_at_least_one
 
 HELD_OUT = 0.25
 """Share of the trials on which the threshold is chosen."""
@@ -49,14 +50,8 @@ class LowerBound:
     ----------
     epsilon : float
         The bound, at least 0.
-    delta : float
-    method : str
     confidence : float
         With which this bound and the others of its company all hold.
-    together : int
-        How many bounds share what may fail, 1 − ``confidence``.
-    trials : int
-        Samples of both worlds, with those on which a threshold was chosen; or canaries of one run.
     printed : float
         ε that the mechanism promises at ``delta``; infinite where it promises none.
     """
@@ -65,8 +60,6 @@ class LowerBound:
     delta: float
     method: str
     confidence: float
-    together: int
-    trials: int
     printed: float = math.inf
 
     @property
@@ -101,8 +94,10 @@ def by_rates(
         Scores of independent trials in the world without the canary, and with it.
     delta : float
         In [0, 1).
-    confidence, together, printed
+    confidence, printed
         See `LowerBound`.
+    together : int
+        How many bounds share what may fail, 1 − ``confidence``.
 
     Raises
     ------
@@ -120,14 +115,9 @@ def by_rates(
         (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
     )
     found = epsilon(*_rates(*_turned(tried, sign), threshold, failure))
+    best = max(0.0, float(found))
     return LowerBound(
-        epsilon=max(0.0, float(found)),
-        delta=delta,
-        method=RATES,
-        confidence=confidence,
-        together=together,
-        trials=len(without) + len(present),
-        printed=printed,
+        epsilon=best, delta=delta, method=RATES, confidence=confidence, printed=printed
     )
 
 
@@ -161,14 +151,9 @@ def if_gaussian(
     mu, epsilon = float(shift(*_rates(*tried, threshold, failure))), 0.0
     if mu > 0:
         epsilon = gaussian_loss(1 / mu, releases=1, delta=delta).epsilon * (1 - _ROOT)
+    best = max(0.0, epsilon)
     return LowerBound(
-        epsilon=max(0.0, epsilon),
-        delta=delta,
-        method=GAUSSIAN,
-        confidence=confidence,
-        together=together,
-        trials=len(without) + len(present),
-        printed=printed,
+        epsilon=best, delta=delta, method=GAUSSIAN, confidence=confidence, printed=printed
     )
 
 
@@ -220,18 +205,10 @@ def in_one_run(
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        if _chance(correct, guesses, len(found), middle, delta) < failure:
-            low = middle
-        else:
-            high = middle
+        proved = _chance(correct, guesses, len(found), middle, delta) < failure
+        low, high = (middle, high) if proved else (low, middle)
     return LowerBound(
-        epsilon=low,
-        delta=delta,
-        method=ONE_RUN,
-        confidence=confidence,
-        together=together,
-        trials=len(found),
-        printed=printed,
+        epsilon=low, delta=delta, method=ONE_RUN, confidence=confidence, printed=printed
     )
 
 
@@ -269,8 +246,7 @@ def _check(delta: float, confidence: float, together: int) -> None:
         raise InvalidValue(f"delta={delta!r}: expected a number in [0, 1)")
     if not 0 < confidence < 1:
         raise InvalidValue(f"confidence={confidence!r}: expected a number in (0, 1)")
-    if together < 1:
-        raise InvalidValue(f"together={together!r}: expected an integer >= 1")
+    require_at_least_one("together", together)
 
 
 def _parts(

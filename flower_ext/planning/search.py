@@ -25,6 +25,7 @@ from flower_ext.planning.convergence import (
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
+from flower_ext.privacy.checks import require_at_least_one
 from flower_ext.privacy.guarantee import Basis
 
 
@@ -98,8 +99,7 @@ def joint_search(
         ours, theirs = getattr(problem, name), getattr(fairness, name)
         if ours != theirs:
             raise InvalidValue(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
-    if max_rounds < 1:
-        raise InvalidValue(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+    require_at_least_one("max_rounds", max_rounds)
     candidates = np.arange(1, max_rounds + 1)
     weights, values = np.empty(max_rounds), np.empty(max_rounds)
 

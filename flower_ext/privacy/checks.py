@@ -13,6 +13,12 @@ def require_positive(name: str, value: float) -> None:
         raise InvalidValue(f"{name}={value!r}: expected a finite number > 0")
 
 
+def require_not_negative(name: str, value: float) -> None:
+    """Refuse what is not a finite number from 0."""
+    if not 0 <= value < math.inf:
+        raise InvalidValue(f"{name}={value!r}: expected a finite number >= 0")
+
+
 def require_at_least_one(name: str, value: int) -> None:
     """Refuse what is below 1."""
     if value < 1:

@@ -22,8 +22,6 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 
     Parameters
     ----------
-    path : Path
-    content : bytes
     sync : bool
         Whether the new content must outlive the machine's power, not only this process.
     private : bool
