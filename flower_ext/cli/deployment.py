@@ -246,10 +246,8 @@ class Deployment:
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Signal a process and all that it started; one that has ended is no error."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def free_port() -> int:
