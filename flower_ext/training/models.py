@@ -42,12 +42,19 @@ def _perceptron(inputs: int, hidden: tuple[int, ...], num_classes: int = 10) -> 
 
 
 def _convolutional(
-    channels: tuple[int, ...], kernel: int, dense: tuple[int, ...], num_classes: int = 10
+    channels: tuple[int, ...],
+    kernel: int,
+    dense: tuple[int, ...],
+    num_classes: int = 10,
+    *,
+    pool_last: bool = True,
 ) -> HeadedModel:
     """Convolutions without padding, each pooled 2×2, and dense layers from what they leave."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
         layers += [nn.Conv2d(inputs, outputs, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+    if not pool_last:
+        layers.pop()
     extractor = nn.Sequential(*layers, nn.Flatten(), *_dense(*dense))
     return HeadedModel(extractor, nn.Linear(dense[-1], num_classes))
 
@@ -55,21 +62,6 @@ def _convolutional(
 def _dense(*widths: int) -> list[nn.Module]:
     pairs = ((nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in pairwise(widths))
     return [layer for pair in pairs for layer in pair]
-
-
-def _cnn_32_64(channels: int, size: int, num_classes: int = 10) -> HeadedModel:
-    """Convolutions of 32 and 64 filters with one pooling between, and two dense layers."""
-    left = (size - 4) // 2 - 4
-    extractor = nn.Sequential(
-        nn.Conv2d(channels, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5),
-        nn.ReLU(),
-        nn.Flatten(),
-        *_dense(64 * left * left, 100),
-    )
-    return HeadedModel(extractor, nn.Linear(100, num_classes))
 
 
 class _Residual(nn.Module):
@@ -199,7 +191,7 @@ mnist_dnn = partial(_perceptron, 784, (100,))
 """784–100–classes for 28×28 grey images: 79,510 parameters."""
 mnist_cnn = partial(_convolutional, (1, 8, 16), 5, (256, 62))
 """Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 parameters."""
-mnist_cnn_32_64 = partial(_cnn_32_64, 1, 28)
+mnist_cnn_32_64 = partial(_convolutional, (1, 32, 64), 5, (4096, 100), pool_last=False)
 """The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters.
 
 The paper leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
@@ -208,7 +200,7 @@ cifar10_cnn = partial(_convolutional, (3, 64, 128, 256), 3, (1024, 256, 128))
 """The CNN of DP²-FedSAM, Section 5.1: exactly 667,402 parameters."""
 cifar10_lenet = partial(_convolutional, (3, 6, 16), 5, (400, 120, 84))
 """LeNet-5 for 32×32 colour images: 62,006 parameters."""
-cifar10_cnn_32_64 = partial(_cnn_32_64, 3, 32)
+cifar10_cnn_32_64 = partial(_convolutional, (3, 32, 64), 5, (6400, 100), pool_last=False)
 """`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters."""
 synthetic_logistic = partial(_linear, synthetic.FEATURES)
 """Softmax regression 20–classes for the synthetic devices: 210 parameters."""
