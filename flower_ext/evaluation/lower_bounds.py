@@ -111,6 +111,7 @@ def by_rates(
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
 
+    # The opposite test: worlds exchanged, scores turned around.
     _, threshold, sign = max(
         (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,22 +104,20 @@ def joint_search(
     candidates = np.arange(1, max_rounds + 1)
     weights, values = np.empty(max_rounds), np.empty(max_rounds)
 
-    def bound_at(weight: float) -> ConvergenceBound:
-        return convergence_bound(
-            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
-        )
-
+    bound_at = partial(
+        convergence_bound, problem, variance_per_round=variance_per_round, basis=basis
+    )
     for row, rounds in enumerate(candidates.tolist()):
         weights[row] = fairness.best_global_weight(
             upload_variance=variance_per_round * rounds, basis=basis
         )
-        values[row] = bound_at(weights[row]).after(rounds)
+        values[row] = bound_at(global_weight=weights[row]).after(rounds)
     best = int(np.argmin(values))
     improves = values[best] < problem.initial_distance
     return Schedule(
         rounds=int(candidates[best]) if improves else 0,
         global_weight=float(weights[best]),
-        bound=bound_at(float(weights[best])),
+        bound=bound_at(global_weight=float(weights[best])),
         candidates=candidates,
         convergence=values,
         global_weights=weights,

@@ -58,10 +58,9 @@ class RunDirectory:
     of all that clients were asked for.
     """
 
-    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.resumed = resumed
-        self.accounted = False
+        self.resumed = self.accounted = False
         self._open = ExitStack()
 
     @classmethod

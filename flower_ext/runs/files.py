@@ -35,12 +35,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(private))
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
+        _write(draft, content, os.O_EXCL, sync, private)
         draft.replace(path)
         if sync:
             sync_to_disk(path.parent)
@@ -68,12 +63,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = T
         It could not be written; the message names the file.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _mode(private))
-        with os.fdopen(descriptor, "ab") as stream:
-            stream.write(line + b"\n")
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
+        _write(path, line + b"\n", os.O_APPEND, sync, private)
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -118,5 +108,10 @@ def not_written(path: Path, error: OSError) -> OSError:
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 
-def _mode(private: bool) -> int:
-    return 0o600 if private else 0o666
+def _write(path: Path, content: bytes, how: int, sync: bool, private: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        if sync:
+            os.fsync(descriptor)
