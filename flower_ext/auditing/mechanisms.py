@@ -34,6 +34,7 @@ from flower_ext.privacy import (
     PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
+    Sampling,
 )
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 
@@ -123,6 +124,17 @@ def _silo(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     return SiloData(train=own, test=own, owners=torch.tensor(owners))
 
 
+def _plan(sampling: Sampling, noise_multiplier: float, rounds: int, **more: Any) -> ReleasePlan:
+    return ReleasePlan(
+        sampling=sampling,
+        clipping_norm=1.0,
+        noise_multiplier=noise_multiplier,
+        rounds=rounds,
+        delta=DELTA,
+        **more,
+    )
+
+
 TURNED_AROUND: dict[str, Any] = {
     "without": [_client(-HUGE, 0.0)],
     "present": [_client(HUGE, 0.0)],
@@ -137,14 +149,9 @@ def client_level(
 
     Where they are ``sampled``, by Poisson, ε is amplified against who sees released models.
     """
-    plan = ReleasePlan(
-        sampling=PoissonSampling(2, 0.5) if sampled else FullParticipation(2),
-        clipping_norm=1.0,
-        noise_multiplier=(3.0 if sampled else 0.5) * noise,
-        rounds=rounds,
-        delta=DELTA,
-        noise_placement=placement,
-    )
+    sampling = PoissonSampling(2, 0.5) if sampled else FullParticipation(2)
+    sigma = (3.0 if sampled else 0.5) * noise
+    plan = _plan(sampling, sigma, rounds, noise_placement=placement)
     return _experiment(
         f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
@@ -156,20 +163,9 @@ def client_level(
     )
 
 
-def _user_plan(users: int, noise_multiplier: float, rounds: int) -> ReleasePlan:
-    return ReleasePlan(
-        sampling=FullParticipation(users),
-        clipping_norm=1.0,
-        noise_multiplier=noise_multiplier,
-        rounds=rounds,
-        delta=DELTA,
-        unit=PrivacyUnit.USER,
-    )
-
-
 def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` or `UldpSgd`: a user with a record in each of two silos."""
-    plan = _user_plan(3, 0.5 * noise, rounds)
+    plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
     local = {"local": ONE_STEP} if method is UldpAvg else {}
     return _experiment(
         "ULDP-AVG" if method is UldpAvg else "ULDP-SGD",
@@ -182,7 +178,7 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
 
 def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` weighted by records, as under encryption: a user with all weight in one silo."""
-    plan = _user_plan(3, 0.5 * noise, rounds)
+    plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
     return _experiment(
         "ULDP-AVG, weighted by records",
         lambda: UldpAvg(
@@ -197,7 +193,7 @@ def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 
 def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpNaive`: with the canary user, both silos' updates point the other way."""
-    plan = _user_plan(2, noise, rounds)
+    plan = _plan(FullParticipation(2), noise, rounds, unit=PrivacyUnit.USER)
     return _experiment(
         "ULDP-NAIVE",
         lambda: UldpNaive(plan=plan, num_silos=2, local=ONE_STEP, evaluate_every=0),

@@ -72,8 +72,6 @@ class Deployment:
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
-    # Start and end -------------------------------------------------------------------------
-
     def __enter__(self) -> Deployment:
         try:
             self.prepare()
@@ -166,8 +164,6 @@ class Deployment:
             process.wait()
         self._started.clear()
 
-    # Nodes ---------------------------------------------------------------------------------
-
     def register(self, node: int) -> None:
         """Let a node in by its public key; one that is registered already stays so."""
         _, public = make_key(self.folder / "keys", f"node-{node}")
@@ -196,8 +192,6 @@ class Deployment:
                     f"not after {seconds:g} s: {count} nodes online\n{self.logs()}"
                 )
             time.sleep(1)
-
-    # Commands ------------------------------------------------------------------------------
 
     def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Flower's command line in the deployment's home."""

@@ -124,9 +124,6 @@ def joint_search(
     )
 
 
-# Where nothing is known in closed form ------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a short run showed: mean training loss and its spread over clients; lower is better."""
