@@ -16,6 +16,7 @@ from flower_ext.privacy import (
     FullParticipation,
     NeighboringRelation,
     PoissonSampling,
+    Sampling,
     calibrate_noise_multiplier,
     epsilon_text,
     privacy_loss,
@@ -181,39 +182,38 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
         lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
     )
 
-    def provable(words: dict[str, str], *, scale: float = 1.0, **facts: Any) -> Way:
-        facts = {"rounds": rounds, "delta": delta, **facts}
+    def provable(
+        name: str,
+        sampling: Sampling,
+        relation: NeighboringRelation,
+        *,
+        view: str = "released models",
+        scale: float = 1.0,
+        **more: Any,
+    ) -> Way:
+        facts: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
+        facts |= {"rounds": rounds, **more}
         return Way(
-            words,
+            _described(name, relation, view),
             lambda s: privacy_loss(noise_multiplier=s / scale, **facts).epsilon,
             lambda e: calibrate_noise_multiplier(epsilon=e, **facts) * scale,
         )
 
-    def unamplified(name: str, view: str, participations: float) -> Way:
-        relation = NeighboringRelation.REPLACE_SPECIAL
-        # `participations` releases in which everyone takes part; they compose to one Gaussian.
-        return provable(
-            _described(name, relation, view),
-            scale=math.sqrt(participations),
-            sampling=FullParticipation(population),
-            relation=relation,
-            rounds=1,
-        )
-
-    poisson: dict[str, Any] = {
-        "sampling": PoissonSampling(population, rate),
-        "relation": _ADD_OR_REMOVE,
-    }
+    poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))
-    everywhere = Participations.worst_case(rounds, fixed.size)
-    uploads = f"each upload, every round, cohorts of {fixed.size}"
+    seen = Participations.worst_case(rounds, fixed.size)
+    sums, uploads = math.sqrt(seen.in_sums), math.sqrt(seen.in_uploads)
+    sums_view = "complete sums, in every round"
+    uploads_view = f"each upload, every round, cohorts of {fixed.size}"
+    # Where cohorts are known, everyone takes part in a number of releases: one Gaussian together.
+    everyone, special = FullParticipation(population), NeighboringRelation.REPLACE_SPECIAL
     return [
         claim,
-        provable(_described("Poisson, PLD", _ADD_OR_REMOVE), **poisson, accountant="pld"),
-        provable(_described("Poisson, RDP", _ADD_OR_REMOVE), **poisson, accountant="rdp"),
-        provable(_described("fixed size, RDP", _REPLACE), sampling=fixed, relation=_REPLACE),
-        unamplified("cohorts known", "complete sums, in every round", everywhere.in_sums),
-        unamplified("uploads known", uploads, everywhere.in_uploads),
+        provable("Poisson, PLD", poisson, _ADD_OR_REMOVE, accountant="pld"),
+        provable("Poisson, RDP", poisson, _ADD_OR_REMOVE, accountant="rdp"),
+        provable("fixed size, RDP", fixed, _REPLACE),
+        provable("cohorts known", everyone, special, view=sums_view, scale=sums, rounds=1),
+        provable("uploads known", everyone, special, view=uploads_view, scale=uploads, rounds=1),
     ]
 
 
