@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
+from flower_ext.checks import require_at_least_one
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -91,8 +92,6 @@ class World:
     ----------
     strategy : Callable[[], Strategy]
         Makes a fresh strategy for each trial. It should evaluate on no client, which takes time.
-    client_app : ClientApp
-    num_clients : int
     """
 
     strategy: Callable[[], Strategy]
@@ -110,14 +109,12 @@ class Experiment:
 
     Parameters
     ----------
-    name : str
     without, present : World
         Without the canary, and with it. They must be neighbours under the relation of the ε.
     initial : ArrayRecord
         The first model.
     score : Score
         Of one run, for a view: higher where the canary seems to be present.
-    rounds : int
     views : Sequence[AdversaryView]
         Those to audit; those without a finite ε are left out.
     printed : Mapping[AdversaryView, float], optional
@@ -144,8 +141,7 @@ class Experiment:
     on_round: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InvalidValue(f"rounds={self.rounds!r}: expected an integer >= 1")
+        require_at_least_one("rounds", self.rounds)
         if not self.views:
             raise InvalidValue("views=(): expected at least one AdversaryView")
         if self.printed is not None and self.delta is None:

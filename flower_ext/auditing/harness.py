@@ -150,25 +150,13 @@ def audit(
     for view in views:
         printed, delta, _ = promises[view]
         without, present = (np.asarray(own) for own in scores[view])
-        bounds = [
-            method(
-                without,
-                present,
-                delta=delta,
-                confidence=confidence,
-                together=company,
-                printed=printed,
-            )
-            for method in methods[view]
-        ]
+        stated = {"delta": delta, "confidence": confidence, "printed": printed}
+        bounds = tuple(
+            method(without, present, together=company, **stated) for method in methods[view]
+        )
+        worlds = without, present
         found.append(
-            ViewAudit(
-                view=view,
-                printed=printed,
-                delta=delta,
-                bounds=tuple(bounds),
-                scores=(without, present),
-            )
+            ViewAudit(view=view, printed=printed, delta=delta, bounds=bounds, scores=worlds)
         )
     return Audit(
         name=experiment.name,

@@ -34,6 +34,7 @@ from flower_ext.privacy import (
     PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
+    Sampling,
 )
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 
@@ -71,56 +72,46 @@ def pulls(*features: float, size: int = SIZE) -> Examples:
     return Examples(x, torch.ones(len(features)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A strategy, and each partition's data without the canary and with it."""
+def _experiment(
+    name: str,
+    strategy: Callable[[], FederatedStrategy],
+    *,
+    without: Sequence[ClientData],
+    present: Sequence[ClientData],
+    rounds: int,
+    views: Sequence[AdversaryView] = tuple(AdversaryView),
+    partitions: Sequence[int] | None = None,
+    whole: bool = False,
+    gaussian: bool | None = None,
+    size: int = SIZE,
+) -> Experiment:
+    """The two worlds of a strategy, from each partition's data without the canary and with it."""
+    turns = Turns()
+    client_app = type(strategy()).client_app
 
-    name: str
-    strategy: Callable[[], FederatedStrategy]
-    without: Sequence[ClientData]
-    present: Sequence[ClientData]
-    views: Sequence[AdversaryView] = tuple(AdversaryView)
-    rounds: int = 1
-    partitions: Sequence[int] | None = None
-    whole: bool = False
-    gaussian: bool | None = None
-    size: int = SIZE
-
-    def experiment(self) -> Experiment:
-        """The two worlds."""
-        turns = Turns()
-        method = type(self.strategy())
-
-        def world(data: Sequence[ClientData]) -> World:
-            task = Task(
-                model=lambda: nn.Linear(self.size, 1, bias=False),
-                data=lambda partition: data[partition],
-                loss=turns.loss,
-                metrics={},
-                device="cpu",
-            )
-            return World(
-                strategy=self.strategy, client_app=method.client_app(task), num_clients=len(data)
-            )
-
-        axis = np.zeros((1, self.size))
-        axis[0, 0] = 1.0
-        return Experiment(
-            name=self.name,
-            without=world(self.without),
-            present=world(self.present),
-            initial=ArrayRecord({"weight": torch.zeros(1, self.size)}),
-            score=projected(
-                {"weight": axis},
-                signs=[1.0 - 2.0 * (number % 2) for number in range(self.rounds)],
-                partitions=self.partitions,
-                whole=self.whole,
-            ),
-            rounds=self.rounds,
-            views=self.views,
-            gaussian=self.gaussian,
-            on_round=turns.begin,
+    def world(data: Sequence[ClientData]) -> World:
+        task = Task(
+            model=lambda: nn.Linear(size, 1, bias=False),
+            data=lambda partition: data[partition],
+            loss=turns.loss,
+            metrics={},
+            device="cpu",
         )
+        return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
+
+    axis = np.eye(1, size)
+    signs = [1.0 - 2.0 * (number % 2) for number in range(rounds)]
+    return Experiment(
+        name=name,
+        without=world(without),
+        present=world(present),
+        initial=ArrayRecord({"weight": torch.zeros(1, size)}),
+        score=projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
+        rounds=rounds,
+        views=views,
+        gaussian=gaussian,
+        on_round=turns.begin,
+    )
 
 
 def _client(*features: float, size: int = SIZE) -> ClientData:
@@ -133,107 +124,83 @@ def _silo(owners: Sequence[int], features: Sequence[float]) -> SiloData:
     return SiloData(train=own, test=own, owners=torch.tensor(owners))
 
 
-def client_level(placement: Any = "client", *, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """`DPFedAvg` over two clients, one of them the canary."""
-    plan = ReleasePlan(
-        sampling=FullParticipation(2),
+def _plan(sampling: Sampling, noise_multiplier: float, rounds: int, **more: Any) -> ReleasePlan:
+    return ReleasePlan(
+        sampling=sampling,
         clipping_norm=1.0,
-        noise_multiplier=0.5 * noise,
+        noise_multiplier=noise_multiplier,
         rounds=rounds,
         delta=DELTA,
-        noise_placement=placement,
+        **more,
     )
-    return Case(
-        name=f"client level, noise by the {placement}",
-        strategy=lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
+
+
+TURNED_AROUND: dict[str, Any] = {
+    "without": [_client(-HUGE, 0.0)],
+    "present": [_client(HUGE, 0.0)],
+}
+"""One record of two that pulls the other way."""
+
+
+def client_level(
+    placement: Any = "client", *, sampled: bool = False, noise: float = 1.0, rounds: int = 1
+) -> Experiment:
+    """`DPFedAvg` over two clients, one of them the canary.
+
+    Where they are ``sampled``, by Poisson, ε is amplified against who sees released models.
+    """
+    sampling = PoissonSampling(2, 0.5) if sampled else FullParticipation(2)
+    sigma = (3.0 if sampled else 0.5) * noise
+    plan = _plan(sampling, sigma, rounds, noise_placement=placement)
+    return _experiment(
+        f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}",
+        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
         without=[_client(0.0), _client(0.0)],
-        present=[_client(HUGE), _client(0.0)],
+        present=[_client(LARGE if sampled else HUGE), _client(0.0)],
+        views=[AdversaryView.RELEASED_MODELS] if sampled else tuple(AdversaryView),
         rounds=rounds,
         partitions=[0],
-    ).experiment()
-
-
-def client_level_sampled(
-    placement: Any = "client", *, noise: float = 1.0, rounds: int = 1
-) -> Experiment:
-    """`DPFedAvg` with Poisson sampling: amplified, against who sees released models."""
-    plan = ReleasePlan(
-        sampling=PoissonSampling(2, 0.5),
-        clipping_norm=1.0,
-        noise_multiplier=3.0 * noise,
-        rounds=rounds,
-        delta=DELTA,
-        noise_placement=placement,
     )
-    return Case(
-        name=f"client level, Poisson sampling, noise by the {placement}",
-        strategy=lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
-        without=[_client(0.0), _client(0.0)],
-        present=[_client(LARGE), _client(0.0)],
-        views=[AdversaryView.RELEASED_MODELS],
-        rounds=rounds,
-    ).experiment()
 
 
 def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` or `UldpSgd`: a user with a record in each of two silos."""
-    plan = ReleasePlan(
-        sampling=FullParticipation(3),
-        clipping_norm=1.0,
-        noise_multiplier=0.5 * noise,
-        rounds=rounds,
-        delta=DELTA,
-        unit=PrivacyUnit.USER,
-    )
+    plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
     local = {"local": ONE_STEP} if method is UldpAvg else {}
-    return Case(
-        name="ULDP-AVG" if method is UldpAvg else "ULDP-SGD",
-        strategy=lambda: method(plan=plan, num_silos=2, evaluate_every=0, **local),
+    return _experiment(
+        "ULDP-AVG" if method is UldpAvg else "ULDP-SGD",
+        lambda: method(plan=plan, num_silos=2, evaluate_every=0, **local),
         without=[_silo([1, 2], [0.0, 0.0])] * 2,
         present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
         rounds=rounds,
-    ).experiment()
+    )
 
 
 def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` weighted by records, as under encryption: a user with all weight in one silo."""
-    plan = ReleasePlan(
-        sampling=FullParticipation(3),
-        clipping_norm=1.0,
-        noise_multiplier=0.5 * noise,
-        rounds=rounds,
-        delta=DELTA,
-        unit=PrivacyUnit.USER,
-    )
-    return Case(
-        name="ULDP-AVG, weighted by records",
-        strategy=lambda: UldpAvg(
+    plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
+    return _experiment(
+        "ULDP-AVG, weighted by records",
+        lambda: UldpAvg(
             plan=plan, num_silos=2, weighting="by-records", local=ONE_STEP, evaluate_every=0
         ),
         without=[_silo([1, 2], [0.0, 0.0])] * 2,
         present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0]), _silo([1, 2], [0.0, 0.0])],
         rounds=rounds,
         partitions=[0],
-    ).experiment()
+    )
 
 
 def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpNaive`: with the canary user, both silos' updates point the other way."""
-    plan = ReleasePlan(
-        sampling=FullParticipation(2),
-        clipping_norm=1.0,
-        noise_multiplier=noise,
-        rounds=rounds,
-        delta=DELTA,
-        unit=PrivacyUnit.USER,
-    )
-    return Case(
-        name="ULDP-NAIVE",
-        strategy=lambda: UldpNaive(plan=plan, num_silos=2, local=ONE_STEP, evaluate_every=0),
+    plan = _plan(FullParticipation(2), noise, rounds, unit=PrivacyUnit.USER)
+    return _experiment(
+        "ULDP-NAIVE",
+        lambda: UldpNaive(plan=plan, num_silos=2, local=ONE_STEP, evaluate_every=0),
         without=[_silo([1], [-HUGE])] * 2,
         present=[_silo([0, 1], [3 * HUGE, -HUGE])] * 2,
         rounds=rounds,
-    ).experiment()
+    )
 
 
 def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
@@ -246,9 +213,9 @@ def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         clipping_norm=1.0,
         noise_multiplier=noise,
     )
-    return Case(
-        name="ULDP-GROUP-2",
-        strategy=lambda: UldpGroup(
+    return _experiment(
+        "ULDP-GROUP-2",
+        lambda: UldpGroup(
             num_silos=2, num_users=2, group_size=2, local=local, delta=DELTA, evaluate_every=0
         ),
         without=[_silo([1], [0.0])] * 2,
@@ -256,55 +223,56 @@ def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         rounds=rounds,
         partitions=[0],
         gaussian=True,  # nothing is sub-sampled
-    ).experiment()
+    )
+
+
+def _ditto(
+    name: str, *, local: LocalTraining, whole: bool, rounds: int, **noise: Any
+) -> Experiment:
+    plan = RecordLevelPlan(
+        sampling=FullParticipation(1), num_examples=2, rounds=rounds, delta=DELTA, **noise
+    )
+    return _experiment(
+        name,
+        lambda: DPDitto(plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0),
+        **TURNED_AROUND,
+        rounds=rounds,
+        whole=whole,
+    )
 
 
 def ditto_uploads(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPDitto` with noise on clipped models: one record turns the model around."""
-    plan = RecordLevelPlan(
-        sampling=FullParticipation(1),
+    return _ditto(
+        "DP-Ditto, uploads",
+        local=ONE_STEP,
+        whole=True,
+        rounds=rounds,
         clipping_norm=1.0,
         noise_stddev=noise,
-        num_examples=2,
-        rounds=rounds,
-        delta=DELTA,
     )
-    return Case(
-        name="DP-Ditto, uploads",
-        strategy=lambda: DPDitto(
-            plan=plan, local=ONE_STEP, personal_training=ONE_STEP, evaluate_every=0
-        ),
-        without=[_client(-HUGE, 0.0)],
-        present=[_client(HUGE, 0.0)],
-        rounds=rounds,
-        whole=True,
-    ).experiment()
 
 
 def ditto_steps(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPDitto` with clipped and noised steps: one record's gradients turn around."""
-    steps = ClippedSteps(
-        learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=2, local_steps=2
-    )
-    plan = RecordLevelPlan(
-        sampling=FullParticipation(1),
+    return _ditto(
+        "DP-Ditto, clipped steps",
+        local=LocalTraining(steps=2, batch_size=2, learning_rate=1.0),
+        whole=False,
+        rounds=rounds,
         clipping_norm=1e3,
         noise_stddev=0.7 * noise,
-        num_examples=2,
-        rounds=rounds,
-        delta=DELTA,
-        steps=steps,
-    )
-    local = LocalTraining(steps=2, batch_size=2, learning_rate=1.0)
-    return Case(
-        name="DP-Ditto, clipped steps",
-        strategy=lambda: DPDitto(
-            plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0
+        steps=ClippedSteps(
+            learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=2, local_steps=2
         ),
-        without=[_client(-HUGE, 0.0)],
-        present=[_client(HUGE, 0.0)],
-        rounds=rounds,
-    ).experiment()
+    )
+
+
+ONE_CLIENT: dict[str, Any] = {
+    "min_train_nodes": 1,
+    "min_available_nodes": 1,
+    "fraction_evaluate": 0.0,
+}
 
 
 def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
@@ -314,19 +282,13 @@ def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
         delta=DELTA,
     )
-    return Case(
-        name="output perturbation",
-        strategy=lambda: Hosted(
-            FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0),
-            plan=plan,
-            local=ONE_STEP,
-            evaluate_every=0,
-        ),
-        without=[_client(-HUGE, 0.0)],
-        present=[_client(HUGE, 0.0)],
+    return _experiment(
+        "output perturbation",
+        lambda: Hosted(FedAvg(**ONE_CLIENT), plan=plan, local=ONE_STEP, evaluate_every=0),
+        **TURNED_AROUND,
         rounds=rounds,
         whole=True,
-    ).experiment()
+    )
 
 
 def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
@@ -343,28 +305,24 @@ def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment
         ),
         delta=DELTA,
     )
-    return Case(
-        name="objective perturbation",
-        strategy=lambda: Hosted(
-            FedProx(
-                proximal_mu=1.0, min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0
-            ),
-            plan=plan,
-            local=LocalTraining(tolerance=1e-9),
-            evaluate_every=0,
+    exact = LocalTraining(tolerance=1e-9)
+    return _experiment(
+        "objective perturbation",
+        lambda: Hosted(
+            FedProx(proximal_mu=1.0, **ONE_CLIENT), plan=plan, local=exact, evaluate_every=0
         ),
         without=[_client(-1.0, 0.0, size=1)],
         present=[_client(1.0, 0.0, size=1)],
         rounds=rounds,
         size=1,
-    ).experiment()
+    )
 
 
 MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "client-noise": client_level,
     "server-noise": lambda **more: client_level("server", **more),
-    "client-noise-poisson": client_level_sampled,
-    "server-noise-poisson": lambda **more: client_level_sampled("server", **more),
+    "client-noise-poisson": lambda **more: client_level(sampled=True, **more),
+    "server-noise-poisson": lambda **more: client_level("server", sampled=True, **more),
     "uldp-avg": uldp,
     "uldp-sgd": lambda **more: uldp(UldpSgd, **more),
     "uldp-avg-by-records": uldp_by_records,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from flower_ext import auditing
 from flower_ext.auditing import Audit, Experiment
@@ -50,12 +50,9 @@ def audit(
     """
     if not 0 < confidence < 1:
         raise typer.BadParameter(f"confidence={confidence!r}: expected a number in (0, 1)")
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console
-    )
     try:
         experiment = experiment_of(target)
-        with bar:
+        with Progress(console=console) as bar:
             task = bar.add_task(experiment.name, total=2 * trials)
             found = auditing.audit(
                 experiment,
@@ -65,9 +62,8 @@ def audit(
             )
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(_NO_AUDIT) from None
+    except InvalidValue:
+        raise
     except Exception:  # of the strategy or its clients: where it was raised says more
         traceback.print_exc()
         raise typer.Exit(_NO_AUDIT) from None

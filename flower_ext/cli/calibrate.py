@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -22,7 +22,7 @@ from flower_ext.privacy import (
     privacy_loss,
     size_for_rate,
 )
-from flower_ext.privacy.accounting import Accountant, participations_loss
+from flower_ext.privacy.accounting import Accountant
 from flower_ext.privacy.calibration import MAX_ROUNDS, calibrate_rounds, calibrate_sampling_rate
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import (
@@ -30,17 +30,30 @@ from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2_noise_multiplier,
 )
 
+_ADD_OR_REMOVE, _REPLACE = NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_ONE
+_NAME = "calibrated by"
+_WORDS = (_NAME, "basis", "relation", "adversary sees")
+_SIGNS = {
+    "epsilon": "ε",
+    "noise_multiplier": "σ",
+    "delta": "δ",
+    "rounds": "T",
+    "sampling_rate": "r",
+}
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Way:
-    """One way to account the same run."""
+    """One way to account the same run, and the words that describe it."""
 
-    name: str
-    relation: NeighboringRelation
-    view: str
-    basis: str
+    words: dict[str, str]
     epsilon_at: Callable[[float], float]
     noise_for: Callable[[float], float]
+
+    @property
+    def name(self) -> str:
+        """Stands for it in tables."""
+        return self.words[_NAME]
 
 
 def calibrate(
@@ -84,20 +97,16 @@ def calibrate(
         return
     ways = _ways(population, rate, rounds, delta)
     if epsilon is not None:
-        noises = {way.name: way.noise_for(epsilon) for way in ways}
+        noises = [(way, way.noise_for(epsilon)) for way in ways]
     else:
-        noises = {ways[0].name: noise_multiplier or 0.0}
+        noises = [(ways[0], noise_multiplier or 0.0)]
     rows: list[dict[str, Any]] = [
         {
-            "calibrated by": way.name,
-            "basis": way.basis,
-            "relation": way.relation.value,
-            "adversary sees": way.view,
-            "noise_multiplier": noises[way.name],
-            "epsilon": {other.name: other.epsilon_at(noises[way.name]) for other in ways},
+            **way.words,
+            "noise_multiplier": noise,
+            "epsilon": {other.name: other.epsilon_at(noise) for other in ways},
         }
-        for way in ways
-        if way.name in noises
+        for way, noise in noises
     ]
     if as_json:
         known = {"population": population, "sampling_rate": rate, "rounds": rounds, "delta": delta}
@@ -107,158 +116,105 @@ def calibrate(
         f"Unit: one client of {population} · r = {rate:g} · T = {rounds} · δ = {delta:.3g}\n"
     )
     if epsilon is not None:
-        _print_noise(rows, epsilon)
+        needed = [noise_text(row["noise_multiplier"]) for row in rows]
+        _print_described(f"Noise for ε = {epsilon:g}", rows, "noise multiplier σ", needed)
     _print_epsilon(ways, rows)
     _print_failed_conditions(rate, rounds, delta, rows[0]["noise_multiplier"])
 
 
 def _most(
-    population: int, rate: float | None, rounds: int | None, facts: Mapping[str, float | None]
+    population: int, rate: float | None, rounds: int | None, facts: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """By each accountant the most rounds, or the largest sampling rate, that ``facts`` allow."""
-    given: dict[str, Any] = dict(facts)
-    poisson: dict[str, Any] = _provable(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    names = {accountant: f"Poisson, {accountant.upper()}" for accountant in get_args(Accountant)}
-    if rate is None:
-        given |= {"population": population, "rounds": rounds}
-        return [
-            {
-                "calibrated by": name,
-                **poisson,
-                "sampling_rate": calibrate_sampling_rate(accountant=accountant, **given),
-            }
-            for accountant, name in names.items()
-        ]
-    given["sampling"] = PoissonSampling(population, rate)
-    rows = [
-        {
-            "calibrated by": name,
-            **poisson,
-            "rounds": calibrate_rounds(accountant=accountant, **given),
-        }
-        for accountant, name in names.items()
-    ]
-    given["sampling"] = FixedSizeSampling(population, size_for_rate(population, rate))
-    replaced = _provable(NeighboringRelation.REPLACE_ONE)
-    return [
-        *rows,
-        {"calibrated by": "fixed size, RDP", **replaced, "rounds": calibrate_rounds(**given)},
-    ]
+    most: list[dict[str, Any]] = []
+    for accountant in get_args(Accountant):
+        words = _described(f"Poisson, {accountant.upper()}", _ADD_OR_REMOVE)
+        given: dict[str, Any] = {**facts, "accountant": accountant}
+        if rate is None:
+            given |= {"population": population, "rounds": rounds}
+            most.append({**words, "sampling_rate": calibrate_sampling_rate(**given)})
+        else:
+            found = calibrate_rounds(sampling=PoissonSampling(population, rate), **given)
+            most.append({**words, "rounds": found})
+    if rate is not None:
+        fixed = FixedSizeSampling(population, size_for_rate(population, rate))
+        words = _described("fixed size, RDP", _REPLACE)
+        most.append({**words, "rounds": calibrate_rounds(sampling=fixed, **facts)})
+    return most
 
 
-def _provable(relation: NeighboringRelation) -> dict[str, str]:
-    return {"basis": "provable", "relation": relation.value, "adversary sees": "released models"}
+def _described(
+    name: str,
+    relation: NeighboringRelation,
+    view: str = "released models",
+    basis: str = "provable",
+) -> dict[str, str]:
+    return dict(zip(_WORDS, (name, basis, relation.value, view), strict=True))
 
 
 def _print_most(rows: list[dict[str, Any]], facts: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         console.print_json(json.dumps({"unit": "client", **facts, "rows": rows}))
         return
-    signs = {
-        "epsilon": "ε",
-        "noise_multiplier": "σ",
-        "delta": "δ",
-        "rounds": "T",
-        "sampling_rate": "r",
-    }
-    given = " · ".join(f"{signs[n]} = {facts[n]:.4g}" for n in signs if facts.get(n) is not None)
+    given = " · ".join(f"{_SIGNS[n]} = {facts[n]:.4g}" for n in _SIGNS if facts.get(n) is not None)
     console.print(f"Unit: one client of {facts['population']} · {given}\n")
-    asked = "rounds" if "rounds" in rows[0] else "sampling_rate"
-    title = "Most rounds" if asked == "rounds" else "Largest sampling rate"
-    described = ("calibrated by", "basis", "relation", "adversary sees")
-    table = titled_table(title, (*described, signs[asked]))
-    for row in rows:
-        told = _rounds_text(row[asked]) if asked == "rounds" else _rate_text(row[asked])
-        table.add_row(*(row[column] for column in described), told)
+    if "rounds" in rows[0]:
+        _print_described("Most rounds", rows, "T", [_rounds_text(row["rounds"]) for row in rows])
+    else:
+        rates = [_rate_text(row["sampling_rate"]) for row in rows]
+        _print_described("Largest sampling rate", rows, "r", rates)
+
+
+def _print_described(
+    title: str, rows: list[dict[str, Any]], column: str, cells: Sequence[str]
+) -> None:
+    table = titled_table(title, (*_WORDS, column))
+    for row, cell in zip(rows, cells, strict=True):
+        table.add_row(*(row[word] for word in _WORDS), cell)
     console.print(table)
 
 
 def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
-    add_remove, replace_one = (
-        NeighboringRelation.ADD_OR_REMOVE_ONE,
-        NeighboringRelation.REPLACE_ONE,
-    )
     theorem: dict[str, Any] = {"sampling_rate": rate, "rounds": rounds, "delta": delta}
+    claim = Way(
+        _described("Theorem 2 (DP²-FedSAM)", _ADD_OR_REMOVE, "each upload (claimed)", "published"),
+        lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
+        lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
+    )
 
-    def sound(
+    def provable(
         name: str,
         sampling: Sampling,
         relation: NeighboringRelation,
-        view: str,
-        accountant: Accountant,
+        *,
+        view: str = "released models",
+        scale: float = 1.0,
+        **more: Any,
     ) -> Way:
-        facts: dict[str, Any] = {
-            "sampling": sampling,
-            "relation": relation,
-            "rounds": rounds,
-            "delta": delta,
-            "accountant": accountant,
-        }
+        facts: dict[str, Any] = {"sampling": sampling, "relation": relation, "delta": delta}
+        facts |= {"rounds": rounds, **more}
         return Way(
-            name=name,
-            relation=relation,
-            view=view,
-            basis="provable",
-            epsilon_at=lambda s: privacy_loss(noise_multiplier=s, **facts).epsilon,
-            noise_for=lambda e: calibrate_noise_multiplier(epsilon=e, **facts),
+            _described(name, relation, view),
+            lambda s: privacy_loss(noise_multiplier=s / scale, **facts).epsilon,
+            lambda e: calibrate_noise_multiplier(epsilon=e, **facts) * scale,
         )
 
     poisson = PoissonSampling(population, rate)
     fixed = FixedSizeSampling(population, size_for_rate(population, rate))
-    everywhere = Participations.worst_case(rounds, fixed.size)
-
-    def unamplified(name: str, view: str, participations: float) -> Way:
-        facts: dict[str, Any] = {
-            "participations": participations,
-            "relation": NeighboringRelation.REPLACE_SPECIAL,
-            "delta": delta,
-        }
-        # `participations` releases in which everyone takes part; they compose to one Gaussian.
-        alone: dict[str, Any] = {
-            "sampling": FullParticipation(population),
-            "relation": NeighboringRelation.REPLACE_SPECIAL,
-            "rounds": 1,
-            "delta": delta,
-        }
-        return Way(
-            name=name,
-            relation=NeighboringRelation.REPLACE_SPECIAL,
-            view=view,
-            basis="provable",
-            epsilon_at=lambda s: participations_loss(noise_multiplier=s, **facts).epsilon,
-            noise_for=lambda e: (
-                calibrate_noise_multiplier(epsilon=e, **alone) * math.sqrt(participations)
-            ),
-        )
-
+    seen = Participations.worst_case(rounds, fixed.size)
+    sums, uploads = math.sqrt(seen.in_sums), math.sqrt(seen.in_uploads)
+    sums_view = "complete sums, in every round"
+    uploads_view = f"each upload, every round, cohorts of {fixed.size}"
+    # Where cohorts are known, everyone takes part in a number of releases: one Gaussian together.
+    everyone, special = FullParticipation(population), NeighboringRelation.REPLACE_SPECIAL
     return [
-        Way(
-            name="Theorem 2 (DP²-FedSAM)",
-            relation=add_remove,
-            view="each upload (claimed)",
-            basis="published",
-            epsilon_at=lambda s: dp2_fedsam_theorem2(noise_multiplier=s, **theorem).epsilon,
-            noise_for=lambda e: dp2_fedsam_theorem2_noise_multiplier(epsilon=e, **theorem),
-        ),
-        sound("Poisson, PLD", poisson, add_remove, "released models", "pld"),
-        sound("Poisson, RDP", poisson, add_remove, "released models", "rdp"),
-        sound("fixed size, RDP", fixed, replace_one, "released models", "pld"),
-        unamplified("cohorts known", "complete sums, in every round", everywhere.in_sums),
-        unamplified(
-            "uploads known",
-            f"each upload, every round, cohorts of {fixed.size}",
-            everywhere.in_uploads,
-        ),
+        claim,
+        provable("Poisson, PLD", poisson, _ADD_OR_REMOVE, accountant="pld"),
+        provable("Poisson, RDP", poisson, _ADD_OR_REMOVE, accountant="rdp"),
+        provable("fixed size, RDP", fixed, _REPLACE),
+        provable("cohorts known", everyone, special, view=sums_view, scale=sums, rounds=1),
+        provable("uploads known", everyone, special, view=uploads_view, scale=uploads, rounds=1),
     ]
-
-
-def _print_noise(rows: list[dict[str, Any]], epsilon: float) -> None:
-    described = ("calibrated by", "basis", "relation", "adversary sees")
-    table = titled_table(f"Noise for ε = {epsilon:g}", (*described, "noise multiplier σ"))
-    for row in rows:
-        words = [str(row[column]) for column in described]
-        table.add_row(*words, noise_text(row["noise_multiplier"]))
-    console.print(table)
 
 
 def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:

@@ -41,38 +41,34 @@ def make_certificates(folder: Path, *, hosts: tuple[str, ...], days: int = 365) 
     if (folder / "server.crt").exists():
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority_key, key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    authority, server = _name("flower-ext loopback authority"), _name(hosts[0])
-    root = (
-        _certificate(authority, authority, authority_key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(authority_key, hashes.SHA384())
-    )
-    leaf = (
-        _certificate(server, authority, key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
-        .sign(authority_key, hashes.SHA384())
-    )
-    (folder / "ca.crt").write_bytes(root.public_bytes(Encoding.PEM))
-    own = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_whole(folder / "server.key", own)
-    (folder / "server.crt").write_bytes(leaf.public_bytes(Encoding.PEM))
-
-
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
-) -> x509.CertificateBuilder:
+    authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     since = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
-    return (
+    issuer = _name("flower-ext loopback authority")
+    issued = (
         x509.CertificateBuilder()
-        .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
         .not_valid_before(since)
         .not_valid_after(since + timedelta(days=days))
     )
+    root = (
+        issued.subject_name(issuer)
+        .public_key(authority.public_key())
+        .serial_number(x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(authority, hashes.SHA384())
+    )
+    leaf = (
+        issued.subject_name(_name(hosts[0]))
+        .public_key(server.public_key())
+        .serial_number(x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    (folder / "ca.crt").write_bytes(root.public_bytes(Encoding.PEM))
+    own = server.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_whole(folder / "server.key", own)
+    (folder / "server.crt").write_bytes(leaf.public_bytes(Encoding.PEM))
 
 
 def _name(common_name: str) -> x509.Name:

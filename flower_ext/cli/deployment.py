@@ -15,12 +15,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_bytes
-from types import TracebackType
 from typing import Any
 
 from flower_ext.cli.certificates import make_certificates, make_key
@@ -49,20 +48,13 @@ class Deployment:
         database, keys and registrations.
     nodes : int
         SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
-    secure : bool
-        TLS, and only nodes whose keys are registered. Without it everything on this machine may
-        join and listen.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
-    environment : Mapping[str, str]
-        Variables for all processes, besides those of this one.
     """
 
     folder: Path
     nodes: int
-    secure: bool = True
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
@@ -72,17 +64,13 @@ class Deployment:
         self.port = free_port()
         self.env = {
             **environment(),
-            **self.environment,
             "FLWR_HOME": str(self.home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
         }
         self.superlink: subprocess.Popen[bytes] | None = None
-        self.superexec: subprocess.Popen[bytes] | None = None
         self.supernodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
-
-    # Start and end -------------------------------------------------------------------------
 
     def __enter__(self) -> Deployment:
         try:
@@ -90,8 +78,7 @@ class Deployment:
             self.start_superlink()
             self.start_superexec()
             for node in range(self.nodes):
-                if self.secure:
-                    self.register(node)
+                self.register(node)
                 self.start_node(node)
             self.wait_for_nodes(self.nodes)
         except BaseException:
@@ -99,12 +86,7 @@ class Deployment:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def prepare(self) -> None:
@@ -120,16 +102,14 @@ class Deployment:
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise DeploymentFailed(f"folder {self.folder} cannot be made: {error}") from error
-        trust = "insecure = true"
-        if self.secure:
-            make_certificates(self.folder / "certificates", hosts=(HOST, "localhost"))
-            path = str(self.folder / "certificates" / "ca.crt")
-            trust = f"root-certificates = {json.dumps(path, ensure_ascii=False)}"
+        make_certificates(self._certificates, hosts=(HOST, "localhost"))
+        root = json.dumps(str(self._certificates / "ca.crt"), ensure_ascii=False)
         if not self._secret.exists():
             write_whole(self._secret, token_bytes(32))
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n{trust}\n',
+            f'[superlink.{CONNECTION}]\naddress = "{HOST}:{self.port}"\n'
+            f"root-certificates = {root}\n",
             encoding="utf-8",
         )
 
@@ -138,14 +118,10 @@ class Deployment:
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
         words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
-        words += ["--superexec-auth-secret-file", str(self._secret)]
-        if self.secure:
-            own = self.folder / "certificates"
-            words += ["--ssl-ca-certfile", str(own / "ca.crt")]
-            words += ["--ssl-certfile", str(own / "server.crt")]
-            words += ["--ssl-keyfile", str(own / "server.key"), "--enable-supernode-auth"]
-        else:
-            words += ["--insecure"]
+        words += ["--superexec-auth-secret-file", str(self._secret), "--enable-supernode-auth"]
+        words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
+        words += ["--ssl-certfile", str(self._certificates / "server.crt")]
+        words += ["--ssl-keyfile", str(self._certificates / "server.key")]
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink)
 
@@ -153,7 +129,7 @@ class Deployment:
         """Start what starts ServerApps, apart from the SuperLink: they outlive its restart."""
         words = ["flower-superexec", "--runtime-api-address", f"{HOST}:{self.port}"]
         words += ["--superexec-auth-secret-file", str(self._secret), *self._trust]
-        self.superexec = self._start("superexec", *words)
+        self._start("superexec", *words)
 
     def start_node(
         self,
@@ -169,43 +145,12 @@ class Deployment:
         words = ["flower-supernode", "--superlink", f"{HOST}:{self.port}"]
         words += ["--host", HOST, "--port", str(free_port())]
         words += ["--node-config", " ".join(f"{n}={json.dumps(v)}" for n, v in values.items())]
-        words += self._trust
-        if self.secure:
-            words += ["--auth-supernode-private-key", str(self.key_of(name)[0])]
+        private, _ = make_key(self.folder / "keys", name)
+        words += [*self._trust, "--auth-supernode-private-key", str(private)]
         process = self._start(name, *words)
         if name == f"node-{node}":
             self.supernodes[node] = process
         return process
-
-    def return_node(
-        self,
-        node: int,
-        *,
-        config: Mapping[str, str | int | float | bool] | None = None,
-        seconds: float = 150,
-    ) -> None:
-        """Start a SuperNode again and again until it is let in, as a service manager would.
-
-        Flower refuses a node that it believes to be online: after a crash, until the heartbeats of
-        the process before are overdue (60 s).
-
-        Raises
-        ------
-        DeploymentFailed
-            It is not let in after ``seconds``.
-        """
-        log, deadline = self.folder / "logs" / f"node-{node}.log", time.monotonic() + seconds
-        while True:
-            before = log.stat().st_size
-            process = self.start_node(node, config=config)
-            while process.poll() is None:
-                if b"SuperNode ID:" in log.read_bytes()[before:]:
-                    return
-                time.sleep(0.2)
-            signal_group(process, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise DeploymentFailed(f"node {node} was not let in after {seconds:g} s")
-            time.sleep(3)
 
     def stop(self) -> None:
         """End every process that was started, nodes first; SIGKILL where SIGTERM does not help."""
@@ -219,55 +164,34 @@ class Deployment:
             process.wait()
         self._started.clear()
 
-    # Nodes ---------------------------------------------------------------------------------
-
-    def key_of(self, name: str) -> tuple[Path, Path]:
-        """Private and public key of a node, made when they are first asked for."""
-        return make_key(self.folder / "keys", name)
-
     def register(self, node: int) -> None:
         """Let a node in by its public key; one that is registered already stays so."""
-        _, public = self.key_of(f"node-{node}")
+        _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
             said = f"{done.stdout}{done.stderr}{hint_on_spaces()}"
             raise DeploymentFailed(f"node {node} was not registered: {said}")
 
-    def list_nodes(self) -> list[dict[str, Any]]:
-        """What the SuperLink says of the nodes it knows."""
-        answer = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json").stdout)
-        listed: list[dict[str, Any]] = answer["nodes"]
-        return listed
-
     def online(self) -> int:
-        """How many nodes are connected."""
-        return sum(node["status"] == "online" for node in self.list_nodes())
+        """Return the number of nodes that the SuperLink counts as connected."""
+        answer = json.loads(self.flwr("supernode", "list", CONNECTION, "--format", "json").stdout)
+        return sum(node["status"] == "online" for node in answer["nodes"])
 
     def wait_for_nodes(self, count: int, *, seconds: float = 90) -> None:
-        """Wait until ``count`` nodes are connected.
+        """Wait until ``count`` nodes are connected, looking every second.
 
         Raises
         ------
         DeploymentFailed
-            They are not after ``seconds``.
-        """
-        self.wait(lambda: self.online() >= count, seconds, f"{count} nodes online")
-
-    def wait(self, true: Callable[[], object], seconds: float, what: str) -> None:
-        """Wait until ``true()``, looking every second.
-
-        Raises
-        ------
-        DeploymentFailed
-            It is not after ``seconds``; the message ends with the logs.
+            They are not after ``seconds``; the message ends with the logs.
         """
         deadline = time.monotonic() + seconds
-        while not true():
+        while self.online() < count:
             if time.monotonic() > deadline:
-                raise DeploymentFailed(f"not after {seconds:g} s: {what}\n{self.logs()}")
+                raise DeploymentFailed(
+                    f"not after {seconds:g} s: {count} nodes online\n{self.logs()}"
+                )
             time.sleep(1)
-
-    # Commands ------------------------------------------------------------------------------
 
     def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run Flower's command line in the deployment's home."""
@@ -292,10 +216,12 @@ class Deployment:
         return self.folder / "keys" / "superexec.secret"
 
     @property
+    def _certificates(self) -> Path:
+        return self.folder / "certificates"
+
+    @property
     def _trust(self) -> list[str]:
-        if not self.secure:
-            return ["--insecure"]
-        return ["--root-certificates", str(self.folder / "certificates" / "ca.crt")]
+        return ["--root-certificates", str(self._certificates / "ca.crt")]
 
     def _start(self, name: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
@@ -314,10 +240,8 @@ class Deployment:
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Signal a process and all that it started; one that has ended is no error."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from flower_ext.errors import FlowerExtError
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
 from flower_ext.runs.report import write_report
-from flower_ext.runs.settings import PATHS, UnfitSetting, clients_setting, num_nodes
+from flower_ext.runs.settings import PATHS, clients_setting, num_nodes
 
 _ENGINE = "flower_ext.federation.engines.run_app"
 """The program of a run in one process; apart from this one, so that Ctrl-C leaves it time."""
@@ -85,7 +86,9 @@ def launch(
     Raises
     ------
     LaunchFailed
-        Unknown or unfit setting, ``flwr run`` refused, or the run ended in failure.
+        Unknown setting, no run to resume, ``flwr run`` refused, or the run ended in failure.
+    UnfitSetting
+        The numbers of clients in the settings do not fit each other.
     """
     in_process = in_process or clients is not None
     if in_process and superlink is not None:
@@ -95,10 +98,10 @@ def launch(
     defaults, changes = checked_settings(app, settings)
     if resume is not None:
         changes = {**_begun_with(resume, defaults), **changes}
+    config = ChainMap(changes, defaults)
     setting = clients_setting(defaults)
     if nodes is not None and setting is not None:
-        per_node = int({**defaults, **changes}.get("clients-per-node", 1))
-        changes = {setting: nodes * per_node, **changes}
+        changes.setdefault(setting, nodes * int(config.get("clients-per-node", 1)))
     if clients is not None:
         if setting is None:
             raise LaunchFailed(
@@ -106,25 +109,19 @@ def launch(
                 "to [tool.flwr.app.config]"
             )
         changes[setting] = clients
-    if not {**defaults, **changes}.get("run-directory", True):
-        name = str(changes.get("method", defaults.get("method", app.name)))
+    if not config.get("run-directory", True):
+        name = str(config.get("method", app.name))
         changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
     here = superlink is None or nodes is not None
-    empty = not {**defaults, **changes}.get("data-folder", True)
-    if here and empty and FOLDER_VARIABLE in os.environ:
+    if here and FOLDER_VARIABLE in os.environ and not config.get("data-folder", True):
         changes["data-folder"] = os.environ[FOLDER_VARIABLE]
-    changes |= _absolute({**defaults, **changes}, here=here)
-    named = changes.get("run-directory")
-    if superlink is None and named and defaults.get("state-folder") == "":
-        changes.setdefault("state-folder", _state_in(named))  # for --resume
-    config = {**defaults, **changes}
+    changes |= _absolute(config, here=here)
     path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if in_process:
-        config |= {"clients-per-node": 1} if "clients-per-node" in config else {}
-    try:
-        count = num_nodes(config)
-    except UnfitSetting as error:
-        raise LaunchFailed(str(error)) from None
+    if superlink is None and path and defaults.get("state-folder") == "":
+        changes.setdefault("state-folder", _state_in(path))  # for --resume
+    if in_process and "clients-per-node" in config:
+        changes["clients-per-node"] = 1
+    count = num_nodes(config)
     if in_process:
         if count is None:
             raise LaunchFailed(
@@ -132,7 +129,7 @@ def launch(
                 "[tool.flwr.app.config]"
             )
         engine = [sys.executable, "-m", _ENGINE, str(app), str(workers)]
-        status = _exit_status(engine, json.dumps(config))
+        status = _exit_status(engine, json.dumps(dict(config)))
         if status < 0:
             reason = f"the run was ended by signal {-status}"
             _note_failure(path, reason)
@@ -141,16 +138,17 @@ def launch(
             raise LaunchFailed("the run ended with the error above")
         return path
 
-    command = ["run", str(app), *([superlink] if superlink else []), "--format", "json"]
+    connection = [superlink] if superlink else []
+    command = ["run", str(app), *connection]
     for key, value in changes.items():
-        command += ["--run-config", f"{key}={_toml(value)}"]
+        # As TOML, which is JSON here but for escapes beyond the first plane.
+        command += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     if superlink is None and count is not None:
         federation = f"num-supernodes={count} client-resources-num-cpus=1"
         command += ["--federation-config", federation]
     env = environment() if env is None else env
-    connection = [superlink] if superlink else []
     try:
-        answer = _answer(_flwr(command, env), "flwr run")
+        answer = _answer(command, env)
     except KeyboardInterrupt:
         raise LaunchFailed(
             "interrupted while the run was being started: if it was, it goes on; "
@@ -221,7 +219,7 @@ def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dic
 def _stopped(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Stop a run, which would outlive this command; what the SuperLink says of it then."""
     try:
-        answer = _answer(_flwr(["stop", run_id, *connection, "--format", "json"], env), "flwr stop")
+        answer = _answer(["stop", run_id, *connection], env)
         if not answer.get("success"):
             raise LaunchFailed(str(answer.get("error-message", answer)))
         return {**_facts(run_id, connection, env), "status-details": "interrupted"}
@@ -239,8 +237,7 @@ def _how_to_stop(run_id: str, connection: list[str]) -> str:
 
 def _facts(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
     """What the SuperLink says of a run."""
-    listed = _flwr(["list", *connection, "--run-id", run_id, "--format", "json"], env)
-    (facts,) = _answer(listed, "flwr list")["runs"]
+    (facts,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
     return dict(facts)
 
 
@@ -263,11 +260,6 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
     LaunchFailed
         There is no app, or no such setting or value of it.
     """
-    defaults = _defaults(app)
-    return defaults, dict(_override(setting, defaults) for setting in settings)
-
-
-def _defaults(app: Path) -> dict[str, Any]:
     project = app / "pyproject.toml"
     if not project.is_file():
         raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
@@ -276,8 +268,8 @@ def _defaults(app: Path) -> dict[str, Any]:
     except ValueError as error:
         raise LaunchFailed(f"{project} is no TOML: {error}") from None
     flwr = facts.get("tool", {}).get("flwr", {})
-    config: dict[str, Any] = flwr.get("app", {}).get("config", {})
-    return config
+    defaults: dict[str, Any] = flwr.get("app", {}).get("config", {})
+    return defaults, dict(_override(setting, defaults) for setting in settings)
 
 
 def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,7 +303,7 @@ def _absolute(config: Mapping[str, Any], *, here: bool) -> dict[str, str]:
     return paths
 
 
-def _state_in(run: str) -> str:
+def _state_in(run: str | Path) -> str:
     """Where clients of a simulation keep their memory by default."""
     return str(Path(run, "state"))
 
@@ -335,23 +327,19 @@ def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
         raise LaunchFailed(f"setting {name}={text!r}: expected {_EXPECTED[kind]}") from None
 
 
-def _toml(value: Any) -> str:
-    # Strings, numbers and booleans are written alike, but for escapes beyond the first plane.
-    return json.dumps(value, ensure_ascii=False)
+def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    done = _flwr([*arguments, "--format", "json"], env)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None
+    return answer
 
 
 def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [executable("flwr"), *arguments], capture_output=True, text=True, check=False, env=env
     )
-
-
-def _answer(done: subprocess.CompletedProcess[str], command: str) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise LaunchFailed(f"{command} failed: {done.stdout}{done.stderr}") from None
-    return answer
 
 
 def executable(name: str) -> str:

@@ -18,7 +18,7 @@ from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.launch import checked_settings, launch
 from flower_ext.cli.ledger import ledger
 from flower_ext.cli.schedule import plan, search
-from flower_ext.cli.screen import Command, console
+from flower_ext.cli.screen import Command, Settings, console
 from flower_ext.runs.comparison import write_comparison
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 from flower_ext.runs.report import write_report
@@ -29,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_RUNS = "Where the run directory is made."
+AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")]
+Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Where the run directory is made.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -52,15 +53,13 @@ def options(
 
 @app.command(cls=Command)
 def run(
-    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
+    app_folder: AppFolder,
     superlink: Annotated[
         str | None,
         typer.Argument(help="Connection in Flower's config; by default the local simulation."),
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
-    ] = None,
-    runs: Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help=_RUNS)] = Path("runs"),
+    settings: Settings = None,
+    runs: Runs = Path("runs"),
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
@@ -96,12 +95,10 @@ def run(
 
 @app.command(cls=Command)
 def deploy(
-    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")],
+    app_folder: AppFolder,
     nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes.")] = 4,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
-    ] = None,
-    runs: Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help=_RUNS)] = Path("runs"),
+    settings: Settings = None,
+    runs: Runs = Path("runs"),
     folder: Annotated[
         Path | None,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,105 +14,59 @@ import typer
 
 from flower_ext.cli.ditto_search import search_by_runs
 from flower_ext.cli.schedule_curves import FairnessRow, curve_rows, draw_plan, fairness_rows
-from flower_ext.cli.screen import console, titled_table
+from flower_ext.cli.screen import Settings, console, titled_table
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import DittoProblem, LinearFairness, PilotEstimates
 from flower_ext.planning.answers import Answer, PrivacyBudget, answers, finite_or_none
 from flower_ext.privacy import ClippedSteps, epsilon_text
 
-_BUDGET, _LOSSES = "Budget and training", "Losses (a pilot run estimates them)"
-_WEIGHT = "λ: given, or the fairest by a Bayesian linear model"
+_budget = partial(typer.Option, rich_help_panel="Budget and training")
+_losses = partial(typer.Option, rich_help_panel="Losses (a pilot run estimates them)")
+_weight = partial(
+    typer.Option, rich_help_panel="λ: given, or the fairest by a Bayesian linear model"
+)
 
 
 def plan(
-    epsilon: Annotated[float, typer.Option(help="ε > 0.", rich_help_panel=_BUDGET)],
-    clients: Annotated[
-        int, typer.Option(min=1, help="N: all take part in every round.", rich_help_panel=_BUDGET)
-    ],
+    epsilon: Annotated[float, _budget(help="ε > 0.")],
+    clients: Annotated[int, _budget(min=1, help="N: all take part in every round.")],
     examples: Annotated[
         list[int],
-        typer.Option(
-            min=1,
-            help="|D|: records of a client; repeat for each client, all equal.",
-            rich_help_panel=_BUDGET,
-        ),
+        _budget(min=1, help="|D|: records of a client; repeat for each client, all equal."),
     ],
-    clipping_norm: Annotated[
-        float, typer.Option(help="C: of the local model.", rich_help_panel=_BUDGET)
-    ],
-    learning_rate: Annotated[
-        float, typer.Option(help="η_G: of the local model.", rich_help_panel=_BUDGET)
-    ],
+    clipping_norm: Annotated[float, _budget(help="C: of the local model.")],
+    learning_rate: Annotated[float, _budget(help="η_G: of the local model.")],
     pilot: Annotated[
         Path | None,
-        typer.Option(
-            help="pilot.json of a pilot run, for the losses; options below come first.",
-            rich_help_panel=_LOSSES,
-        ),
+        _losses(help="pilot.json of a pilot run, for the losses; options below come first."),
     ] = None,
-    dimension: Annotated[
-        int | None, typer.Option(help="d: weights.", rich_help_panel=_LOSSES)
-    ] = None,
-    strong_convexity: Annotated[
-        float | None, typer.Option(help="μ.", rich_help_panel=_LOSSES)
-    ] = None,
-    smoothness: Annotated[float | None, typer.Option(help="L.", rich_help_panel=_LOSSES)] = None,
-    initial_gap: Annotated[
-        float | None, typer.Option(help="Ψ₁ = F(w⁰) − F(w*).", rich_help_panel=_LOSSES)
-    ] = None,
-    initial_distance: Annotated[
-        float | None, typer.Option(help="Ψ₂ = ‖v⁰ − v*‖².", rich_help_panel=_LOSSES)
-    ] = None,
+    dimension: Annotated[int | None, _losses(help="d: weights.")] = None,
+    strong_convexity: Annotated[float | None, _losses(help="μ.")] = None,
+    smoothness: Annotated[float | None, _losses(help="L.")] = None,
+    initial_gap: Annotated[float | None, _losses(help="Ψ₁ = F(w⁰) − F(w*).")] = None,
+    initial_distance: Annotated[float | None, _losses(help="Ψ₂ = ‖v⁰ − v*‖².")] = None,
     gradient_bound: Annotated[
-        float | None,
-        typer.Option(help="G₀; without it no published bound.", rich_help_panel=_LOSSES),
+        float | None, _losses(help="G₀; without it no published bound.")
     ] = None,
     model_spread: Annotated[
-        float | None,
-        typer.Option(help="M ≥ ‖u* − w*‖; without it no published bound.", rich_help_panel=_LOSSES),
+        float | None, _losses(help="M ≥ ‖u* − w*‖; without it no published bound.")
     ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="δ; by default 1/|D|.", rich_help_panel=_BUDGET)
-    ] = None,
+    delta: Annotated[float | None, _budget(help="δ; by default 1/|D|.")] = None,
     gradient_clipping_norm: Annotated[
         float | None,
-        typer.Option(
-            help="G: of each record's gradient; without it one record may move a model by 2C.",
-            rich_help_panel=_BUDGET,
-        ),
+        _budget(help="G: of each record's gradient; without it one record may move a model by 2C."),
     ] = None,
-    local_steps: Annotated[
-        int, typer.Option(min=1, help="K: noised local steps a round.", rich_help_panel=_BUDGET)
-    ] = 1,
-    batch_size: Annotated[
-        int | None, typer.Option(help="B; by default all records.", rich_help_panel=_BUDGET)
-    ] = None,
-    personal_learning_rate: Annotated[
-        float | None, typer.Option(help="η_L; by default η_G.", rich_help_panel=_BUDGET)
-    ] = None,
-    max_rounds: Annotated[
-        int, typer.Option(min=1, help="The most rounds to consider.", rich_help_panel=_BUDGET)
-    ] = 1000,
-    global_weight: Annotated[
-        float | None,
-        typer.Option(help="λ from 0 (local) to 2 (global).", rich_help_panel=_WEIGHT),
-    ] = None,
-    feature_energy: Annotated[
-        float | None, typer.Option(help="ρ: the diagonal of XᵀX.", rich_help_panel=_WEIGHT)
-    ] = None,
-    label_variance: Annotated[
-        float | None, typer.Option(help="σ²: of the labels' noise.", rich_help_panel=_WEIGHT)
-    ] = None,
-    model_variance: Annotated[
-        float | None, typer.Option(help="ζ²: between clients' models.", rich_help_panel=_WEIGHT)
-    ] = None,
+    local_steps: Annotated[int, _budget(min=1, help="K: noised local steps a round.")] = 1,
+    batch_size: Annotated[int | None, _budget(help="B; by default all records.")] = None,
+    personal_learning_rate: Annotated[float | None, _budget(help="η_L; by default η_G.")] = None,
+    max_rounds: Annotated[int, _budget(min=1, help="The most rounds to consider.")] = 1000,
+    global_weight: Annotated[float | None, _weight(help="λ from 0 (local) to 2 (global).")] = None,
+    feature_energy: Annotated[float | None, _weight(help="ρ: the diagonal of XᵀX.")] = None,
+    label_variance: Annotated[float | None, _weight(help="σ²: of the labels' noise.")] = None,
+    model_variance: Annotated[float | None, _weight(help="ζ²: between clients' models.")] = None,
     worlds: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            help="Check R(λ) on so many federations, drawn from that model.",
-            rich_help_panel=_WEIGHT,
-        ),
+        _weight(min=2, help="Check R(λ) on so many federations, drawn from that model."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Where figures and CSV files go.")] = Path("plan"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -143,7 +98,7 @@ def plan(
     if gradient_clipping_norm is None and (batch_size is not None or local_steps > 1):
         raise typer.BadParameter("--batch-size and --local-steps need --gradient-clipping-norm")
     size = _equal_size(examples, clients)
-    steps = None
+    steps = fairness = None
     if gradient_clipping_norm is not None:
         steps = ClippedSteps(
             learning_rate=learning_rate,
@@ -160,7 +115,7 @@ def plan(
         clipping_norm=clipping_norm,
         steps=steps,
     )
-    losses = _losses(
+    losses = _known_losses(
         pilot,
         dimension=dimension,
         strong_convexity=strong_convexity,
@@ -178,44 +133,35 @@ def plan(
         if personal_learning_rate is None
         else personal_learning_rate,
     )
-    fairness = None
     if not missing:
         fairness = LinearFairness.expected(
             num_clients=clients,
             num_examples=size,
             dimension=problem.dimension,
-            feature_energy=feature_energy or 0.0,
-            label_variance=label_variance or 0.0,
-            model_variance=model_variance or 0.0,
+            **{name: value for name, value in linear.items() if value is not None},
         )
     found = answers(
-        budget,
-        problem,
-        max_rounds=max_rounds,
-        global_weight=global_weight,
-        fairness=fairness,
+        budget, problem, max_rounds=max_rounds, global_weight=global_weight, fairness=fairness
     )
     drawn = fairness_rows(found, fairness, worlds) if fairness and worlds else []
     figures = draw_plan(found, output, fairness=fairness)
     if as_json:
-        facts = {"unit": "record", "relation": "replace-one", "view": "each-upload"}
-        target = {"epsilon": epsilon, "delta": budget.delta}
-        curves = [
-            {"rounds": rounds, **{a.basis: _json_at(a, rounds) for a in found}}
-            for rounds in curve_rows(found)
-        ]
-        console.print_json(
-            json.dumps(
-                {
-                    **facts,
-                    **target,
-                    "plans": [answer.to_dict() for answer in found],
-                    "curves": curves,
-                    "figures": [str(path) for path in figures],
-                    **({"worlds": [vars(row) for row in drawn]} if drawn else {}),
-                }
-            )
-        )
+        facts: dict[str, Any] = {
+            "unit": "record",
+            "relation": "replace-one",
+            "view": "each-upload",
+            "epsilon": epsilon,
+            "delta": budget.delta,
+            "plans": [answer.to_dict() for answer in found],
+            "curves": [
+                {"rounds": rounds, **{a.basis: _json_at(a, rounds) for a in found}}
+                for rounds in curve_rows(found)
+            ],
+            "figures": [str(path) for path in figures],
+        }
+        if drawn:
+            facts["worlds"] = [vars(row) for row in drawn]
+        console.print_json(json.dumps(facts))
         return
     _print_plan(budget, found, figures)
     if drawn:
@@ -230,9 +176,7 @@ def search(
     rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
     global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
-    ] = None,
+    settings: Settings = None,
     runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
         "search"
     ),
@@ -277,7 +221,7 @@ def _equal_size(examples: list[int], clients: int) -> int:
     return examples[0]
 
 
-def _losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
+def _known_losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
     """What `DittoProblem` has to know of the losses: from a pilot run, or as given."""
     known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
     if pilot is not None:

@@ -32,10 +32,11 @@ def draw_plan(
     found: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
 ) -> list[Path]:
     """The curves, each an SVG with its numbers as CSV beside it."""
-    bounds: dict[str, Line] = {
-        answer.basis: (answer.schedule.candidates.tolist(), answer.schedule.convergence.tolist())
-        for answer in found
-    }
+
+    def planned(curve: str) -> dict[str, Line]:
+        schedules = ((answer.basis, answer.schedule) for answer in found)
+        return {name: (s.candidates.tolist(), getattr(s, curve).tolist()) for name, s in schedules}
+
     values = np.concatenate([answer.schedule.convergence for answer in found])
     with np.errstate(over="ignore"):  # the axis ends above what a diverging bound reaches
         convergence = draw_lines(
@@ -43,49 +44,29 @@ def draw_plan(
             "convergence",
             "Bound h(T, λ) on the personal models' squared distance",
             "h(T, λ)",
-            bounds,
+            planned("convergence"),
             xlabel="planned rounds T",
             log=bool(values.min() > 0 and values.max() > 20 * values.min()),
         )
-    drawn = [convergence]
     if fairness is None:
-        return drawn
-    weights: dict[str, Line] = {
-        answer.basis: (answer.schedule.candidates.tolist(), answer.schedule.global_weights.tolist())
-        for answer in found
-    }
+        return [convergence]
+    title, weights = "Fairest λ under the noise that T rounds need", planned("global_weights")
+    fairest = draw_lines(
+        folder, "global_weight", title, "λ*(T)", weights, xlabel="planned rounds T"
+    )
     grid = np.linspace(0, LARGEST_WEIGHT, 201)
-    unfairness: dict[str, Line] = {}
+    spread: dict[str, Line] = {}
     for answer in found:
-        spread = fairness.unfairness(
-            grid, upload_variance=answer.noise_stddev**2, basis=answer.basis
-        )
-        unfairness[f"{answer.basis}, T = {answer.schedule.rounds}"] = (
-            grid.tolist(),
-            spread.tolist(),
-        )
-    return [
-        *drawn,
-        draw_lines(
-            folder,
-            "global_weight",
-            "Fairest λ under the noise that T rounds need",
-            "λ*(T)",
-            weights,
-            xlabel="planned rounds T",
-        ),
-        draw_lines(
-            folder,
-            "fairness",
-            "Variance over clients of ‖u* − v‖²",
-            "R(λ)",
-            unfairness,
-            xlabel="λ",
-        ),
-    ]
+        variance = answer.noise_stddev**2
+        values = fairness.unfairness(grid, upload_variance=variance, basis=answer.basis)
+        label = f"{answer.basis}, T = {answer.schedule.rounds}"
+        spread[label] = (grid.tolist(), values.tolist())
+    title = "Variance over clients of ‖u* − v‖²"
+    drawn = draw_lines(folder, "fairness", title, "R(λ)", spread, xlabel="λ")
+    return [convergence, fairest, drawn]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FairnessRow:
     """R at one λ under the noise of one basis: by both formulas, and in drawn federations."""
 
@@ -119,18 +100,8 @@ def fairness_rows(
             rng=np.random.default_rng(0),
         )
         variance = answer.noise_stddev**2
-        for weight, mean, error in zip(weights, drawn, errors, strict=True):
-            rows.append(
-                FairnessRow(
-                    noise=answer.basis,
-                    noise_stddev=answer.noise_stddev,
-                    global_weight=weight,
-                    published=float(
-                        fairness.unfairness(weight, upload_variance=variance, basis="published")
-                    ),
-                    provable=float(fairness.unfairness(weight, upload_variance=variance)),
-                    drawn=float(mean),
-                    standard_error=float(error),
-                )
-            )
+        published = fairness.unfairness(weights, upload_variance=variance, basis="published")
+        provable = fairness.unfairness(weights, upload_variance=variance)
+        numbers = np.column_stack([weights, published, provable, drawn, errors]).tolist()
+        rows += [FairnessRow(answer.basis, answer.noise_stddev, *row) for row in numbers]
     return rows

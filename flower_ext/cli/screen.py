@@ -1,8 +1,9 @@
-"""What the commands print: tables that lose no word on a narrow terminal, and why one failed."""
+"""What commands have in common: an option, tables that lose no word, and why a command failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import click
 import typer
@@ -12,6 +13,11 @@ from rich.table import Column, Table
 from typer.core import TyperCommand
 
 from flower_ext.errors import FlowerExtError, InvalidValue
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+]
+"""An option of the commands that start runs."""
 
 console = Console()
 _errors = Console(stderr=True)

@@ -7,11 +7,9 @@ installed and online.
 
 from __future__ import annotations
 
-import gzip
-import os
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,13 +20,8 @@ import numpy as np
 import torch
 
 from flower_ext.data.examples import Examples
-from flower_ext.errors import FlowerExtError, InvalidValue
-
-FOLDER_VARIABLE = "FLOWER_EXT_DATA"
-
-
-class DataNotFound(FlowerExtError, FileNotFoundError):
-    """A data set is not where it was looked for; the message says what to do."""
+from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, load_from_hub, locate, opened
+from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +35,7 @@ class DatasetInfo:
 
     num_classes: int
     input_shape: tuple[int, ...]
-    hub: str | None = None
+    hub: str = ""
     columns: tuple[str, str] = ("image", "label")
     files: tuple[tuple[str, ...], ...] = ()
     hub_labels: range | None = None
@@ -129,21 +122,6 @@ def describe(name: str) -> DatasetInfo:
     return _DATASETS[name]
 
 
-def data_folder(folder: Path | None = None) -> Path | None:
-    """The folder given, else the one that FLOWER_EXT_DATA names, else None."""
-    given = folder or os.environ.get(FOLDER_VARIABLE)
-    return Path(given).expanduser() if given else None
-
-
-def locate(alternatives: Sequence[Sequence[str]], root: Path) -> list[Path] | None:
-    """The first alternative whose files all exist, by their paths below ``root`` or in it."""
-    below = [[root / path for path in paths] for paths in alternatives]
-    # Only then the data set's own folder: MNIST and Fashion-MNIST have files of the same names.
-    directly = [[root / Path(path).name for path in paths] for paths in alternatives]
-    complete = (found for found in below + directly if all(path.is_file() for path in found))
-    return next(complete, None)
-
-
 def load(name: str, folder: Path | None = None) -> Examples:
     """All examples of a data set: features float32 (n, channels, height, width), targets int64.
 
@@ -161,10 +139,9 @@ def load(name: str, folder: Path | None = None) -> Examples:
     info = describe(name)
     if name == "digits":
         return _digits()
-    root = data_folder(folder)
-    found = locate(info.files, root) if root else None
+    found = locate(info.files, folder)
     if found is None:
-        return _examples(name, info, *_from_hub(name, info, root))
+        return _examples(name, info, *_from_hub(name, info, folder))
     try:
         images, labels = _READERS[name](found)
     # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
@@ -214,8 +191,7 @@ def read_idx(path: Path) -> np.ndarray:
     ValueError
         The header does not fit the content.
     """
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as stream:
+    with opened(path, "rb") as stream:
         zero, kind, dimensions = struct.unpack(">HBB", stream.read(4))
         shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
         content = np.frombuffer(stream.read(), dtype=np.uint8)
@@ -288,26 +264,16 @@ _READERS: dict[str, Callable[[list[Path]], tuple[np.ndarray, np.ndarray]]] = {
 def _from_hub(name: str, info: DatasetInfo, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """All splits of a data set through flwr-datasets (downloads it)."""
     alternatives = "\n  or ".join(", ".join(paths) for paths in info.files)
-    looked = f"is not in the folder {folder}" if folder else "needs a folder, and none is given"
-    help_text = (
-        f"the data set {name!r} {looked}. Give it in one of three ways:\n"
-        f"  1. a folder with {alternatives}\n"
+    missing = DataNotFound.named(
+        name,
+        folder,
+        f"Give it in one of three ways:\n  1. a folder with {alternatives}\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
         f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub};\n"
-        "  3. one that is always there, as far as the app takes it: 'digits' or 'synthetic-iid'."
+        "  3. one that is always there, as far as the app takes it: 'digits' or 'synthetic-iid'.",
     )
-    try:
-        from flwr_datasets import FederatedDataset
-    except ImportError as error:
-        raise DataNotFound(help_text) from error
     image, label = info.columns
-    try:
-        # Unshuffled, so that a seed gives the same partition as with the files.
-        source = FederatedDataset(dataset=info.hub, partitioners={"train": 1}, shuffle=False)
-        splits = ["train"] if info.hub_labels else ["train", "test"]
-        rows = [source.load_split(split) for split in splits]
-    except Exception as error:  # many libraries below this raise many types when offline
-        raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error
+    rows = load_from_hub(info.hub, ["train"] if info.hub_labels else ["train", "test"], missing)
     kept = info.hub_labels or range(info.num_classes)
     if info.hub_labels:
         rows = [table.filter(lambda value: value in kept, input_columns=[label]) for table in rows]

@@ -8,15 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from flower_ext.data import datasets, sent140, synthetic
-from flower_ext.data.datasets import data_folder, locate
 from flower_ext.data.examples import ClientData
+from flower_ext.data.files import locate
 from flower_ext.data.partition import pathological, split
 from flower_ext.errors import InvalidValue
 
 _SYNTHETIC = {f"synthetic-{kind}": kind for kind in synthetic.kinds()}
-_AUTHORS_CLASSES = 2
-_GENERATED_CLASSES = 10
-_CLASSES_PER_DEVICE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,6 @@ class DevicesInfo:
 
     Parameters
     ----------
-    num_classes : int
     feature_shape : tuple of int
         Of one record.
     num_devices : int
@@ -64,49 +60,44 @@ def describe_devices(
     """
     if name not in device_names():
         raise InvalidValue(f"name={name!r}: expected one of {', '.join(device_names())}")
-    info = _describe(name, folder, num_classes, generated)
+    if generated and name not in _SYNTHETIC:
+        raise InvalidValue(f"generated=True: expected False, as {name} is no synthetic data set")
+    advice = ""
+    if name in _SYNTHETIC:
+        authors = not generated and _authors_file(_SYNTHETIC[name], folder) is not None
+        drawn = 10 if num_classes is None else num_classes
+        advice = "; generated=True draws others"
+        info = DevicesInfo(
+            num_classes=2 if authors else drawn,
+            feature_shape=(synthetic.FEATURES,),
+            num_devices=synthetic.DEVICES,
+            model="synthetic-logistic",
+            source="the authors' data" if authors else "generated as the paper describes",
+        )
+    elif name == "letters":
+        letters = datasets.describe("letters")
+        local = locate(letters.files, folder) is not None
+        info = DevicesInfo(
+            num_classes=letters.num_classes,
+            feature_shape=letters.input_shape,
+            num_devices=50,
+            model="letters-mlp",
+            source=f"stand-in: {letters.stand_in}" if local else "FEMNIST letters a … j",
+        )
+    else:
+        info = DevicesInfo(
+            num_classes=2,
+            feature_shape=(sent140.SEQUENCE_LENGTH,),
+            num_devices=sent140.DEVICES,
+            model="sent140-bilstm",
+            source="Sentiment140",
+        )
     if num_classes not in (None, info.num_classes):
-        advice = "; generated=True draws others" if name in _SYNTHETIC else ""
         raise InvalidValue(
             f"num_classes={num_classes!r}: expected {info.num_classes}, the classes of {name} "
             f"({info.source}){advice}"
         )
     return info
-
-
-def _describe(
-    name: str, folder: Path | None, num_classes: int | None, generated: bool
-) -> DevicesInfo:
-    if name in _SYNTHETIC:
-        read = None if generated else _authors_file(_SYNTHETIC[name], folder)
-        drawn = _GENERATED_CLASSES if num_classes is None else num_classes
-        return DevicesInfo(
-            num_classes=_AUTHORS_CLASSES if read else drawn,
-            feature_shape=(synthetic.FEATURES,),
-            num_devices=synthetic.DEVICES,
-            model="synthetic-logistic",
-            source="the authors' data" if read else "generated as the paper describes",
-        )
-    if generated:
-        raise InvalidValue(f"generated=True: expected False, as {name} is no synthetic data set")
-    if name == "letters":
-        info = datasets.describe("letters")
-        root = data_folder(folder)
-        local = root is not None and locate(info.files, root) is not None
-        return DevicesInfo(
-            num_classes=info.num_classes,
-            feature_shape=info.input_shape,
-            num_devices=50,
-            model="letters-mlp",
-            source=f"stand-in: {info.stand_in}" if local else "FEMNIST letters a … j",
-        )
-    return DevicesInfo(
-        num_classes=2,
-        feature_shape=(sent140.SEQUENCE_LENGTH,),
-        num_devices=sent140.DEVICES,
-        model="sent140-bilstm",
-        source="Sentiment140",
-    )
 
 
 def load_devices(
@@ -153,7 +144,11 @@ def load_devices(
     if name == "sent140":
         return sent140.load(folder, rng=rng, num_devices=count)
     if name == "letters":
-        return _letters(folder, count, rng)
+        pool = datasets.load("letters", folder)
+        targets = pool.targets.numpy()
+        held = pathological(targets, num_partitions=count, classes_per_partition=5, rng=rng)
+        parts = (split(indices, targets, rng=rng) for indices in held)
+        return [ClientData(train=pool.subset(a), test=pool.subset(b)) for a, b in parts]
     kind = _SYNTHETIC[name]
     path = None if generated else _authors_file(kind, folder)
     if path is None:
@@ -168,16 +163,5 @@ def load_devices(
 
 
 def _authors_file(kind: str, folder: Path | None) -> Path | None:
-    root = data_folder(folder)
-    found = locate([[synthetic.file_name(kind)]], root) if root else None
+    found = locate([[synthetic.file_name(kind)]], folder)
     return found[0] if found else None
-
-
-def _letters(folder: Path | None, num_devices: int, rng: np.random.Generator) -> list[ClientData]:
-    pool = datasets.load("letters", folder)
-    targets = pool.targets.numpy()
-    held = pathological(
-        targets, num_partitions=num_devices, classes_per_partition=_CLASSES_PER_DEVICE, rng=rng
-    )
-    divided = [split(indices, targets, rng=rng) for indices in held]
-    return [ClientData(train=pool.subset(a), test=pool.subset(b)) for a, b in divided]

@@ -78,7 +78,6 @@ class SiloData(ClientData):
 
     Parameters
     ----------
-    train, test : Examples
     owners : Tensor
         User of each training example, integers >= 0 (n,); the same number in every silo.
     """

@@ -7,7 +7,6 @@ columns: polarity (0 negative, 4 positive), id, date, query, user, text.
 from __future__ import annotations
 
 import csv
-import gzip
 import html
 import re
 import zlib
@@ -19,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_ext.data.datasets import FOLDER_VARIABLE, DataNotFound, data_folder, locate
 from flower_ext.data.examples import ClientData, Examples
+from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, load_from_hub, locate, opened
 from flower_ext.data.partition import split
 from flower_ext.errors import InvalidValue
 
@@ -67,10 +66,8 @@ def load(
         flwr-datasets.
     rng : numpy.random.Generator
         Divides each user's tweets for training and testing.
-    num_devices : int
     vocabulary_size : int
         Token ids, padding and unknown included.
-    sequence_length : int
     train_fraction : float
         The default is that of the paper's Table 2: 8,484 of 32,299 tweets test.
     min_tweets : int
@@ -169,18 +166,16 @@ def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
 
 def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
     """What starts a pass over all tweets."""
-    root = data_folder(folder)
-    found = locate(FILES, root) if root else None
+    found = locate(FILES, folder)
     if found is None:
-        table = _from_hub(root)
+        table = _from_hub(folder)
         columns = ("user", "date", "text")
         return lambda: ((_label(row["sentiment"]), *(row[c] for c in columns)) for row in table)
     return lambda: _read(found[0])
 
 
 def _read(path: Path) -> Iterator[Tweet]:
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="latin-1", newline="") as stream:
+    with opened(path, "rt", encoding="latin-1", newline="") as stream:
         rows = csv.reader(stream)
         try:
             for polarity, _, date, _, user, text in rows:
@@ -200,19 +195,12 @@ def _label(polarity: int) -> int:
 
 def _from_hub(folder: Path | None) -> Any:
     """The rows of the training part through flwr-datasets (downloads them)."""
-    looked = f"is not in the folder {folder}" if folder else "needs a folder, and none is given"
-    help_text = (
-        f"the data set 'sent140' {looked}. Give it in one of two ways:\n"
-        f"  1. a folder with {_FILE} (or {_FILE}.gz),\n"
+    missing = DataNotFound.named(
+        "sent140",
+        folder,
+        f"Give it in one of two ways:\n  1. a folder with {_FILE} (or {_FILE}.gz),\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
-        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}."
+        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}.",
     )
-    try:
-        from flwr_datasets import FederatedDataset
-    except ImportError as error:
-        raise DataNotFound(help_text) from error
-    try:
-        source = FederatedDataset(dataset=HUB, partitioners={"train": 1}, shuffle=False)
-        return source.load_split("train").select_columns(["sentiment", "user", "date", "text"])
-    except Exception as error:  # many libraries below this raise many types when offline
-        raise DataNotFound(f"{help_text}\nflwr-datasets said: {error}") from error
+    (table,) = load_from_hub(HUB, ["train"], missing)
+    return table.select_columns(["sentiment", "user", "date", "text"])

@@ -29,86 +29,58 @@ class SilosInfo:
         1 for survival times: the model puts out one number.
     feature_shape : tuple of int
         Of one record.
-    num_silos : int
-        By default; given by the data where ``fixed_silos``.
-    fixed_silos : bool
-        Whether records have their silo already: hospitals, regions.
     num_users : int
         By default, the fewer of the paper's two.
     model : str
         By its name in ``flower_ext.training.models``.
+    num_silos : int
+        By default; given by the data where ``fixed_silos``.
+    fixed_silos : bool
+        Whether records have their silo already: hospitals, regions.
     records_per_user : int
         The fewest records that a user has in a silo where the user has any.
     """
 
     num_classes: int
     feature_shape: tuple[int, ...]
-    num_silos: int
-    fixed_silos: bool
     num_users: int
     model: str
+    num_silos: int = 5
+    fixed_silos: bool = False
     records_per_user: int = 1
 
 
+_TCGA_BRCA = SilosInfo(
+    num_classes=1,
+    feature_shape=(tabular.TCGA_BRCA_FEATURES,),
+    num_users=50,
+    model="tcga-brca-cox",
+    num_silos=tabular.TCGA_BRCA_REGIONS,
+    fixed_silos=True,
+    records_per_user=2,
+)
 _SILOS = {
-    "digits": SilosInfo(
-        num_classes=10,
-        feature_shape=(1, 8, 8),
-        num_silos=5,
-        fixed_silos=False,
-        num_users=100,
-        model="digits-mlp",
-    ),
+    "digits": SilosInfo(num_classes=10, feature_shape=(1, 8, 8), num_users=100, model="digits-mlp"),
     "breast-cancer": SilosInfo(
-        num_classes=2,
-        feature_shape=(30,),
-        num_silos=5,
-        fixed_silos=False,
-        num_users=50,
-        model="creditcard-mlp",
+        num_classes=2, feature_shape=(30,), num_users=50, model="creditcard-mlp"
     ),
-    "mnist": SilosInfo(
-        num_classes=10,
-        feature_shape=(1, 28, 28),
-        num_silos=5,
-        fixed_silos=False,
-        num_users=100,
-        model="mnist-cnn",
-    ),
+    "mnist": SilosInfo(num_classes=10, feature_shape=(1, 28, 28), num_users=100, model="mnist-cnn"),
     "creditcard": SilosInfo(
         num_classes=2,
         feature_shape=(tabular.CREDITCARD_FEATURES,),
-        num_silos=5,
-        fixed_silos=False,
         num_users=100,
         model="creditcard-mlp",
     ),
     "heart-disease": SilosInfo(
         num_classes=2,
         feature_shape=(tabular.HEART_DISEASE_FEATURES,),
-        num_silos=len(tabular.HEART_DISEASE_CENTRES),
-        fixed_silos=True,
         num_users=50,
         model="heart-disease-logistic",
-    ),
-    "tcga-brca": SilosInfo(
-        num_classes=1,
-        feature_shape=(tabular.TCGA_BRCA_FEATURES,),
-        num_silos=tabular.TCGA_BRCA_REGIONS,
+        num_silos=len(tabular.HEART_DISEASE_CENTRES),
         fixed_silos=True,
-        num_users=50,
-        model="tcga-brca-cox",
-        records_per_user=2,
     ),
-    "tcga-brca-scaled": SilosInfo(
-        num_classes=1,
-        feature_shape=(tabular.TCGA_BRCA_FEATURES,),
-        num_silos=tabular.TCGA_BRCA_REGIONS,
-        fixed_silos=True,
-        num_users=50,
-        model="tcga-brca-cox",
-        records_per_user=2,
-    ),
+    "tcga-brca": _TCGA_BRCA,
+    "tcga-brca-scaled": _TCGA_BRCA,
 }
 
 
@@ -147,7 +119,6 @@ def load_silos(
 
     Parameters
     ----------
-    name : str
     folder : Path, optional
         Where files are looked for; else the environment variable FLOWER_EXT_DATA.
     num_users, num_silos : int, optional
@@ -173,7 +144,23 @@ def load_silos(
     rng = np.random.default_rng(seed)
     if not info.fixed_silos:
         data = _pool(name, folder, rng)
-        return _dealt(data, distribution, users, silos, labels_per_user, rng)
+        dealt = allocate(
+            distribution,
+            data.train.targets.numpy(),
+            num_users=users,
+            num_silos=silos,
+            rng=rng,
+            labels_per_user=labels_per_user,
+        )
+        tests = np.array_split(rng.permutation(len(data.test)), silos)
+        return [
+            SiloData(
+                train=data.train.subset(rows),
+                test=data.test.subset(np.sort(test)),
+                owners=torch.from_numpy(owners),
+            )
+            for rows, owners, test in zip(dealt.rows, dealt.owners, tests, strict=True)
+        ]
     if silos != info.num_silos:
         raise InvalidValue(f"num_silos={silos!r}: expected {info.num_silos}, the silos of {name}")
     if labels_per_user is not None:
@@ -230,30 +217,3 @@ def _pool(name: str, folder: Path | None, rng: np.random.Generator) -> ClientDat
     else:
         train, test = split(rows, pool.targets.numpy(), train_fraction=_DIGITS_TRAINING, rng=rng)
     return ClientData(train=pool.subset(train), test=pool.subset(test))
-
-
-def _dealt(
-    data: ClientData,
-    distribution: Distribution,
-    num_users: int,
-    num_silos: int,
-    labels_per_user: int | None,
-    rng: np.random.Generator,
-) -> list[SiloData]:
-    allocation = allocate(
-        distribution,
-        data.train.targets.numpy(),
-        num_users=num_users,
-        num_silos=num_silos,
-        rng=rng,
-        labels_per_user=labels_per_user,
-    )
-    tests = np.array_split(rng.permutation(len(data.test)), num_silos)
-    return [
-        SiloData(
-            train=data.train.subset(rows),
-            test=data.test.subset(np.sort(test)),
-            owners=torch.from_numpy(owners),
-        )
-        for rows, owners, test in zip(allocation.rows, allocation.owners, tests, strict=True)
-    ]

@@ -104,7 +104,6 @@ def generate(
         ``iid``, ``0-0``, ``0.5-0.5`` or ``1-1``; it also sets the sizes (see `device_sizes`).
     rng : numpy.random.Generator
         The only source of randomness.
-    num_devices : int
     num_classes : int
         Rows of W and b; with 2 the labels are binary.
 

@@ -7,18 +7,16 @@ of each centre's; no privacy guarantee of a training covers these numbers.
 from __future__ import annotations
 
 import csv
-import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from flower_ext.data.datasets import FOLDER_VARIABLE, DataNotFound, data_folder, locate
 from flower_ext.data.examples import ClientData, Examples
+from flower_ext.data.files import FOLDER_VARIABLE, DataNotFound, locate, opened
 from flower_ext.data.partition import split
 from flower_ext.errors import InvalidValue
 
@@ -176,24 +174,23 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
 
 
 def _find(name: str, folder: Path | None) -> list[Path]:
-    root = data_folder(folder)
-    found = locate(FILES[name], root) if root else None
+    found = locate(FILES[name], folder)
     if found is None:
-        looked = f"is not in the folder {root}" if root else "needs a folder, and none is given"
         alternatives = "\n  or ".join(", ".join(paths) for paths in FILES[name])
-        raise DataNotFound(
-            f"the data set {name!r} {looked}. Give a folder with {alternatives}\n"
+        raise DataNotFound.named(
+            name,
+            folder,
+            f"Give a folder with {alternatives}\n"
             f"  named by data-folder, or by the environment variable {FOLDER_VARIABLE}; or take\n"
-            "  'breast-cancer' or 'digits', which are always there."
+            "  'breast-cancer' or 'digits', which are always there.",
         )
     return found
 
 
 def _records(path: Path) -> Iterator[dict[str, str]]:
     """The rows of a CSV file with a header, gzipped or not."""
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8", newline="") as stream:
+        with opened(path, "rt", encoding="utf-8", newline="") as stream:
             yield from csv.DictReader(stream)
     except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {error}") from error

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from flower_ext.errors import InvalidValue
+from flower_ext.checks import require_at_least_one
 
 Distribution = Literal["uniform", "zipf"]
 
@@ -74,8 +75,6 @@ def limit_contributions(
     ----------
     histogram : numpy.ndarray
         n_{s,u} as integers (silos, users).
-    group_size : int
-    rng : numpy.random.Generator
 
     Returns
     -------
@@ -87,8 +86,7 @@ def limit_contributions(
     ValueError
         ``group_size`` below 1.
     """
-    if group_size < 1:
-        raise InvalidValue(f"group_size={group_size!r}: expected an integer >= 1")
+    require_at_least_one("group_size", group_size)
     silos, users = histogram.shape
     silo, owner = (
         np.repeat(each.ravel(), histogram.ravel()) for each in np.indices((silos, users))
@@ -162,7 +160,6 @@ def allocate(
 
     Parameters
     ----------
-    distribution : {"uniform", "zipf"}
     targets : numpy.ndarray
         One label a record; looked at only with ``labels_per_user``.
     labels_per_user : int, optional
@@ -174,8 +171,8 @@ def allocate(
     ValueError
         An argument is out of range, or the users are too few to own all labels.
     """
-    _check("num_users", num_users)
-    _check("num_silos", num_silos)
+    require_at_least_one("num_users", num_users)
+    require_at_least_one("num_silos", num_silos)
     weights = _weights(distribution, num_users, user_exponent)
     records = len(targets)
     owners = rng.choice(num_users, size=records, p=weights)
@@ -209,7 +206,6 @@ def allocate_within(
 
     Parameters
     ----------
-    distribution : {"uniform", "zipf"}
     silo_sizes : sequence of int
         Records of each silo.
     at_least : int
@@ -221,8 +217,8 @@ def allocate_within(
     ValueError
         An argument is out of range, or a silo has fewer than ``at_least`` records.
     """
-    _check("num_users", num_users)
-    _check("at_least", at_least)
+    require_at_least_one("num_users", num_users)
+    require_at_least_one("at_least", at_least)
     if not 0 < main_share <= 1:
         raise InvalidValue(f"main_share={main_share!r}: expected a number in (0, 1]")
     if not silo_sizes or min(silo_sizes) < at_least:
@@ -308,8 +304,3 @@ def _weights(distribution: str, count: int, exponent: float) -> np.ndarray:
     weights = np.arange(1, count + 1, dtype=float) ** (-exponent if distribution == "zipf" else 0)
     normalised: np.ndarray = weights / weights.sum()
     return normalised
-
-
-def _check(name: str, value: int) -> None:
-    if value < 1:
-        raise InvalidValue(f"{name}={value!r}: expected an integer >= 1")

@@ -24,6 +24,7 @@ import numpy as np
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
+from flower_ext.checks import require_at_least_one
 
 HELD_OUT = 0.25
 """Share of the trials on which the threshold is chosen."""
@@ -49,14 +50,8 @@ class LowerBound:
     ----------
     epsilon : float
         The bound, at least 0.
-    delta : float
-    method : str
     confidence : float
         With which this bound and the others of its company all hold.
-    together : int
-        How many bounds share what may fail, 1 − ``confidence``.
-    trials : int
-        Samples of both worlds, with those on which a threshold was chosen; or canaries of one run.
     printed : float
         ε that the mechanism promises at ``delta``; infinite where it promises none.
     """
@@ -65,8 +60,6 @@ class LowerBound:
     delta: float
     method: str
     confidence: float
-    together: int
-    trials: int
     printed: float = math.inf
 
     @property
@@ -101,8 +94,10 @@ def by_rates(
         Scores of independent trials in the world without the canary, and with it.
     delta : float
         In [0, 1).
-    confidence, together, printed
+    confidence, printed
         See `LowerBound`.
+    together : int
+        How many bounds share what may fail, 1 − ``confidence``.
 
     Raises
     ------
@@ -111,26 +106,19 @@ def by_rates(
     """
     chosen, tried = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2  # two rates
-    best, where = -math.inf, (0.0, 1)
-    for sign in (1, -1):  # the opposite test: worlds exchanged, scores turned around
-        threshold, value = _best_threshold(
-            *_turned(chosen, sign), failure, lambda fp, tp: _epsilon(fp, tp, delta)
-        )
-        if value > best:
-            best, where = value, (threshold, sign)
-    threshold, sign = where
-    zero, one = _turned(tried, sign)
-    false, true = int((zero > threshold).sum()), int((one > threshold).sum())
-    fp = upper_rate(false, len(zero), failure)
-    tp = lower_rate(true, len(one), failure)
+
+    def epsilon(fp: np.ndarray, tp: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
+
+    # The opposite test: worlds exchanged, scores turned around.
+    _, threshold, sign = max(
+        (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
+    )
+    found = epsilon(*_rates(*_turned(tried, sign), threshold, failure))
+    best = max(0.0, float(found))
     return LowerBound(
-        epsilon=max(0.0, float(_epsilon(fp, tp, delta))),
-        delta=delta,
-        method=RATES,
-        confidence=confidence,
-        together=together,
-        trials=len(without) + len(present),
-        printed=printed,
+        epsilon=best, delta=delta, method=RATES, confidence=confidence, printed=printed
     )
 
 
@@ -158,22 +146,15 @@ def if_gaussian(
 
     if not delta > 0:
         raise InvalidValue(f"delta={delta!r}: expected a number in (0, 1) for a Gaussian mechanism")
-    chosen, (zero, one) = _parts(without, present, delta, confidence, together)
+    chosen, tried = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2
-    threshold, _ = _best_threshold(*chosen, failure, shift)
-    fp = upper_rate(int((zero > threshold).sum()), len(zero), failure)
-    tp = lower_rate(int((one > threshold).sum()), len(one), failure)
-    mu, epsilon = float(shift(fp, tp)), 0.0
+    _, threshold = _best_threshold(*chosen, failure, shift)
+    mu, epsilon = float(shift(*_rates(*tried, threshold, failure))), 0.0
     if mu > 0:
         epsilon = gaussian_loss(1 / mu, releases=1, delta=delta).epsilon * (1 - _ROOT)
+    best = max(0.0, epsilon)
     return LowerBound(
-        epsilon=max(0.0, epsilon),
-        delta=delta,
-        method=GAUSSIAN,
-        confidence=confidence,
-        together=together,
-        trials=len(without) + len(present),
-        printed=printed,
+        epsilon=best, delta=delta, method=GAUSSIAN, confidence=confidence, printed=printed
     )
 
 
@@ -225,18 +206,10 @@ def in_one_run(
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        if _chance(correct, guesses, len(found), middle, delta) < failure:
-            low = middle
-        else:
-            high = middle
+        proved = _chance(correct, guesses, len(found), middle, delta) < failure
+        low, high = (middle, high) if proved else (low, middle)
     return LowerBound(
-        epsilon=low,
-        delta=delta,
-        method=ONE_RUN,
-        confidence=confidence,
-        together=together,
-        trials=len(found),
-        printed=printed,
+        epsilon=low, delta=delta, method=ONE_RUN, confidence=confidence, printed=printed
     )
 
 
@@ -274,8 +247,7 @@ def _check(delta: float, confidence: float, together: int) -> None:
         raise InvalidValue(f"delta={delta!r}: expected a number in [0, 1)")
     if not 0 < confidence < 1:
         raise InvalidValue(f"confidence={confidence!r}: expected a number in (0, 1)")
-    if together < 1:
-        raise InvalidValue(f"together={together!r}: expected an integer >= 1")
+    require_at_least_one("together", together)
 
 
 def _parts(
@@ -307,25 +279,27 @@ def _turned(worlds: Pair, sign: int) -> Pair:
 def _best_threshold(
     zero: np.ndarray, one: np.ndarray, failure: float, value: Value
 ) -> tuple[float, float]:
-    """The threshold that these trials alone prove most with, and what they prove.
+    """The most that these trials alone prove, and the threshold that they prove it with.
 
     What they would promise for more trials would favour thresholds that few of them pass, by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
-        return float(points[0]), -math.inf
+        return -math.inf, float(points[0])
     thresholds = (points[:-1] + points[1:]) / 2
     if len(thresholds) > _CANDIDATES:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, _CANDIDATES).astype(int)]
+    proved = value(*_rates(zero, one, thresholds, failure))
+    best = int(np.nanargmax(np.where(np.isnan(proved), -math.inf, proved)))
+    return float(proved[best]), float(thresholds[best])
+
+
+def _rates(
+    zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
+) -> Pair:
+    """False and true positives above each threshold: the most and the least there may be."""
     false, true = (
-        len(scores) - np.searchsorted(np.sort(scores), thresholds, side="right")
+        len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)
     )
-    proved = value(upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure))
-    best = int(np.nanargmax(np.where(np.isnan(proved), -math.inf, proved)))
-    return float(thresholds[best]), float(proved[best])
-
-
-def _epsilon(fp: np.ndarray, tp: np.ndarray, delta: float) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
+    return upper_rate(false, len(zero), failure), lower_rate(true, len(one), failure)

@@ -22,8 +22,6 @@ class Distribution:
     mean: float
     std: float
     variance: float
-    minimum: float
-    median: float
     worst_decile: float
     jain_index: float
 
@@ -48,8 +46,6 @@ def summarize(
         mean=float(array.mean()),
         std=float(array.std()),
         variance=float(array.var()),
-        minimum=float(array[0]),
-        median=float(np.median(array)),
         worst_decile=float(worst[: math.ceil(array.size / 10)].mean()),
         jain_index=1.0 if squares == 0 else float(array.sum() ** 2 / (array.size * squares)),
     )

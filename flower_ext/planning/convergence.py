@@ -31,13 +31,17 @@ and is ``provable`` here. `docs/errata-dp-ditto.md` has both derivations.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue
+from flower_ext.checks import (
+    require_at_least_one,
+    require_not_negative,
+    require_positive,
+)
 from flower_ext.privacy.guarantee import Basis, Condition
 
 LARGEST_WEIGHT = 2.0
@@ -60,7 +64,6 @@ class DittoProblem:
         Ψ₂ = ‖v_n⁰ − v_n*‖², of the client that one plans for; the largest covers all.
     dimension : int
         d, the number of weights.
-    num_clients : int
     learning_rate, personal_learning_rate : float
         η_G below 2/L, and η_L.
     gradient_bound, model_spread : float
@@ -80,17 +83,14 @@ class DittoProblem:
 
     def __post_init__(self) -> None:
         for name in ("strong_convexity", "smoothness", "learning_rate", "personal_learning_rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+            require_positive(name, getattr(self, name))
         for name in ("initial_gap", "initial_distance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+            require_not_negative(name, getattr(self, name))
         for name in ("gradient_bound", "model_spread"):
             if not getattr(self, name) >= 0:
                 raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a number >= 0")
         for name in ("dimension", "num_clients"):
-            if getattr(self, name) < 1:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+            require_at_least_one(name, getattr(self, name))
         if self.smoothness < self.strong_convexity:
             raise InvalidValue(
                 f"smoothness={self.smoothness!r}: expected at least strong_convexity="
@@ -227,8 +227,7 @@ class ConvergenceBound:
 
         0 says that no number of rounds improves the bound on the start.
         """
-        if max_rounds < 1:
-            raise InvalidValue(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+        require_at_least_one("max_rounds", max_rounds)
         limit = int(min(max_rounds, max(1.0, self.search_limit)))
         return int(np.argmin(self.after(np.arange(limit + 1))))
 
@@ -244,7 +243,6 @@ def convergence_bound(
 
     Parameters
     ----------
-    problem : DittoProblem
     global_weight : float
         λ in [0, 2].
     variance_per_round : float
@@ -300,11 +298,6 @@ def check_global_weight(global_weight: float) -> None:
     """Refuse a λ outside [0, 2]."""
     if not 0 <= global_weight <= LARGEST_WEIGHT:
         raise InvalidValue(f"global_weight={global_weight!r}: expected λ, a number in [0, 2]")
-
-
-def failed(conditions: Sequence[Condition]) -> list[str]:
-    """What is not met, in words."""
-    return [condition.text for condition in conditions if not condition.holds]
 
 
 def _gradient_square(problem: DittoProblem, weight: float) -> float:

@@ -36,6 +36,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import LARGEST_WEIGHT, check_global_weight
+from flower_ext.checks import (
+    require_at_least_one,
+    require_not_negative,
+    require_positive,
+)
 from flower_ext.privacy.guarantee import Basis, Condition
 
 
@@ -45,10 +50,8 @@ class LinearFairness:
 
     Parameters
     ----------
-    num_clients : int
     num_examples : int
         b, of every client.
-    dimension : int
     feature_energy : float
         ρ: the diagonal of XᵀX. Features of unit variance give about b.
     label_variance, model_variance : float
@@ -70,14 +73,11 @@ class LinearFairness:
 
     def __post_init__(self) -> None:
         for name in ("num_clients", "num_examples", "dimension"):
-            if getattr(self, name) < 1:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected an integer >= 1")
+            require_at_least_one(name, getattr(self, name))
         for name in ("feature_energy", "label_variance"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number > 0")
+            require_positive(name, getattr(self, name))
         for name in ("model_variance", "mean_deviation", "deviation_variance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InvalidValue(f"{name}={getattr(self, name)!r}: expected a finite number >= 0")
+            require_not_negative(name, getattr(self, name))
 
     @classmethod
     def of_models(
@@ -164,9 +164,8 @@ class LinearFairness:
     ) -> NDArray[np.float64]:
         """R(λ) of Theorem 2, for one λ or many."""
         weights = np.asarray(global_weight, dtype=np.float64)
-        shares = [self.interpolation(float(weight)) for weight in weights.ravel()]
-        values = self._quartic(upload_variance, basis)(np.asarray(shares))
-        return np.asarray(values.reshape(weights.shape))
+        shares = np.vectorize(self.interpolation, otypes=[float])(weights)
+        return np.asarray(self._quartic(upload_variance, basis)(shares))
 
     def cubic(self, *, upload_variance: float, basis: Basis = "provable") -> NDArray[np.float64]:
         """Eqn 32: dR/dα₀ as coefficients of α₀³, α₀², α₀ and 1."""
@@ -189,8 +188,7 @@ class LinearFairness:
         R is convex in α₀ where D > 2 G₁ S₁²; models of norm at most C have G₁ ≤ N² C². As
         published, with G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
         """
-        if not 0 < clipping_norm < math.inf:
-            raise InvalidValue(f"clipping_norm={clipping_norm!r}: expected a finite number > 0")
+        require_positive("clipping_norm", clipping_norm)
         N, d = self.num_clients, self.dimension
         if basis == "published":
             limit = math.sqrt(d) / (2 * self.shrinkage)

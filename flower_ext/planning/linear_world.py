@@ -3,7 +3,7 @@
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w*, u_n*              ``centre``, ``true_models``
+u_n*, with w* = 0     ``true_models``
 X_n, Y_n              ``features``, ``targets``
 û_n                   ``local_models``
 v_n*(λ)               ``personal_models``
@@ -34,13 +34,10 @@ Array = NDArray[np.float64]
 class LinearWorld:
     """One draw; arrays run over clients first."""
 
-    centre: Array
     true_models: Array
     features: Array
     targets: Array
     feature_energy: float
-    label_variance: float
-    model_variance: float
 
     @classmethod
     def draw(
@@ -53,7 +50,6 @@ class LinearWorld:
         feature_energy: float,
         label_variance: float,
         model_variance: float,
-        centre: Array | None = None,
     ) -> Self:
         """A federation whose features are orthogonal: X_nᵀX_n = ρI.
 
@@ -64,20 +60,15 @@ class LinearWorld:
         """
         if num_examples < dimension:
             raise InvalidValue(f"num_examples={num_examples!r}: expected at least {dimension}")
-        centre = np.zeros(dimension) if centre is None else np.asarray(centre, dtype=np.float64)
-        spread = rng.normal(scale=math.sqrt(model_variance), size=(num_clients, dimension))
+        true_models = rng.normal(scale=math.sqrt(model_variance), size=(num_clients, dimension))
         orthogonal, _ = np.linalg.qr(rng.normal(size=(num_clients, num_examples, dimension)))
         features = math.sqrt(feature_energy) * orthogonal
-        true_models = centre + spread
         noise = rng.normal(scale=math.sqrt(label_variance), size=(num_clients, num_examples))
         return cls(
-            centre=centre,
             true_models=true_models,
             features=features,
             targets=np.einsum("nbd,nd->nb", features, true_models) + noise,
             feature_energy=feature_energy,
-            label_variance=label_variance,
-            model_variance=model_variance,
         )
 
     @property

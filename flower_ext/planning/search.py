@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from flower_ext.planning.convergence import (
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
+from flower_ext.checks import require_at_least_one
 from flower_ext.privacy.guarantee import Basis
 
 
@@ -98,34 +100,28 @@ def joint_search(
         ours, theirs = getattr(problem, name), getattr(fairness, name)
         if ours != theirs:
             raise InvalidValue(f"{name}={theirs!r} of the fairness problem: expected {ours!r}")
-    if max_rounds < 1:
-        raise InvalidValue(f"max_rounds={max_rounds!r}: expected an integer >= 1")
+    require_at_least_one("max_rounds", max_rounds)
     candidates = np.arange(1, max_rounds + 1)
     weights, values = np.empty(max_rounds), np.empty(max_rounds)
 
-    def bound_at(weight: float) -> ConvergenceBound:
-        return convergence_bound(
-            problem, global_weight=weight, variance_per_round=variance_per_round, basis=basis
-        )
-
+    bound_at = partial(
+        convergence_bound, problem, variance_per_round=variance_per_round, basis=basis
+    )
     for row, rounds in enumerate(candidates.tolist()):
         weights[row] = fairness.best_global_weight(
             upload_variance=variance_per_round * rounds, basis=basis
         )
-        values[row] = bound_at(weights[row]).after(rounds)
+        values[row] = bound_at(global_weight=weights[row]).after(rounds)
     best = int(np.argmin(values))
     improves = values[best] < problem.initial_distance
     return Schedule(
         rounds=int(candidates[best]) if improves else 0,
         global_weight=float(weights[best]),
-        bound=bound_at(float(weights[best])),
+        bound=bound_at(global_weight=float(weights[best])),
         candidates=candidates,
         convergence=values,
         global_weights=weights,
     )
-
-
-# Where nothing is known in closed form ------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

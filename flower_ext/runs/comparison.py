@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.figures import Line, cumulative, draw_comparison
-from flower_ext.runs.files import write_whole
-from flower_ext.runs.report import table, to_html
+from flower_ext.runs.report import table, write_page
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.settings import INCIDENTAL
 
@@ -37,12 +37,13 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
+    rows = [_row(name, members) for name, members in groups.items()]
     figures = _figures(groups, folder / "figures")
     short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
     text = "\n\n".join(
         [
             f"# {title}",
-            table(_HEADER, [_row(name, members) for name, members in groups.items()]),
+            table(list(rows[0]), [list(row.values()) for row in rows]),
             "Accuracies: mean ± sample standard deviation over runs. A run's accuracy is the mean "
             "over all clients of the accuracy of the client's own model on its own test examples. "
             "Messages, megabytes (model arrays) and seconds: of training, both ways, mean over "
@@ -51,10 +52,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
         ]
     )
-    write_whole(folder / "comparison.md", (text + "\n").encode(), sync=False)
-    path = folder / "comparison.html"
-    write_whole(path, to_html(text, title=title, folder=folder).encode(), sync=False)
-    return path
+    return write_page(folder, "comparison", text, title=title)
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
@@ -94,38 +92,24 @@ def method_name(run: RunDirectory) -> str:
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 
 
-_HEADER = (
-    "method",
-    "runs",
-    "accuracy",
-    "worst tenth",
-    "std over clients",
-    "messages",
-    "MB",
-    "seconds",
-    "ε provable",
-    "ε published",
-)
-
-
-def _row(name: str, runs: Sequence[RunDirectory]) -> tuple[object, ...]:
+def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
     spreads = [summarize([row["accuracy"] for row in run.client_metrics()]) for run in runs]
 
     def mean(*names: str) -> float:
         return sum(sum(run.series(n)[1]) for run in runs for n in names) / len(runs)
 
-    return (
-        name,
-        len(runs),
-        mean_and_std([s.mean for s in spreads]),
-        mean_and_std([s.worst_decile for s in spreads]),
-        mean_and_std([s.std for s in spreads]),
-        f"{mean('messages'):.0f}",
-        f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
-        f"{mean('training_seconds'):.1f}",
-        _epsilon(runs, "provable"),
-        _epsilon(runs, "published"),
-    )
+    return {
+        "method": name,
+        "runs": len(runs),
+        "accuracy": mean_and_std([s.mean for s in spreads]),
+        "worst tenth": mean_and_std([s.worst_decile for s in spreads]),
+        "std over clients": mean_and_std([s.std for s in spreads]),
+        "messages": f"{mean('messages'):.0f}",
+        "MB": f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
+        "seconds": f"{mean('training_seconds'):.1f}",
+        "ε provable": _epsilon(runs, "provable"),
+        "ε published": _epsilon(runs, "published"),
+    }
 
 
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
@@ -170,11 +154,8 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
 def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
     """``mean ± sample standard deviation``, or the value alone."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:

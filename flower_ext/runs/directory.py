@@ -12,16 +12,15 @@ and what clients reported un-noised.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -29,7 +28,7 @@ import torch
 from safetensors.torch import save
 
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import append_line, lock, whole_lines, write_whole
+from flower_ext.runs.files import append_line, lock, whole_lines, write_rows, write_whole
 from flower_ext.errors import InvalidValue
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
@@ -59,12 +58,10 @@ class RunDirectory:
     of all that clients were asked for.
     """
 
-    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.resumed = resumed
-        self.accounted = False
-        self._lock: IO[bytes] | None = None
-        self._ledgers: list[Ledger] = []
+        self.resumed = self.accounted = False
+        self._open = ExitStack()
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
@@ -86,10 +83,11 @@ class RunDirectory:
             ):
                 raise NotARun(f"run directory {path} is not empty; name a new one")
             path.mkdir(parents=True, exist_ok=True)
-            run._lock = lock(path / _LOCK)
+            run._open.enter_context(lock(path / _LOCK))
         except OSError as error:
             raise NotARun(f"run directory {path} cannot be made: {error}") from error
-        run._write_facts(
+        run._write_json(
+            "run.json",
             {
                 "id": uuid4().hex,
                 "config": dict(config),
@@ -114,23 +112,18 @@ class RunDirectory:
         """
         run = cls.open(path)
         run.resumed, run.accounted = True, bool(run.facts.get("accounted"))
-        run._lock = lock(run.path / _LOCK)
+        run._open.enter_context(lock(run.path / _LOCK))
         facts = {name: value for name, value in run.facts.items() if name not in _ENDED}
         starts = facts.get("starts", [{"started": facts["started"]}])
         start = {"started": _now(), "after_round": len(run.metrics())}
         if (versions := _versions()) != facts["versions"]:
             start["versions"] = versions
-        run._write_facts({**facts, "status": "running", "starts": [*starts, start]})
+        run._write_json("run.json", {**facts, "status": "running", "starts": [*starts, start]})
         return run
 
     def close(self) -> None:
         """Let another run go on here; the ledgers that were opened are closed too."""
-        for ledger in self._ledgers:
-            ledger.close()
-        self._ledgers.clear()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._open.close()
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -168,9 +161,7 @@ class RunDirectory:
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
         """The run's ledger, until the directory is closed (see `Ledger`)."""
-        ledger = Ledger(self.ledger_path, budget=budget)
-        self._ledgers.append(ledger)
-        return ledger
+        return self._open.enter_context(closing(Ledger(self.ledger_path, budget=budget)))
 
     @property
     def ledger_path(self) -> Path:
@@ -260,7 +251,7 @@ class RunDirectory:
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
-        self._write_rows("clients.csv", names, [[row.get(n, "") for n in names] for row in rows])
+        write_rows(self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows])
 
     def client_metrics(self) -> list[dict[str, float]]:
         """The last evaluation, one row a client."""
@@ -274,7 +265,7 @@ class RunDirectory:
         """Write ``users.csv`` from numbers of records (silos, users): one row a user."""
         names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
         rows = [[user, *own] for user, own in enumerate(histogram.T.tolist())]
-        self._write_rows("users.csv", names, rows)
+        write_rows(self.path / "users.csv", names, rows)
 
     def user_records(self) -> np.ndarray | None:
         """Numbers of records (silos, users), where they were saved."""
@@ -302,7 +293,7 @@ class RunDirectory:
             "accounted": self.accounted,
             "summary": summary,
         }
-        self._write_facts({**self.facts, **facts})
+        self._write_json("run.json", {**self.facts, **facts})
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
@@ -311,16 +302,6 @@ class RunDirectory:
             if not all("round" in row for row in rows):
                 raise InvalidValue("without round")
         return rows
-
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        self._write_json("run.json", facts)
-
-    def _write_rows(self, name: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        stream = io.StringIO(newline="")
-        writer = csv.writer(stream)
-        writer.writerow(header)
-        writer.writerows(rows)
-        write_whole(self.path / name, stream.getvalue().encode())
 
     def _write_json(self, name: str, value: Any) -> None:
         content = json.dumps(value, indent=2, ensure_ascii=False).encode()

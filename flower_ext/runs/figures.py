@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flower_ext.runs.files import write_whole
+from flower_ext.runs.files import write_rows, write_whole
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.scores import reported_by_most
 
@@ -73,11 +72,8 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
     add("update_norm", "Norm of local updates before clipping", "L2 norm", norm)
     rows = run.client_metrics()
     for name in scores:
-        of_clients = [
-            (row.get("partition", place), row[name])
-            for place, row in enumerate(rows)
-            if name in row
-        ]
+        scored = ((place, row) for place, row in enumerate(rows) if name in row)
+        of_clients = [(row.get("partition", place), row[name]) for place, row in scored]
         if of_clients:
             title = f"How {in_words(name)} is spread over clients"
             stem = listed("fairness" if name == "accuracy" else f"{name}_spread", title)
@@ -163,10 +159,7 @@ def draw_comparison(
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         axes.plot(x, mean, label=label, color=colour, linestyle=dash, marker=_marker(x))
         axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=faint)
-        table += [
-            (label, float(r), float(m), float(d))
-            for r, m, d in zip(x, mean, deviation, strict=True)
-        ]
+        table += [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
     if log:
         axes.set_yscale("log")
     if len(groups) > 6:  # they would hide what they explain
@@ -272,9 +265,7 @@ def draw_roc(
     false, true = (np.append(rate, 0.0) for rate in rates)
     axis = np.linspace(0, 1, 501)
     factor = np.exp(min(epsilon, 700.0))
-    upper = np.minimum.reduce(
-        [np.ones(501), factor * axis + delta, 1 - (1 - delta - axis) / factor]
-    )
+    upper = np.minimum(1, np.minimum(factor * axis + delta, 1 - (1 - delta - axis) / factor))
     figure, axes = _canvas(title, "false positives", "true positives")
     allowed = f"allowed by ε = {epsilon:.4g}, δ = {delta:g}"
     axes.fill_between(axis, 1 - upper[::-1], upper, color=COLOURS[0], alpha=0.15, label=allowed)
@@ -313,9 +304,5 @@ def _save(
         figure.savefig(drawing, format="svg", metadata={"Date": None})
     path = folder / f"{name}.svg"
     write_whole(path, drawing.getvalue().encode(), sync=False)
-    numbers = io.StringIO(newline="")
-    writer = csv.writer(numbers)
-    writer.writerow(columns)
-    writer.writerows(rows)
-    write_whole(folder / f"{name}.csv", numbers.getvalue().encode(), sync=False)
+    write_rows(folder / f"{name}.csv", columns, rows, sync=False)
     return path

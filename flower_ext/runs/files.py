@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import fcntl
+import io
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
+
 from flower_ext.errors import FlowerExtError
 
 
@@ -18,8 +22,6 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 
     Parameters
     ----------
-    path : Path
-    content : bytes
     sync : bool
         Whether the new content must outlive the machine's power, not only this process.
     private : bool
@@ -33,17 +35,23 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode(private))
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
+        _write(draft, content, os.O_EXCL, sync, private)
         draft.replace(path)
         if sync:
             sync_to_disk(path.parent)
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def write_rows(
+    path: Path, header: Sequence[object], rows: Iterable[Sequence[object]], **options: bool
+) -> None:
+    """Write a CSV file, as `write_whole` does."""
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream)
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_whole(path, stream.getvalue().encode(), **options)
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
@@ -55,12 +63,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = T
         It could not be written; the message names the file.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _mode(private))
-        with os.fdopen(descriptor, "ab") as stream:
-            stream.write(line + b"\n")
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
+        _write(path, line + b"\n", os.O_APPEND, sync, private)
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -105,5 +108,10 @@ def not_written(path: Path, error: OSError) -> OSError:
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 
-def _mode(private: bool) -> int:
-    return 0o600 if private else 0o666
+def _write(path: Path, content: bytes, how: int, sync: bool, private: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        if sync:
+            os.fsync(descriptor)

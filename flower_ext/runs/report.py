@@ -35,10 +35,14 @@ code { background: #f4f4f4; padding: 0.1em 0.3em; }
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
     figures = draw_figures(run, run.path / "figures")
-    text = "\n\n".join(_sections(run, figures)) + "\n"
-    write_whole(run.path / "report.md", text.encode(), sync=False)
-    path = run.path / "report.html"
-    write_whole(path, to_html(text, title=_title(run), folder=run.path).encode(), sync=False)
+    return write_page(run.path, "report", "\n\n".join(_sections(run, figures)), title=_title(run))
+
+
+def write_page(folder: Path, name: str, text: str, *, title: str) -> Path:
+    """Write a report as Markdown and as HTML; returns the HTML's path."""
+    write_whole(folder / f"{name}.md", (text + "\n").encode(), sync=False)
+    path = folder / f"{name}.html"
+    write_whole(path, to_html(text, title=title, folder=folder).encode(), sync=False)
     return path
 
 
@@ -153,23 +157,21 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
         ]
     if not guarantees:
         return ["**No privacy is promised**: the run neither clipped nor noised, or made no round."]
+    rows = [
+        {
+            "ε": _epsilon(g),
+            "δ": f"{g.delta:.3g}",
+            "basis": g.basis,
+            "unit": g.unit.value,
+            "relation": g.relation.value,
+            "adversary sees": g.view.value,
+            "accountant": g.accountant,
+            "conditions": _conditions(g),
+        }
+        for g in guarantees
+    ]
     parts = [
-        table(
-            ("ε", "δ", "basis", "unit", "relation", "adversary sees", "accountant", "conditions"),
-            [
-                (
-                    _epsilon(g),
-                    f"{g.delta:.3g}",
-                    g.basis,
-                    g.unit.value,
-                    g.relation.value,
-                    g.view.value,
-                    g.accountant,
-                    _conditions(g),
-                )
-                for g in guarantees
-            ],
-        ),
+        table(list(rows[0]), [list(row.values()) for row in rows]),
         "Sign the line whose adversary is yours, and only if its conditions and assumptions hold.",
     ]
     if not finished:
@@ -207,16 +209,13 @@ def _until(run: RunDirectory) -> str:
     failed = run.facts["status"] == "failed"
     if failed and run.facts.get("accounted"):
         return "This run failed: the guarantee covers what clients had been asked for until then."
-    written = max((row["round"] for row in run.metrics() if _has_epsilon(row)), default=0)
+    with_epsilon = (row for row in run.metrics() if any(n.startswith("epsilon_") for n in row))
+    written = max((row["round"] for row in with_epsilon), default=0)
     return (
         f"> **This run {'failed' if failed else 'has no end yet'}**: the lines below were written "
         f"after round {written:.0f}, or when it was last resumed; later rounds are in none. "
         "Resume the run, if only up to the rounds that it has, to account for all."
     )
-
-
-def _has_epsilon(row: dict[str, float]) -> bool:
-    return any(name.startswith("epsilon_") for name in row)
 
 
 def _lacking(run: RunDirectory) -> int:

@@ -1,9 +1,13 @@
-"""Settings of a run configuration, each read as one type: the words "false" and "2" are refused."""
+"""Settings of a run configuration, each read as one type: the words "false" and "2" are refused.
+
+Every reader raises `UnfitSetting` where the value is something else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
 from flower_ext.errors import InvalidValue
 
 PATHS = ("run-directory", "data-folder", "state-folder")
@@ -18,81 +22,51 @@ class UnfitSetting(InvalidValue):
 
 
 def flag(config: Mapping[str, Any], name: str) -> bool:
-    """True or false.
-
-    Raises
-    ------
-    UnfitSetting
-        It is something else.
-    """
-    value = config[name]
-    if not isinstance(value, bool):
-        raise _unfit(name, value, "true or false")
-    return value
+    """True or false."""
+    return bool(_read(config, name, lambda value: isinstance(value, bool), "true or false"))
 
 
 def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -> int:
-    """An integer, not below ``least``.
+    """An integer, not below ``least``."""
 
-    Raises
-    ------
-    UnfitSetting
-        It is something else.
-    """
-    value = config[name]
-    if not _is_a(value, int) or (least is not None and value < least):
-        raise _unfit(name, value, "an integer" if least is None else f"an integer >= {least}")
-    return int(value)
+    def fits(value: Any) -> bool:
+        return _is_a(value, int) and (least is None or value >= least)
+
+    expected = "an integer" if least is None else f"an integer >= {least}"
+    return int(_read(config, name, fits, expected))
 
 
 def number(config: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
-    """A number, with or without a decimal point, that is above ``above``.
+    """A number, with or without a decimal point, that is above ``above``."""
 
-    Raises
-    ------
-    UnfitSetting
-        It is something else.
-    """
-    value = config[name]
-    if not _is_a(value, int | float) or (above is not None and not value > above):
-        raise _unfit(name, value, "a number" if above is None else f"a number > {above:g}")
-    return float(value)
+    def fits(value: Any) -> bool:
+        return _is_a(value, int | float) and (above is None or value > above)
+
+    expected = "a number" if above is None else f"a number > {above:g}"
+    return float(_read(config, name, fits, expected))
 
 
 def text(config: Mapping[str, Any], name: str) -> str:
-    """A text, which may be empty.
-
-    Raises
-    ------
-    UnfitSetting
-        It is something else.
-    """
-    value = config[name]
-    if not isinstance(value, str):
-        raise _unfit(name, value, "a text")
-    return value
+    """A text, which may be empty."""
+    return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
 
 
 def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
-    """One of some words.
+    """One of some words; the message of the error lists them."""
+    return str(_read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
 
-    Raises
-    ------
-    UnfitSetting
-        It is something else; the message lists them.
-    """
+
+def _read(
+    config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str
+) -> Any:
     value = config[name]
-    if value not in allowed:
-        raise _unfit(name, value, f"one of {', '.join(allowed)}")
-    return str(value)
+    if not fits(value):
+        raise UnfitSetting(f"run-config {name}={value!r}: expected {expected}")
+    return value
 
 
 def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)  # Python's booleans are integers
-
-
-def _unfit(name: str, value: Any, expected: str) -> UnfitSetting:
-    return UnfitSetting(f"run-config {name}={value!r}: expected {expected}")
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:

@@ -6,6 +6,8 @@ None has BatchNorm, whose statistics could not be shared; ResNet-18 uses GroupNo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -30,121 +32,36 @@ class HeadedModel(nn.Module):
         return logits
 
 
-def _perceptron(inputs: int, hidden: tuple[int, ...], num_classes: int) -> HeadedModel:
-    layers: list[nn.Module] = [nn.Flatten()]
-    for width in hidden:
-        layers += [nn.Linear(inputs, width), nn.ReLU()]
-        inputs = width
-    return HeadedModel(nn.Sequential(*layers), nn.Linear(inputs, num_classes))
+def _linear(inputs: int, num_classes: int = 10) -> HeadedModel:
+    return HeadedModel(nn.Flatten(), nn.Linear(inputs, num_classes))
 
 
-def digits_mlp(num_classes: int = 10) -> HeadedModel:
-    """64–32–classes for 8×8 digits: 2,410 parameters with ten classes."""
-    return _perceptron(64, (32,), num_classes)
+def _perceptron(inputs: int, hidden: tuple[int, ...], num_classes: int = 10) -> HeadedModel:
+    layers = nn.Sequential(nn.Flatten(), *_dense(inputs, *hidden))
+    return HeadedModel(layers, nn.Linear(hidden[-1], num_classes))
 
 
-def digits_logistic(num_classes: int = 10) -> HeadedModel:
-    """Softmax regression 64–classes for 8×8 digits: 650 parameters with ten classes."""
-    return HeadedModel(nn.Flatten(), nn.Linear(64, num_classes))
+def _convolutional(
+    channels: tuple[int, ...],
+    kernel: int,
+    dense: tuple[int, ...],
+    num_classes: int = 10,
+    *,
+    pool_last: bool = True,
+) -> HeadedModel:
+    """Convolutions without padding, each pooled 2×2, and dense layers from what they leave."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        layers += [nn.Conv2d(inputs, outputs, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+    if not pool_last:
+        layers.pop()
+    extractor = nn.Sequential(*layers, nn.Flatten(), *_dense(*dense))
+    return HeadedModel(extractor, nn.Linear(dense[-1], num_classes))
 
 
-def mnist_mlp(num_classes: int = 10) -> HeadedModel:
-    """784–64–32–classes for 28×28 grey images: 52,650 parameters with ten classes."""
-    return _perceptron(784, (64, 32), num_classes)
-
-
-def mnist_logistic(num_classes: int = 10) -> HeadedModel:
-    """Softmax regression 784–classes for 28×28 grey images: 7,850 parameters with ten classes."""
-    return HeadedModel(nn.Flatten(), nn.Linear(784, num_classes))
-
-
-def mnist_dnn(num_classes: int = 10) -> HeadedModel:
-    """784–100–classes for 28×28 grey images: 79,510 parameters with ten classes."""
-    return _perceptron(784, (100,), num_classes)
-
-
-def mnist_cnn(num_classes: int = 10) -> HeadedModel:
-    """Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 with ten classes."""
-    extractor = nn.Sequential(
-        nn.Conv2d(1, 8, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(256, 62),
-        nn.ReLU(),
-    )
-    return HeadedModel(extractor, nn.Linear(62, num_classes))
-
-
-def cifar10_cnn(num_classes: int = 10) -> HeadedModel:
-    """The CNN of DP²-FedSAM, Section 5.1: exactly 667,402 parameters with ten classes."""
-    extractor = nn.Sequential(
-        nn.Conv2d(3, 64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(128, 256, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(1024, 256),
-        nn.ReLU(),
-        nn.Linear(256, 128),
-        nn.ReLU(),
-    )
-    return HeadedModel(extractor, nn.Linear(128, num_classes))
-
-
-def cifar10_lenet(num_classes: int = 10) -> HeadedModel:
-    """LeNet-5 for 32×32 colour images: 62,006 parameters with ten classes."""
-    extractor = nn.Sequential(
-        nn.Conv2d(3, 6, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-    )
-    return HeadedModel(extractor, nn.Linear(84, num_classes))
-
-
-def mnist_cnn_32_64(num_classes: int = 10) -> HeadedModel:
-    """The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters with ten classes.
-
-    The paper leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
-    """
-    return _cnn_32_64(1, 28, num_classes)
-
-
-def cifar10_cnn_32_64(num_classes: int = 10) -> HeadedModel:
-    """`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters with ten classes."""
-    return _cnn_32_64(3, 32, num_classes)
-
-
-def _cnn_32_64(channels: int, size: int, num_classes: int) -> HeadedModel:
-    """Convolutions of 32 and 64 filters with one pooling between, and two dense layers."""
-    left = (size - 4) // 2 - 4
-    extractor = nn.Sequential(
-        nn.Conv2d(channels, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64 * left * left, 100),
-        nn.ReLU(),
-    )
-    return HeadedModel(extractor, nn.Linear(100, num_classes))
+def _dense(*widths: int) -> list[nn.Module]:
+    pairs = ((nn.Linear(inputs, outputs), nn.ReLU()) for inputs, outputs in pairwise(widths))
+    return [layer for pair in pairs for layer in pair]
 
 
 class _Residual(nn.Module):
@@ -195,11 +112,6 @@ def resnet18(num_classes: int = 10) -> HeadedModel:
     return HeadedModel(extractor, nn.Linear(512, num_classes))
 
 
-def synthetic_logistic(num_classes: int = 10) -> HeadedModel:
-    """Softmax regression 20–classes for the synthetic devices: 210 parameters with ten classes."""
-    return HeadedModel(nn.Flatten(), nn.Linear(synthetic.FEATURES, num_classes))
-
-
 class BinaryLogistic(HeadedModel):
     """Logits (0, w·x) of two classes, from one weight a feature; a bias is the head's own choice.
 
@@ -211,40 +123,12 @@ class BinaryLogistic(HeadedModel):
         return functional.pad(super().forward(x), (1, 0))
 
 
-def binary_logistic(num_classes: int = 2) -> BinaryLogistic:
-    """Logistic regression on 20 features for two classes: its 20 parameters are w alone.
-
-    Raises
-    ------
-    ValueError
-        ``num_classes`` is not 2.
-    """
+def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryLogistic:
     if num_classes != 2:
         raise InvalidValue(
-            f"num_classes={num_classes!r}: expected 2, all that binary-logistic can tell apart"
+            f"num_classes={num_classes!r}: expected 2, all that {name} can tell apart"
         )
-    return BinaryLogistic(nn.Flatten(), nn.Linear(synthetic.FEATURES, 1, bias=False))
-
-
-def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
-    """30–64–32–classes for card transactions: 4,130 parameters with two classes."""
-    return _perceptron(tabular.CREDITCARD_FEATURES, (64, 32), num_classes)
-
-
-def heart_disease_logistic(num_classes: int = 2) -> BinaryLogistic:
-    """Logistic regression on 13 features with a bias: 14 parameters.
-
-    Raises
-    ------
-    ValueError
-        ``num_classes`` is not 2.
-    """
-    if num_classes != 2:
-        raise InvalidValue(
-            f"num_classes={num_classes!r}: expected 2, all that heart-disease-logistic can tell "
-            "apart"
-        )
-    return BinaryLogistic(nn.Flatten(), nn.Linear(tabular.HEART_DISEASE_FEATURES, 1))
+    return BinaryLogistic(nn.Flatten(), nn.Linear(inputs, 1, bias=bias))
 
 
 def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
@@ -260,9 +144,9 @@ def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
     return HeadedModel(nn.Flatten(), nn.Linear(tabular.TCGA_BRCA_FEATURES, 1, bias=False))
 
 
-def letters_mlp(num_classes: int = 10) -> HeadedModel:
-    """784–196–classes for 28×28 grey letters: 155,830 parameters with ten classes."""
-    return _perceptron(784, (196,), num_classes)
+def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
+    """30–64–32–classes for card transactions: 4,130 parameters with two classes."""
+    return _perceptron(tabular.CREDITCARD_FEATURES, (64, 32), num_classes)
 
 
 class _SentenceVector(nn.Module):
@@ -292,6 +176,42 @@ def sent140_bilstm(
     """
     return HeadedModel(_SentenceVector(vocabulary_size, 300, 256), nn.Linear(512, num_classes))
 
+
+# These take ``num_classes`` as well: 10 where it is not given, but 2 for logistic regression.
+
+digits_mlp = partial(_perceptron, 64, (32,))
+"""64–32–classes for 8×8 digits: 2,410 parameters."""
+digits_logistic = partial(_linear, 64)
+"""Softmax regression 64–classes for 8×8 digits: 650 parameters."""
+mnist_mlp = partial(_perceptron, 784, (64, 32))
+"""784–64–32–classes for 28×28 grey images: 52,650 parameters."""
+mnist_logistic = partial(_linear, 784)
+"""Softmax regression 784–classes for 28×28 grey images: 7,850 parameters."""
+mnist_dnn = partial(_perceptron, 784, (100,))
+"""784–100–classes for 28×28 grey images: 79,510 parameters."""
+mnist_cnn = partial(_convolutional, (1, 8, 16), 5, (256, 62))
+"""Two 5×5 convolutions (8, 16 channels) for 28×28 grey images: 19,988 parameters."""
+mnist_cnn_32_64 = partial(_convolutional, (1, 32, 64), 5, (4096, 100), pool_last=False)
+"""The CNN of DP-Ditto for 28×28 grey images: 462,806 parameters.
+
+The paper leaves open the kernels (here 5×5) and the width between its dense layers (here 100).
+"""
+cifar10_cnn = partial(_convolutional, (3, 64, 128, 256), 3, (1024, 256, 128))
+"""The CNN of DP²-FedSAM, Section 5.1: exactly 667,402 parameters."""
+cifar10_lenet = partial(_convolutional, (3, 6, 16), 5, (400, 120, 84))
+"""LeNet-5 for 32×32 colour images: 62,006 parameters."""
+cifar10_cnn_32_64 = partial(_convolutional, (3, 32, 64), 5, (6400, 100), pool_last=False)
+"""`mnist_cnn_32_64` for 32×32 colour images: 694,806 parameters."""
+synthetic_logistic = partial(_linear, synthetic.FEATURES)
+"""Softmax regression 20–classes for the synthetic devices: 210 parameters."""
+binary_logistic = partial(_binary, "binary-logistic", synthetic.FEATURES, False)
+"""Logistic regression on 20 features for two classes: its 20 parameters are w alone."""
+heart_disease_logistic = partial(
+    _binary, "heart-disease-logistic", tabular.HEART_DISEASE_FEATURES, True
+)
+"""Logistic regression on 13 features with a bias: 14 parameters."""
+letters_mlp = partial(_perceptron, 784, (196,))
+"""784–196–classes for 28×28 grey letters: 155,830 parameters."""
 
 _MODELS: dict[str, Callable[..., HeadedModel]] = {
     "digits-mlp": digits_mlp,

@@ -59,7 +59,7 @@ class Flower:
 
     def deploy(self, nodes: int) -> None:
         """A SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
-        self.deployment = Deployment(self.home / "deployment", nodes, secure=False)
+        self.deployment = Deployment(self.home / "deployment", nodes)
         self.deployment.__enter__()
         self.env = self.deployment.env
 

@@ -8,7 +8,7 @@ import pytest
 
 from flower_ext.cli.deployment import Deployment
 from tests.apps.app import ULDP_FL
-from tests.faults.processes import WatchedRun, kill_node
+from tests.faults.processes import WatchedRun, kill_node, return_node
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
 
@@ -62,7 +62,7 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
         assert watch.reached.wait(900), deployment.logs()
         kill_node(deployment, VICTIM)
         assert watch.last_round() == FATAL
-        deployment.return_node(VICTIM, seconds=300)
+        return_node(deployment, VICTIM, seconds=300)
         entries = run.finish(1800).ledger()
         watch.over = True
     assert run.error is None

@@ -539,8 +539,8 @@ def test_the_help_of_plan_explains_its_symbols():
 def test_what_a_terminal_cannot_show_ends_no_command():
     code = (
         "import sys; from pathlib import Path; from flower_ext.cli import main as cli, launch; "
-        "launch._defaults(Path('apps/uldp_fl')); sys.argv = ['x', 'calibrate', '--help']; "
-        "cli.main()"
+        "launch.checked_settings(Path('apps/uldp_fl'), []); "
+        "sys.argv = ['x', 'calibrate', '--help']; cli.main()"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     done = subprocess.run(

@@ -142,7 +142,39 @@ def _restart(deployment: Deployment, node: int, config: Mapping[str, str]) -> No
     process = deployment.supernodes[node]
     signal_group(process, signal.SIGTERM)
     process.wait()
-    deployment.return_node(node, config=config)
+    return_node(deployment, node, config=config)
+
+
+def return_node(
+    deployment: Deployment,
+    node: int,
+    *,
+    config: Mapping[str, str] | None = None,
+    seconds: float = 150,
+) -> None:
+    """Start a SuperNode again and again until it is let in, as a service manager would.
+
+    Flower refuses a node that it believes to be online: after a crash, until the heartbeats of the
+    process before are overdue (60 s).
+
+    Raises
+    ------
+    TimeoutError
+        It is not let in after ``seconds``.
+    """
+    log = deployment.folder / "logs" / f"node-{node}.log"
+    deadline = time.monotonic() + seconds
+    while True:
+        before = log.stat().st_size
+        process = deployment.start_node(node, config=config)
+        while process.poll() is None:
+            if b"SuperNode ID:" in log.read_bytes()[before:]:
+                return
+            time.sleep(0.2)
+        signal_group(process, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"node {node} was not let in after {seconds:g} s")
+        time.sleep(3)
 
 
 def kill_client(deployment: Deployment, node: int, *, at_work: float = 0.0) -> None:
@@ -359,7 +391,7 @@ def under_faults(deployment: Deployment, plan: Plan, path: Path, *, timeout: int
                 print(f"round {number}: {fault.kind}, node {fault.node}", flush=True)
                 injected.append((number, fault))
             for node in plan.returns.get(number, ()):
-                returning.append(owners.submit(deployment.return_node, node))
+                returning.append(owners.submit(return_node, deployment, node))
         for owner in returning:
             owner.result()
     run = watched.finish()
