@@ -22,13 +22,13 @@ def require_not_negative(name: str, value: float) -> None:
 
 def require_at_least_one(name: str, value: float) -> None:
     """Refuse what is below 1."""
-    if value < 1:
+    if not value >= 1:
         raise InvalidValue(f"{name}={value!r}: expected an integer >= 1")
 
 
 def require_count(name: str, value: int) -> None:
     """Refuse what is below 0."""
-    if value < 0:
+    if not value >= 0:
         raise InvalidValue(f"{name}={value!r}: expected an integer >= 0")
 
 

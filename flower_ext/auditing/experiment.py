@@ -10,9 +10,9 @@ from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import AdversaryView
-from flower_ext.checks import require_at_least_one
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
-from flower_ext.errors import InvalidValue
 from flower_ext.checks import require_at_least_one
+from flower_ext.errors import InvalidValue
 
 Distribution = Literal["uniform", "zipf"]
 

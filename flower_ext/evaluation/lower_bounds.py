@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
-from flower_ext.checks import require_at_least_one
 
 HELD_OUT = 0.25
 """Share of the trials on which the threshold is chosen."""

@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.planning.convergence import (
     ConvergenceBound,
@@ -26,7 +27,6 @@ from flower_ext.planning.convergence import (
     convergence_bound,
 )
 from flower_ext.planning.fairness import LinearFairness
-from flower_ext.checks import require_at_least_one
 from flower_ext.privacy.guarantee import Basis
 
 
