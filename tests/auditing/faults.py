@@ -34,7 +34,7 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
 
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Wherever something is clipped."""
-    patch.setattr("flower_ext.federation.protection.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
