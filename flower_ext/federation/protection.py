@@ -58,6 +58,7 @@ _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
         "agreed-examples": "num_examples",
     },
     PerturbObjective: {"objective-rate": "rate", "least-examples": "least_examples"},
+    ProtectedByTraining: {},
 }
 """Fields of each protection by their names in a message."""
 _OPTIONAL = frozenset({"agreed-examples", "noise-grid"})
@@ -70,12 +71,23 @@ _OTHER_FACTS = frozenset(
 
 
 def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, float]:
-    """A protection as a message has it."""
+    """A protection as a message has it.
+
+    Raises
+    ------
+    TypeError
+        No message names it: a client would read that as another protection, or as none.
+    """
     if protection is None:
         return {}
-    if isinstance(protection, ProtectedByServer):
+    if type(protection) is ProtectedByServer:
         return {_BY_SERVER: True}
-    names = _NUMBERS.get(type(protection), {})
+    if type(protection) not in _NUMBERS:
+        raise TypeError(
+            f"{type(protection).__name__}: no message says it; add its fields to _NUMBERS in "
+            f"{__name__}, under names that no other protection has all of"
+        )
+    names = _NUMBERS[type(protection)]
     facts = {name: getattr(protection, field) for name, field in names.items()}
     told = {name: value for name, value in facts.items() if value is not None}
     return {**told, SEEDED: seeded_noise}

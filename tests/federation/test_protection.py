@@ -54,6 +54,7 @@ from flower_ext.privacy.protections import (
     PerturbObjective,
     ProtectedByServer,
     ProtectedByTraining,
+    Protection,
 )
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
@@ -488,6 +489,32 @@ PROTECTIONS = [
     ProtectedByTraining(),
     None,
 ]
+
+
+def test_every_protection_of_the_package_is_among_those_that_arrive():
+    def kinds(of):
+        return {of} | {kind for own in of.__subclasses__() for kind in kinds(own)}
+
+    named = {type(protection) for protection in PROTECTIONS} - {type(None)}
+    own = {kind for kind in kinds(Protection) if kind.__module__.startswith("flower_ext.")}
+    assert own - {Protection} == named
+
+
+@pytest.mark.parametrize("base", [ClipUpdate, ProtectedByServer, ProtectedByTraining, Protection])
+def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked(base):
+    class Unknown(base):
+        pass
+
+    class Plan(ReleasePlan):
+        def protection(self, run, cohort_size):
+            numbers = {"clipping_norm": 1.0, "noise_stddev": 0.5} if base is ClipUpdate else {}
+            return Unknown(**numbers)
+
+    grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
+    strategy = DPFedAvg(plan=Plan(**vars(release_plan())), local=EXACT)
+    with pytest.raises(TypeError, match="Unknown: no message says it"):
+        strategy.start(grid, initial(), num_rounds=1)
+    assert not of_training(grid.sent)
 
 
 @pytest.mark.parametrize("protection", PROTECTIONS)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flower_ext.data import ClientData
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
 from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.state.memory import ClientVault
@@ -125,13 +125,15 @@ class LocalResult:
             There is none, or two.
         """
         if (self.model is None) == (self.update is None):
-            raise InvalidValue("LocalResult: expected either a model or an update")
+            raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
             return self.model if whole else difference(self.model, received)
         if whole or self.update is None:
-            raise InvalidValue(
-                "the plan clips and noises whole models, and the method returns none: return "
-                "LocalResult(model=...) in place of an update"
+            raise tellable(
+                InvalidValue(
+                    "the plan clips and noises whole models, and the method returns none: return "
+                    "LocalResult(model=...) in place of an update"
+                )
             )
         return self.update
 
