@@ -1,7 +1,7 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
 # make test    install and run the tests
-# make test-all   and the audits with many trials (make audits)
+# make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
@@ -42,7 +42,9 @@ deploy: install
 test: install
 	$(BIN)/pytest
 
-test-all: test audits
+test-all: install
+	$(BIN)/pytest -m 'not slow and not exhaustive'
+	$(BIN)/pytest -m exhaustive
 
 audits: install
 	$(BIN)/pytest -m exhaustive

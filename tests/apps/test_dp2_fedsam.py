@@ -10,6 +10,7 @@ from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.runs import NotARun, RunDirectory
 from tests.apps.app import DP2_FEDSAM
+from tests.support.grids import grid
 
 METHODS = (
     "dp2-fedsam",
@@ -31,7 +32,9 @@ def run(path, **overrides):
     return RunDirectory.open(path)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", grid(METHODS, lambda method: method in ("dp2-fedsam", "dp-fedsam-ft", "fedavg"))
+)
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)
     files = {p.name for p in run_.path.iterdir()}

@@ -18,6 +18,7 @@ from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
+from tests.support.grids import grid
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -112,7 +113,7 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
 
 @pytest.mark.parametrize(
     "app",
-    [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO],
+    grid([DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO], lambda app: app is DP2_FEDSAM),
     ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto"],
 )
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
@@ -120,11 +121,13 @@ def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
+@pytest.mark.full
 def test_several_clients_on_a_node_of_ray_are_the_same_run(flower, tmp_path):
     flower.run(DP_DITTO, run_directory=tmp_path / "run", clients_per_node=3)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(DP_DITTO, tmp_path / "reference"))
 
 
+@pytest.mark.full
 def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_remember(
     flower, tmp_path
 ):
@@ -153,12 +156,14 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     assert "Traceback" not in again.stderr
 
 
+@pytest.mark.full
 def test_silos_on_ray_run_dp_sgd_as_in_one_process(flower, tmp_path):
     flower.run(ULDP_FL, method="uldp-group", run_directory=tmp_path / "run")
     reference = in_process(ULDP_FL, tmp_path / "reference", method="uldp-group")
     same_run(RunDirectory.open(tmp_path / "run"), reference)
 
 
+@pytest.mark.full
 def test_a_failed_run_looks_failed(flower, tmp_path):
     settings = ("--set", "method=nonsense", "--set", f"run-directory={tmp_path / 'run'}")
     done = flower.command("flower-ext", "run", str(DP2_FEDSAM.folder), *settings)
@@ -167,10 +172,14 @@ def test_a_failed_run_looks_failed(flower, tmp_path):
 
 
 def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
-    """Two projects on one deployment, the second of them somebody else's."""
     flower.deploy(nodes=3)
     flower.run(DP2_FEDSAM, "loopback", run_directory=tmp_path / "run")
     same_run(RunDirectory.open(tmp_path / "run"), in_process(DP2_FEDSAM, tmp_path / "reference"))
+
+
+@pytest.mark.full
+def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_path):
+    flower.deploy(nodes=3)
     same_upcycling(foreign(flower, tmp_path, "upcycled", "loopback"), tmp_path)
 
 
@@ -213,6 +222,7 @@ def test_a_foreign_project_drops_the_strategy_in(flower, tmp_path):
     assert "PLD" in models
 
 
+@pytest.mark.full
 def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_path):
     """Somebody else's ClientApp and Flower's FedAvgM, on Ray; only the wrapper is ours."""
     facts = foreign(flower, tmp_path, "upcycled", "--federation-config", "num-supernodes=3")

@@ -14,6 +14,7 @@ import pytest
 from flower_ext.runs import RunDirectory, write_report
 from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 from tests.faults.kill import Trial, changed, differences, kill, short_of
+from tests.support.grids import grid
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -36,12 +37,19 @@ RUNS = [
     (ULDP_FL, {"method": "uldp-naive", "user-sampling-rate": 1.0}),
 ]
 
+DAILY = ("dp2-fedsam", "dp-pfedme", "scaffold", "uldp-avg-w")
+"""Heads, personal models, controls of clients, and no memory."""
+
 
 def trial(app, folder, **settings):
     return Trial(app=app.folder, folder=folder, config={**app.small_config(), **settings})
 
 
-@pytest.mark.parametrize(("app", "own"), RUNS, ids=[own["method"] for _, own in RUNS])
+@pytest.mark.parametrize(
+    ("app", "own"),
+    grid(RUNS, lambda run: run[1]["method"] in DAILY),
+    ids=[own["method"] for _, own in RUNS],
+)
 def test_a_seeded_run_that_was_killed_twice_ends_as_if_it_had_not(tmp_path, app, own):
     whole = trial(app, tmp_path / "whole", **{**own, "rounds": 4})
     whole.finish()
@@ -62,7 +70,9 @@ def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
     assert short_of(one, ended=False) == []
 
 
-@pytest.mark.parametrize("interrupted", [True, False], ids=["Ctrl-C", "killed"])
+@pytest.mark.parametrize(
+    "interrupted", grid([True, False], lambda interrupted: interrupted), ids=["Ctrl-C", "killed"]
+)
 def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupted):
     path = tmp_path / "run"
     settings = ["rounds=100000", "evaluate-every=5", "noise-multiplier=5", f"run-directory={path}"]

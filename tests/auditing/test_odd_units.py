@@ -232,12 +232,14 @@ def one_diverged_client():
     return experiment(1.0, {name: sums[1][name] - sums[0][name] for name in sums[0]})
 
 
+@pytest.mark.full
 def test_a_client_that_diverges_does_not_change_how_others_train():
     experiment = one_diverged_client()
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert not found.broken, found.to_dict()
 
 
+@pytest.mark.full
 def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch):
     """Processors add in orders of their own. To depend on none, the fault moves the last bit of
     every number, as some processors do where clients train again and alone.

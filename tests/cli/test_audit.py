@@ -24,6 +24,7 @@ def flower_ext(*arguments, cwd=ROOT):
     )
 
 
+@pytest.mark.full
 def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_is_not(tmp_path):
     status = {}
     for target in ("wrong", "experiment"):

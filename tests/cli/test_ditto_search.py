@@ -14,6 +14,7 @@ from tests.apps.app import DP_DITTO
 SMALL = ["clients=3", "partition=iid", "examples-per-client=20", "model=digits-logistic"]
 
 
+@pytest.mark.full
 def test_each_pair_that_the_turns_ask_for_is_a_run_and_the_best_of_them_is_the_answer(tmp_path):
     found = search_by_runs(
         DP_DITTO.folder,

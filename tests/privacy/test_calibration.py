@@ -16,6 +16,7 @@ from flower_ext.privacy.calibration import (
     calibrate_sampling_rate,
     default_relation,
 )
+from tests.support.grids import grid
 
 
 def random_settings(number: int, seed: int):
@@ -41,8 +42,9 @@ def random_settings(number: int, seed: int):
         }
 
 
-def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would():
-    for setting in random_settings(100, seed=0):
+@pytest.mark.parametrize("settings", grid([20, 100], lambda settings: settings == 20))
+def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(settings):
+    for setting in random_settings(settings, seed=0):
         target = setting["epsilon"]
         sigma = calibrate_noise_multiplier(**setting)
         facts = {name: value for name, value in setting.items() if name != "epsilon"}
