@@ -123,9 +123,9 @@ def read_update(
         bounded = {name: received[name] + step for name, step in update.arrays.items()}
     if (norm := l2_norm(bounded)) > limit * _ROUNDING:
         raise records.RefusedReply(
-            f"norm {norm:.4g}: expected at most {limit:.4g}, the plan's largest_upload of an "
-            "update that is bounded and noised; the client changed it after that, or runs another "
-            "version of the method"
+            f"norm {norm:.4g}: expected at most {limit:.4g}, which bound and noise of an honest "
+            "upload stay below (largest_upload of the plan); the client changed it after it was "
+            "protected, or runs another version of the method"
         )
     return update
 
