@@ -1,4 +1,4 @@
-"""What commands have in common: an option, tables that lose no word, and why a command failed."""
+"""Shared by all commands: an option, tables that lose no word, and why a command failed."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class NoiseSource(ABC):
     """Adds noise to arrays, from NumPy generators; subclasses say where one comes from."""
 
     is_secure: bool
-    """Whether nobody can reproduce the noise."""
+    """True where nobody can reproduce the noise."""
 
     @abstractmethod
     def _generator(self) -> np.random.Generator:

@@ -83,7 +83,7 @@ class Training:
 
     @property
     def without_noise(self) -> bool:
-        """Whether the trained model is what training alone made of the examples."""
+        """True where training adds no noise of its own to the model."""
         return self.solve in (train_each, _train_steadily)
 
 

@@ -1,4 +1,4 @@
-"""What each protection does to an upload, on arrays of any library."""
+"""Each protection bounds and noises an upload as it says, on arrays of any library."""
 
 import math
 

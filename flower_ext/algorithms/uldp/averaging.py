@@ -236,7 +236,7 @@ class UldpAvg(OnePhase):
     units_are_clients = False
     bounds_units = True
     secure_sum = SECURE_SUM
-    """What hides single uploads from the server, for guarantees that need it."""
+    """Name of the protection that hides single uploads from the server, for guarantees."""
     client = ClientMethod(
         name="uldp_avg",
         local_update=local_update,

@@ -341,7 +341,7 @@ def _built(task: Task) -> nn.Module:
 
 
 def _holds(check: Callable[..., bool], *facts: object) -> bool:
-    """Whether ``check`` says so, whatever a model makes of being taken apart."""
+    """Return what ``check`` returns; False where the model raises as it is taken apart."""
     try:
         return check(*facts)
     except Exception:
@@ -371,7 +371,7 @@ def _random(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers agree row by row, and some are there to be compared."""
+    """Return True if all rows of numbers agree, and at least one is not zero."""
     found, expected = (part.reshape(len(part), -1).double() for part in (found, expected))
     largest = expected.abs().amax(dim=1)
     agree = (found - expected).abs().amax(dim=1) <= _ALIKE * largest

@@ -179,7 +179,7 @@ def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Whether `gradients` takes the layer, unless a trial finds that the model uses it otherwise.
+    """Return True if `gradients` takes the layer; a trial then looks at how the model uses it.
 
     What few random examples might not show is left out here: padding that is not of zeros, and
     words that count by their frequency.
