@@ -32,6 +32,8 @@ from flower_ext.training import matches
 
 log = getLogger("flwr")
 
+_NO_DIGITS = str.maketrans("", "", "0123456789")
+
 
 class RunLoop(Strategy):
     """Base of strategies whose runs end well, and go on where they were cut off.
@@ -286,7 +288,10 @@ class RunLoop(Strategy):
         for prefix in self.personal:
             if any(matches(name, [prefix]) for name in names):
                 continue
-            if alike := get_close_matches(prefix, modules, n=1):
+            # Layers of other numbers are alike as well, and the server's model may lack this one.
+            letters = prefix.translate(_NO_DIGITS)
+            near = get_close_matches(prefix, modules)
+            if alike := [name for name in near if name.translate(_NO_DIGITS) != letters]:
                 raise InvalidValue(
                     f"personal={prefix!r} names no part of the model: did you mean {alike[0]!r}? "
                     "A part that is not named is shared"

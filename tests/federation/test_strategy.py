@@ -620,11 +620,12 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
         strategy.start(grid_of(), initial(), num_rounds=1)
 
 
-def test_a_personal_name_that_is_none_of_the_models_is_said(caplog):
-    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("last",))
+@pytest.mark.parametrize("name", ["last", "head2"])
+def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=(name,))
     with pytest.raises(FederationNotReady, match=r"'head.weight'\]: personal= names none of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
-    assert "personal='last' names none of ['extractor" in caplog.text
+    assert f"personal={name!r} names none of ['extractor" in caplog.text
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
