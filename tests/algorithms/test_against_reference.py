@@ -13,8 +13,10 @@ from flower_ext.algorithms import (
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
 from flower_ext.training import LocalTraining, evaluate
-from tests.algorithms.reference import batch_order, descend, federated
-from tests.worlds import Net, client_data, task
+from tests.support.reference.comparing import close
+from tests.support.reference.dp2_fedsam import federated
+from tests.support.reference.steps import batch_order, descend
+from tests.support.worlds import Net, client_data, task
 
 SEED, ROUNDS, CLIENTS = 4, 3, 5
 PLAN = ReleasePlan(
@@ -48,12 +50,6 @@ def run(strategy):
     result = strategy.start(grid, start, num_rounds=ROUNDS)
     assert strategy.refusals == []
     return records.to_params(result.arrays), grid
-
-
-def close(ours, theirs):
-    assert set(ours) == set(theirs)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from flower_ext.algorithms import (
 from flower_ext.data import ClientData
 from flower_ext.federation import InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
-from tests.worlds import client_data, task
+from tests.support.worlds import client_data, task
 
 OF_A_SUM = [DPFedAvg, DP2FedSAM, DPDitto, FedALA, FedDyn, PFedMe]
 CLIENTS = 4

@@ -10,8 +10,9 @@ from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.federation import InProcessGrid, client_app, records
 from flower_ext.privacy import ClippedSteps, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.training import LocalTraining, evaluate, part
-from tests.algorithms.ditto_reference import METHODS, federated
-from tests.worlds import Net, client_data, task
+from tests.support.reference.comparing import close, flat
+from tests.support.reference.dp_ditto import METHODS, federated
+from tests.support.worlds import client_data, task
 
 SEED, ROUNDS, CLIENTS = 4, 4, 5
 SAMPLING = FullParticipation(CLIENTS)
@@ -119,18 +120,8 @@ def theirs(method, plan):
     )
 
 
-def flat(params):
-    names = [name for name, _ in Net().named_parameters()]
-    assert set(params) == set(names)
-    return torch.cat([params[name].flatten() for name in names])
-
-
 def personal(method, memory):
     return part(memory, KEPT[method]) if KEPT[method] else memory
-
-
-def close(one, other):
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 every = pytest.mark.parametrize(("method", "plan"), PAIRS)

@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     ReleasePlan,
 )
-from tests.algorithms.least_squares import CLIENTS, LOCAL, LOST, Died, optimum, play, start
+from tests.support.least_squares import CLIENTS, LOCAL, LOST, Died, optimum, play, start
 
 EVERYONE = FullParticipation(CLIENTS)
 

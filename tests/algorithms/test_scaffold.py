@@ -16,7 +16,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
-from tests.algorithms.least_squares import (
+from tests.support.least_squares import (
     LOCAL,
     LOST,
     Died,

@@ -41,8 +41,9 @@ from flower_ext.privacy import (
 from flower_ext.privacy.theorems.uldp import uldp_avg_guarantees, uldp_closed_form
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
-from tests.algorithms import uldp_reference as reference
-from tests.worlds import CLASSES, FEATURES, Net
+from tests.support.reference import uldp as reference
+from tests.support.reference.comparing import close
+from tests.support.worlds import CLASSES, FEATURES, Net
 
 SEED, ROUNDS, SILOS, USERS = 4, 3, 3, 12
 LOCAL = LocalTraining(
@@ -97,12 +98,6 @@ def run(strategy, data=None, rounds=ROUNDS, **grid_options):
     grid = InProcessGrid(app, num_clients=count, **grid_options)
     result = strategy.start(grid, ArrayRecord(task().initial_params(SEED)), num_rounds=rounds)
     return records.to_params(result.arrays)
-
-
-def close(ours, theirs):
-    assert set(ours) == set(theirs)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])

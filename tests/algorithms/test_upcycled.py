@@ -50,7 +50,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, evaluate
-from tests.worlds import client_data, task
+from tests.support.worlds import client_data, task
 
 # A foreign project: its clients walk towards points of their own
 

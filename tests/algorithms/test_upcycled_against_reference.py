@@ -12,8 +12,8 @@ from flower_ext.algorithms.upcycled import Decaying
 from flower_ext.federation import ClientMemory, InProcessGrid, Stragglers, client_app, records
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.training import LocalTraining
-from tests.algorithms.upcycled_reference import METHODS, federated, task
-from tests.worlds import Net
+from tests.support.reference.comparing import close, flat
+from tests.support.reference.upcycled import METHODS, federated, task
 
 SEED, TRAINING_ROUNDS, CLIENTS, COHORT = 4, 4, 6, 4
 SAMPLING = FixedSizeSampling(CLIENTS, COHORT)
@@ -92,16 +92,6 @@ def theirs(method, upcycled):
         coefficient=(lambda m: 0.7 / m**0.5) if upcycled else None,
         **NUMBERS[method],
     )
-
-
-def flat(params):
-    names = [name for name, _ in Net().named_parameters()]
-    assert set(params) == set(names)
-    return torch.cat([params[name].flatten() for name in names])
-
-
-def close(one, other):
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 both = pytest.mark.parametrize("upcycled", [False, True], ids=["plain", "upcycled"])

@@ -12,7 +12,6 @@ import pytest
 from flower_ext.cli.deployment import Deployment
 from flower_ext.privacy import Ledger
 from flower_ext.runs import RunDirectory
-from tests.apps.app import DP2_FEDSAM
 from tests.faults.processes import (
     KILLED,
     SETTINGS,
@@ -28,6 +27,7 @@ from tests.faults.processes import (
     restart_superlink,
     under_faults,
 )
+from tests.support.apps import DP2_FEDSAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 

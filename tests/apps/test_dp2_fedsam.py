@@ -9,7 +9,7 @@ from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
 from flower_ext.privacy import Ledger
 from flower_ext.runs import NotARun, RunDirectory
-from tests.apps.app import DP2_FEDSAM
+from tests.support.apps import DP2_FEDSAM
 from tests.support.grids import grid
 
 METHODS = (

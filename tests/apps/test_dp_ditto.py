@@ -11,7 +11,7 @@ from flower_ext.federation import run_in_process
 from flower_ext.planning import PilotEstimates
 from flower_ext.runs import RunDirectory
 from flower_ext.training.models import build, parameter_count
-from tests.apps.app import DP_DITTO
+from tests.support.apps import DP_DITTO
 from tests.support.grids import grid
 
 METHODS = ("ditto", "pfedme", "fedamp", "apple", "fedala")

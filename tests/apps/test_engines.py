@@ -17,7 +17,7 @@ from flower_ext.cli.launch import environment
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
-from tests.apps.app import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
 from tests.support.grids import grid
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from flower_ext.cli.deployment import Deployment
-from tests.apps.app import ULDP_FL
 from tests.faults.processes import WatchedRun, kill_node, return_node
+from tests.support.apps import ULDP_FL
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2700)]
 

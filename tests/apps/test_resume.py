@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from flower_ext.runs import RunDirectory, write_report
-from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 from tests.faults.kill import Trial, changed, differences, kill, short_of
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 from tests.support.grids import grid
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -9,7 +9,7 @@ from flwr.app import Context, RecordDict
 from flower_ext.data import describe
 from flower_ext.data.datasets import names
 from flower_ext.federation import run_in_process
-from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 from tests.support.grids import grid
 
 

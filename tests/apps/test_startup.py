@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.apps.app import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL
 
 NEEDLESS = ["dp_accounting", "matplotlib", "numba", "opacus", "pandas", "ray", "scipy", "sklearn"]
 

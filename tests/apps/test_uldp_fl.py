@@ -10,7 +10,7 @@ from flower_ext.data import DataNotFound, histogram, load_silos
 from flower_ext.federation import FederationNotReady, run_in_process
 from flower_ext.privacy import AdversaryView, PrivacyUnit
 from flower_ext.runs import RunDirectory
-from tests.apps.app import ULDP_FL
+from tests.support.apps import ULDP_FL
 from tests.support.grids import grid
 
 AVERAGING = ("uldp-avg", "uldp-avg-w", "uldp-sgd", "uldp-sgd-w")

@@ -9,7 +9,7 @@ from flower_ext.federation import run_in_process
 from flower_ext.privacy import AdversaryView, PrivacyUnit
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.runs import RunDirectory
-from tests.apps.app import UPCYCLED_FL
+from tests.support.apps import UPCYCLED_FL
 from tests.support.grids import grid
 
 METHODS = ("fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme")

@@ -28,7 +28,7 @@ import pytest
 
 from flower_ext.auditing import audit
 from flower_ext.auditing.mechanisms import MECHANISMS
-from tests.auditing import faults
+from tests.support import planted_faults as faults
 from tests.support.grids import grid
 
 CONFIDENCE = 0.999

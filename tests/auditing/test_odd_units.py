@@ -30,8 +30,8 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from tests.worlds import CLASSES as CLASSES_OF_CLIENTS
-from tests.worlds import FEATURES, client_data
+from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
+from tests.support.worlds import FEATURES, client_data
 
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
 OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5

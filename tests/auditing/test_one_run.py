@@ -12,7 +12,7 @@ from flower_ext.auditing.mechanisms import ONE_STEP, Turns
 from flower_ext.data import ClientData, Examples
 from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan
 from flower_ext.training import Task
-from tests.auditing import faults
+from tests.support import planted_faults as faults
 
 CANARIES = 200
 

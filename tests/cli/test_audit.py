@@ -29,7 +29,7 @@ def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_
     status = {}
     for target in ("wrong", "experiment"):
         done = flower_ext(
-            f"tests.auditing.foreign:{target}",
+            f"tests.support.foreign_experiment:{target}",
             *("--trials", 200, "--confidence", 0.9999, "--output", tmp_path / target),
         )
         told = json.loads((tmp_path / target / "audit.json").read_text())
@@ -56,9 +56,9 @@ def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
     ("arguments", "said"),
     [
         (["nothing"], "expected module:function, or one of client-noise"),
-        (["tests.auditing.foreign:nothing"], "nothing"),
+        (["tests.support.foreign_experiment:nothing"], "nothing"),
         (["no_such_module:nothing"], "no_such_module"),
-        (["tests.auditing.foreign:client_app"], "canary"),
+        (["tests.support.foreign_experiment:client_app"], "canary"),
         (["client-noise", "--confidence", "1"], "confidence"),
     ],
 )

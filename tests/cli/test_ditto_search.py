@@ -9,7 +9,7 @@ from flower_ext.cli.main import app
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
-from tests.apps.app import DP_DITTO
+from tests.support.apps import DP_DITTO
 
 SMALL = ["clients=3", "partition=iid", "examples-per-client=20", "model=digits-logistic"]
 

@@ -12,7 +12,7 @@ import pytest
 from flower_ext.cli import launch as module
 from flower_ext.cli.launch import LaunchFailed, launch
 from flower_ext.runs import RunDirectory
-from tests.apps.app import DP2_FEDSAM, FOREIGN, ULDP_FL
+from tests.support.apps import DP2_FEDSAM, FOREIGN, ULDP_FL
 
 
 class Flower:

@@ -183,7 +183,7 @@ def test_a_damaged_file_that_a_resumed_run_renews_says_so(tmp_path, file, renewe
     ],
 )
 def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said):
-    from tests.apps.app import DP2_FEDSAM
+    from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), *arguments)
     assert done.exit_code == 1
@@ -191,7 +191,7 @@ def test_run_refuses_unknown_settings_before_it_starts_anything(arguments, said)
 
 
 def test_a_run_is_either_in_one_process_or_on_a_superlink():
-    from tests.apps.app import DP2_FEDSAM
+    from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "somewhere", "--in-process")
     assert done.exit_code == 1
@@ -199,7 +199,7 @@ def test_a_run_is_either_in_one_process_or_on_a_superlink():
 
 
 def test_workers_are_those_of_a_run_without_ray():
-    from tests.apps.app import DP2_FEDSAM
+    from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "--workers", "2")
     assert done.exit_code == 1
@@ -207,7 +207,7 @@ def test_workers_are_those_of_a_run_without_ray():
 
 
 def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
-    from tests.apps.app import DP2_FEDSAM
+    from tests.support.apps import DP2_FEDSAM
 
     small = ["--set", "rounds=1", "--set", "partition=iid", "--runs", str(tmp_path)]
     done = call("run", str(DP2_FEDSAM.folder), "--clients", "7", *small)
@@ -236,7 +236,7 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_resuming_what_is_no_run_fails(tmp_path):
-    from tests.apps.app import DP2_FEDSAM
+    from tests.support.apps import DP2_FEDSAM
 
     done = call("run", str(DP2_FEDSAM.folder), "--resume", str(tmp_path))
     assert done.exit_code == 1

@@ -18,7 +18,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.shared_ledger import spent_by_run, total_spent
 from flower_ext.runs import RunDirectory
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS, DELTA = 3, 0.1
 PLAN = ReleasePlan(

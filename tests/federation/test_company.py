@@ -18,7 +18,7 @@ from flower_ext.privacy import (
 from flower_ext.runs import RunDirectory, write_report
 from flower_ext.training import LocalTraining, Task
 from tests.support.grids import grid
-from tests.worlds import CLASSES, FEATURES, Net, client_data
+from tests.support.worlds import CLASSES, FEATURES, Net, client_data
 
 CLIENTS = 9
 UNSTABLE = LocalTraining(epochs=6, batch_size=8, learning_rate=3.0)

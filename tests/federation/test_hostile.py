@@ -33,7 +33,7 @@ from flower_ext.training import LocalTraining
 from tests.algorithms import test_uldp
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS = 4
 FAST = LocalTraining(epochs=1, batch_size=10)

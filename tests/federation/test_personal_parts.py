@@ -12,7 +12,7 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS = 3
 LOCAL = LocalTraining(epochs=1, batch_size=8, learning_rate=0.1)

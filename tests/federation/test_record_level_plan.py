@@ -20,7 +20,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.training import LocalTraining, Task
 from tests.federation.test_strategy import Recorder
-from tests.worlds import Net, client_data, task
+from tests.support.worlds import Net, client_data, task
 
 CLIENTS = 4
 SAMPLING = FullParticipation(CLIENTS)

@@ -17,7 +17,7 @@ from flower_ext.federation import (
 from flower_ext.privacy import Budget, FullParticipation, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import NotARun, RunDirectory
 from flower_ext.training import LocalTraining
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS = 3
 

@@ -38,7 +38,7 @@ from flower_ext.runs import RunDirectory, write_report
 from flower_ext.runs.files import InUse
 from flower_ext.training import LocalTraining
 from tests.support.grids import grid
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS = 4
 SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)

@@ -36,7 +36,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
-from tests.worlds import FEATURES, Net, client_data, task
+from tests.support.worlds import FEATURES, Net, client_data, task
 
 CLIENTS = 6
 FAST = LocalTraining(epochs=1, batch_size=10)

@@ -2,7 +2,7 @@ import pytest
 
 from flower_ext.privacy import DpSgd, FullParticipation, GroupPlan
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 DELTA = 1e-5
 

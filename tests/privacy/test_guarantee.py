@@ -16,7 +16,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 RELEASE = Release(
     sampling=PoissonSampling(100, 0.1),

@@ -20,7 +20,7 @@ from flower_ext.privacy.theorems.upcycled import (
     upcycled_theorem_6_2,
 )
 from flower_ext.training import LocalTraining
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 OUTPUT = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
 OBJECTIVE = ObjectivePerturbation(rate=4.0)

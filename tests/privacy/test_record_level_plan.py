@@ -15,7 +15,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.clipped_steps import clipped_steps_epsilon, composed_epsilon
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_epsilon
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 TARGET = {
     "epsilon": 10.0,

@@ -11,7 +11,7 @@ from flower_ext.privacy import (
 from flower_ext.runs import NotARun, RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
 from tests.runs.test_report import finished
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 
 def test_the_deviation_over_runs_is_the_sample_deviation():

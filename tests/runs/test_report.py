@@ -10,7 +10,7 @@ from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePl
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.report import table, to_html
 

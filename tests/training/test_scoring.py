@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.training import Task, evaluate, evaluate_many
-from tests.training.jobs import SGD, UNEVEN, Dense, jobs_of, problem
+from tests.support.jobs import SGD, UNEVEN, Dense, jobs_of, problem
 
 
 def test_evaluation_in_pieces_equals_evaluation_at_once():

@@ -6,8 +6,8 @@ from torch import nn
 from flower_ext.algorithms.ditto import pilot_run
 from flower_ext.data import Examples
 from flower_ext.training import Task
-from tests.worlds import client_data
-from tests.worlds import task as network
+from tests.support.worlds import client_data
+from tests.support.worlds import task as network
 
 CLIENTS, ROUNDS, RATE = 3, 6, 0.2
 

@@ -17,7 +17,7 @@ from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
 from flower_ext.training.batched import dense, descent
-from tests.worlds import client_data, task
+from tests.support.worlds import client_data, task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 

@@ -10,7 +10,7 @@ from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining
-from tests.worlds import task
+from tests.support.worlds import task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 CLIENTS, PER_NODE = 12, 4

@@ -17,7 +17,7 @@ from flower_ext.federation.engines.workers import WorkerLost
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, SecureNoise
 from flower_ext.training import LocalTraining
-from tests.worlds import task
+from tests.support.worlds import task
 
 SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.05)
 

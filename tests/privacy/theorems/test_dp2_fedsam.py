@@ -8,7 +8,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2_noise_multiplier,
     theorem2_of_plan,
 )
-from tests.privacy.runs import run_facts
+from tests.support.run_facts import run_facts
 
 
 def plan(sampling=None, **changes) -> ReleasePlan:

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.secure.weighting.worlds import weighting_settings
+from tests.support.weighting import weighting_settings
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.secure.weighting.blinds import user_blinds, user_order
-from tests.secure.weighting.worlds import key
+from tests.support.weighting import key
 
 
 def test_blinds_are_units_of_their_own_for_each_user_and_seed():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flower_ext.secure import ZeroPool, estimate_round
-from tests.secure.weighting.worlds import World, weighting_settings
+from tests.support.weighting import World, weighting_settings
 
 
 def test_bytes_are_those_of_the_messages():

@@ -18,7 +18,7 @@ from flower_ext.secure import (
 )
 from flower_ext.secure.weighting.draw import chooser
 from flower_ext.secure.weighting.oblivious import SEAL_BYTES
-from tests.secure.weighting.worlds import World, draw_counts, key, weighting_settings
+from tests.support.weighting import World, draw_counts, key, weighting_settings
 
 ROUNDS = 4
 

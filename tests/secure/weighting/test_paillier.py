@@ -5,7 +5,7 @@ from gmpy2 import gcd, invert, mpz, next_prime, powmod, primorial
 from scipy import stats
 
 from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
-from tests.secure.weighting.worlds import key
+from tests.support.weighting import key
 
 
 def root(private: PrivateKey, ciphertext: mpz) -> mpz:

@@ -16,8 +16,8 @@ from flower_ext.secure import (
     WeightingServer,
     WeightingSilo,
 )
-from tests.secure.weighting.worlds import World, draw_counts, key, weighting_settings
 from tests.support.grids import grid
+from tests.support.weighting import World, draw_counts, key, weighting_settings
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.weighting.sums import EncryptedSums
 from tests.secure.weighting.test_paillier import root
-from tests.secure.weighting.worlds import World, key, weighting_settings
+from tests.support.weighting import World, key, weighting_settings
 
 ROUNDS = 3
 

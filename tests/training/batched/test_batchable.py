@@ -13,7 +13,7 @@ from flower_ext.training import Job, Proximal, train_many
 from flower_ext.training.batched import batchable
 from flower_ext.training.batched.batchable import depends_on_company, in_company, why_apart
 from flower_ext.training.batched.descent import Stack
-from tests.training.jobs import (
+from tests.support.jobs import (
     ALIKE,
     SGD,
     UNEVEN,

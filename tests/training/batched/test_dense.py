@@ -23,7 +23,7 @@ from flower_ext.training import (
 from flower_ext.training.batched import dense, native
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
-from tests.training.jobs import one_by_one
+from tests.support.jobs import one_by_one
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
 WAYS = {

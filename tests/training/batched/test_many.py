@@ -23,7 +23,7 @@ from flower_ext.training.batched import many as module
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.many import train_groups, train_many, trains_apart
 from flower_ext.training.batched.mapped import MappedModel
-from tests.training.jobs import (
+from tests.support.jobs import (
     ALIKE,
     SGD,
     UNEVEN,

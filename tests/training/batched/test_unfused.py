@@ -10,8 +10,8 @@ from flower_ext.training import ClippedGradient, Job, train_many
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.unfused import faster_alone, unfuse
+from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same
 from tests.training.dp.test_dp_sgd import by_loop
-from tests.training.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same
 
 KINDS = {
     "lstm": nn.LSTM,

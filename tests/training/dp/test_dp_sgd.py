@@ -25,7 +25,7 @@ from flower_ext.training import (
     train_dp_sgd,
 )
 from flower_ext.training.dp import dp_sgd, per_example
-from tests import worlds
+from tests.support import worlds
 
 
 def dense():

@@ -10,22 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from flower_ext.privacy import SeededNoise
-from tests.algorithms.reference import batch_order
-from tests.worlds import Net, client_data, task
+from tests.support.reference.steps import batch_order, slope
+from tests.support.worlds import Net, client_data, task
 
 HEAD = 36  # the last weights of the flat vector: 8 × 4 and 4
-
-
-def slope(w, x, y):
-    """Gradient of the mean cross-entropy at ``w``."""
-    model = Net()
-    vector_to_parameters(w, model.parameters())
-    loss = cross_entropy(model(x), y)
-    return parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def batches(data, generator, *, epochs, batch):

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.data import Examples
 from flower_ext.privacy import SeededNoise, seeded_generator
-from tests.algorithms.reference import batch_order, descend
-from tests.worlds import Net
+from tests.support.reference.steps import batch_order, descend
+from tests.support.worlds import Net
 
 
 def of_user(silo, user):

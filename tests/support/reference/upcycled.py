@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from flower_ext.data import ClientData, Examples
 from flower_ext.privacy import seeded_generator
 from flower_ext.training import Task
-from tests.algorithms.reference import batch_order
-from tests.worlds import Net, client_data
+from tests.support.reference.steps import batch_order, slope
+from tests.support.worlds import Net, client_data
 
 
 def uneven_data(client):
@@ -30,14 +29,6 @@ def uneven_data(client):
 
 def task():
     return Task(model=Net, data=uneven_data, device="cpu")
-
-
-def slope(w, x, y):
-    """Gradient of the mean cross-entropy at ``w``."""
-    model = Net()
-    vector_to_parameters(w, model.parameters())
-    loss = cross_entropy(model(x), y)
-    return parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
 
 
 class Client:

@@ -9,45 +9,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from flower_ext.privacy import SeededNoise, seeded_generator
-from flower_ext.privacy.randomness import derived_seed
-from tests.worlds import Net, client_data, task
-
-
-def batch_order(seed, client, server_round, kind="train"):
-    return torch.Generator().manual_seed(derived_seed(seed, "client", kind, client, server_round))
-
-
-def descend(model, part, data, *, epochs, batch, rate, momentum, radius, generator):
-    """SGD with momentum, or SAM when radius > 0, on the parameters of ``part``."""
-    params = [p for n, p in model.named_parameters() if n.startswith(part)]
-    velocity = [torch.zeros_like(p) for p in params]
-
-    def gradient(x, y):
-        return torch.autograd.grad(cross_entropy(model(x), y), params)
-
-    for _ in range(epochs):
-        order = torch.randperm(len(data), generator=generator)
-        for start in range(0, len(data), batch):
-            rows = order[start : start + batch]
-            x, y = data.features[rows], data.targets[rows]
-            g = gradient(x, y)
-            if radius > 0:
-                norm = math.sqrt(sum(float((a**2).sum()) for a in g))
-                ascent = [radius * a / norm for a in g]
-                with torch.no_grad():
-                    for p, e in zip(params, ascent, strict=True):
-                        p += e
-                g = gradient(x, y)
-                with torch.no_grad():
-                    for p, e in zip(params, ascent, strict=True):
-                        p -= e
-            with torch.no_grad():
-                for p, v, a in zip(params, velocity, g, strict=True):
-                    v.mul_(momentum).add_(a)
-                    p -= rate * v
+from tests.support.reference.steps import batch_order, descend
+from tests.support.worlds import Net, client_data, task
 
 
 def federated(plan, *, seed, rounds, phases, shared, server_rate):
