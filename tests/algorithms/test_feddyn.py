@@ -16,7 +16,8 @@ from flower_ext.privacy import (
     PoissonSampling,
     ReleasePlan,
 )
-from tests.support.least_squares import CLIENTS, LOCAL, LOST, Died, optimum, play, start
+from tests.support.dying_runs import Died
+from tests.support.least_squares import CLIENTS, LOCAL, LOST, optimum, play, start
 
 EVERYONE = FullParticipation(CLIENTS)
 

@@ -16,10 +16,10 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
+from tests.support.dying_runs import Died
 from tests.support.least_squares import (
     LOCAL,
     LOST,
-    Died,
     LosingGrid,
     optimum,
     play,

@@ -34,7 +34,6 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     PoissonSampling,
     PrivacyUnit,
-    ReleasePlan,
     gaussian_loss,
     privacy_loss_of,
 )
@@ -43,53 +42,9 @@ from flower_ext.training import DpSgdTraining, LocalTraining, Task
 from flower_ext.training.batched import many
 from tests.support.reference import uldp as reference
 from tests.support.reference.comparing import close
-from tests.support.worlds import CLASSES, FEATURES, Net
-
-SEED, ROUNDS, SILOS, USERS = 4, 3, 3, 12
-LOCAL = LocalTraining(
-    epochs=2, batch_size=4, learning_rate=0.2, momentum=0.5, learning_rate_decay=0.9
-)
-
-
-def silo(number, records_=40, users=USERS - 1):
-    """User ``users`` has no record anywhere; user 0 none in silo 0; sizes differ."""
-    rng = np.random.default_rng(number)
-    owners = rng.choice(users, size=records_, p=np.arange(1, users + 1) / (users * (users + 1) / 2))
-    if number == 0:
-        owners[owners == 0] = 1
-    generator = torch.Generator().manual_seed(number)
-    targets = torch.randint(CLASSES, (records_ + 10,), generator=generator)
-    features = torch.randn(records_ + 10, FEATURES, generator=generator)
-    features[:, 0] += 2.0 * targets
-    return SiloData(
-        train=Examples(features[:records_], targets[:records_]),
-        test=Examples(features[records_:], targets[records_:]),
-        owners=torch.from_numpy(owners),
-    )
-
-
-def silos(count=SILOS):
-    return [silo(number) for number in range(count)]
-
-
-def task(data=None):
-    data = silos() if data is None else data
-    return Task(model=Net, data=lambda number: data[number], device="cpu")
-
-
-def plan(sampling=None, **changes):
-    facts = {
-        "sampling": sampling or FullParticipation(USERS),
-        "clipping_norm": 0.3,
-        "noise_multiplier": 0.4,
-        "rounds": ROUNDS,
-        "delta": 1e-5,
-        "unit": PrivacyUnit.USER,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-COMMON = {"num_silos": SILOS, "seed": SEED, "seeded_noise": True, "server_learning_rate": 5.0}
+from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.travelling import Recorder
+from tests.support.worlds import CLASSES, FEATURES
 
 
 def run(strategy, data=None, rounds=ROUNDS, **grid_options):
@@ -416,21 +371,6 @@ def test_a_silo_refuses_weights_that_break_its_users_bound(weights, said):
 
 
 # Users ---------------------------------------------------------------------------------------
-
-
-class Recorder(InProcessGrid):
-    """Keeps every training message and reply."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.sent, self.received = [], []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        self.sent += messages
-        self.received += replies
-        return replies
 
 
 def recorded(strategy, data=None):

@@ -39,7 +39,8 @@ from flower_ext.privacy import (
 )
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
-from tests.algorithms.test_uldp import (
+from tests.support.private_silos import SMALL, difference, make, start
+from tests.support.silos import (
     COMMON,
     LOCAL,
     ROUNDS,
@@ -50,34 +51,10 @@ from tests.algorithms.test_uldp import (
     silos,
     task,
 )
+from tests.support.travelling import Recorder
+from tests.support.weighting import numbers
 
-SMALL = PrivateWeighting(
-    key_bits=512,
-    allow_insecure_key_size=True,
-    max_records_per_user=60,
-    precision=1e-6,  # well above what models in float32 round
-)
 METHOD = PrivateUldpAvg.client.name
-
-
-def make(method=PrivateUldpAvg, protocol=SMALL, **changes):
-    rest = {"sampling": FullParticipation(USERS), "ledger": None, "plan": {}, **changes}
-    facts = {"dropout_policy": "discard", **rest.pop("plan")}
-    local = {"local": LOCAL} if not issubclass(method, UldpSgd) else {}
-    weighting = {"protocol": protocol} if issubclass(method, PrivateUldpAvg) else {}
-    if not weighting:
-        weighting = {"weighting": "by-records"}
-    sampled = plan(rest.pop("sampling"), **facts)
-    return method(plan=sampled, **weighting, **local, **{**COMMON, **rest})
-
-
-def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
-    """The grid and the final model."""
-    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
-    grid = grid_of(app, num_clients=SILOS, **options)
-    initial = ArrayRecord(task().initial_params(SEED))
-    result = strategy.start(grid, initial, num_rounds=rounds)
-    return grid, records.to_arrays(result.arrays)
 
 
 def vault(grid, number):
@@ -86,10 +63,6 @@ def vault(grid, number):
 
 def kept(grid, number=0):
     return keeping.resume(vault(grid, number))
-
-
-def difference(one, other):
-    return max(float(np.abs(one[n] - other[n]).max()) for n in other)
 
 
 # The result --------------------------------------------------------------------------------------
@@ -265,21 +238,6 @@ def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
 # What travels ------------------------------------------------------------------------------------
 
 
-class Recorder(InProcessGrid):
-    """Keeps every message and reply."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.sent, self.received = [], []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        self.sent += messages
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        self.received += replies
-        return replies
-
-
 def raw(message):
     """All bytes and texts of a message."""
     content = message.content
@@ -297,10 +255,6 @@ def arrays(messages, record, name):
         if sent is not None and name in sent:
             found.append((message, records.to_arrays(sent)[name].tobytes()))
     return found
-
-
-def numbers(data, size):
-    return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
 
 
 @pytest.fixture(scope="module")

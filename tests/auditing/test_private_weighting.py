@@ -1,7 +1,7 @@
 """Encrypted weights are plain ones at full key size; `test_mechanisms` audits the plain ones."""
 
 from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg
-from tests.algorithms.test_uldp_private import difference, make, start
+from tests.support.private_silos import difference, make, start
 
 ROUNDS = 2
 

@@ -30,9 +30,9 @@ from flower_ext.privacy import (
 )
 from flower_ext.privacy.noise import largest_noised_norm
 from flower_ext.training import LocalTraining
-from tests.algorithms import test_uldp
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
+from tests.support import silos as uldp
 from tests.support.worlds import task
 
 CLIENTS = 4
@@ -317,14 +317,12 @@ def test_a_server_that_noises_clips_whatever_comes():
 
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
-    strategy = UldpAvg(plan=test_uldp.plan(), num_silos=3, weighting=weighting, local=FAST)
-    grid = InProcessGrid(UldpAvg.client_app(test_uldp.task()), 3)
-    strategy.configure_train(
-        1, ArrayRecord(test_uldp.task().initial_params(0)), ConfigRecord(), grid
-    )
+    strategy = UldpAvg(plan=uldp.plan(), num_silos=3, weighting=weighting, local=FAST)
+    grid = InProcessGrid(UldpAvg.client_app(uldp.task()), 3)
+    strategy.configure_train(1, ArrayRecord(uldp.task().initial_params(0)), ConfigRecord(), grid)
     norms = [strategy.cohort.norms[silo] for silo in range(3)]
-    present = {int(user) for silo in test_uldp.silos() for user in silo.owners}
-    users = test_uldp.USERS if weighting == "equal" else len(present)
+    present = {int(user) for silo in uldp.silos() for user in silo.owners}
+    users = uldp.USERS if weighting == "equal" else len(present)
     assert sum(norms) == pytest.approx(users)
     assert min(norms) > 0.5
 
@@ -442,7 +440,7 @@ def test_a_server_that_begins_to_share_the_head_does_not_get_it():
 
 def test_silos_make_no_room_for_more_users_than_there_can_be():
     with pytest.raises(ValueError, match=f"1 … {MOST_USERS}"):
-        owned(test_uldp.silo(0), MOST_USERS + 1)
+        owned(uldp.silo(0), MOST_USERS + 1)
 
 
 @pytest.mark.parametrize("data", [np.zeros(3, np.uint8), np.ones(1, np.uint8), np.zeros(1)])

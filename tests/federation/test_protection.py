@@ -59,8 +59,8 @@ from flower_ext.privacy.protections import (
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.theorems.upcycled import perturbation_guarantees, upcycled_theorem_6_3
 from flower_ext.training import LocalTraining, Task, train
-from tests.federation.test_strategy import Recorder, Tampering
 from tests.support import worlds
+from tests.support.travelling import Recorder, Tampering
 
 CLIENTS = 3
 DIMENSION = 2

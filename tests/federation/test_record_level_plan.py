@@ -19,7 +19,7 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.training import LocalTraining, Task
-from tests.federation.test_strategy import Recorder
+from tests.support.travelling import Recorder
 from tests.support.worlds import Net, client_data, task
 
 CLIENTS = 4

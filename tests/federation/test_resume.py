@@ -10,16 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord
 from safetensors.numpy import load_file
 
-from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn
+from flower_ext.algorithms import DPFedAvg, FedDyn
 from flower_ext.federation import (
     FederationNotReady,
-    InProcessGrid,
-    first_config,
     recorded_run,
-    save_outcome,
 )
 from flower_ext.federation.state.sealed import Damaged
 from flower_ext.privacy import (
@@ -30,84 +26,15 @@ from flower_ext.privacy import (
     NonPrivatePlan,
     OutputPerturbation,
     PerturbationPlan,
-    PoissonSampling,
     RecordLevelPlan,
-    ReleasePlan,
 )
 from flower_ext.runs import RunDirectory, write_report
 from flower_ext.runs.files import InUse
 from flower_ext.training import LocalTraining
+from tests.support.dying_runs import CLIENTS, Died, plan, play
 from tests.support.grids import grid
-from tests.support.worlds import task
 
-CLIENTS = 4
 SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
-
-
-def plan(**changes) -> ReleasePlan:
-    facts = {
-        "sampling": PoissonSampling(population=CLIENTS, rate=0.7),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 5,
-        "delta": 0.01,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-class Died(BaseException):
-    """Stands for the end of the process: nothing of this package catches it to go on."""
-
-
-def play(
-    folder: Path,
-    *,
-    rounds: int = 5,
-    dies_in: int | None = None,
-    at: str = "answers",
-    strategy=DP2FedSAM,
-    ledger: bool = True,
-    memory: bool = True,
-    rounds_set: int | None = None,
-    budget: Budget | None = None,
-    **options,
-):
-    """One start of a run; ``dies_in`` a round, between its questions and answers or after them."""
-    facts = {"seed": 1, "seeded_noise": True, "plan": plan(), "evaluate_every": 2, **options}
-    config = {
-        "run-directory": str(folder / "run"),
-        "resume": True,
-        "rounds": rounds_set or rounds,
-        "seeded": facts["seeded_noise"],
-    }
-    with recorded_run({**config, "rounds": first_config(config)["rounds"]}, "toy") as run:
-        one = strategy(
-            run=run,
-            ledger=run.open_ledger(budget=budget) if ledger else None,
-            **facts,
-        )
-        settings = {"state-folder": str(folder / "state")} if memory else {}
-        grid = DyingGrid(strategy.client_app(task(), allow_seeded_noise=True), CLIENTS, settings)
-        grid.dies_in, grid.at = dies_in, at
-        result = one.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
-        save_outcome(run, one, result)
-    return RunDirectory.open(folder / "run"), one
-
-
-class DyingGrid(InProcessGrid):
-    dies_in: int | None = None
-    at = "answers"
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        kind = messages[0].metadata.message_type if messages else ""
-        dying = kind.startswith("train") and messages[0].metadata.group_id == str(self.dies_in)
-        if dying and self.at == "questions":
-            raise Died
-        answers = super().send_and_receive(messages, timeout=timeout)
-        if dying:
-            raise Died
-        return answers
 
 
 def rows(run: RunDirectory):
@@ -450,7 +377,7 @@ def test_a_budget_at_another_delta_or_without_privacy_is_refused():
 FULL = """
 import resource, sys
 from pathlib import Path
-from tests.federation.test_resume import play
+from tests.support.dying_runs import play
 size = int(sys.argv[2])
 play(Path(sys.argv[1]), rounds=1, seeded_noise=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -36,6 +36,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
+from tests.support.travelling import Recorder, Tampering
 from tests.support.worlds import FEATURES, Net, client_data, task
 
 CLIENTS = 6
@@ -64,21 +65,6 @@ def grid_of(app: ClientApp | None = None, clients: int = CLIENTS) -> InProcessGr
 
 def average_app(app: ClientApp | None = None) -> ClientApp:
     return app or DPFedAvg.client_app(task(), allow_seeded_noise=True)
-
-
-class Recorder(InProcessGrid):
-    """Keeps every message of a run, both ways."""
-
-    def __init__(self, *args, **how):
-        super().__init__(*args, **how)
-        self.sent, self.received = [], []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        self.sent += messages
-        self.received += replies
-        return replies
 
 
 def all_arrays(message: Message):
@@ -298,20 +284,6 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
     assert answered == [CLIENTS * clients_per_node, (CLIENTS - 1) * clients_per_node]
     assert len(strategy.refusals) == 2 * clients_per_node  # training and evaluation
     assert all("this node held partition" in refusal for refusal in strategy.refusals)
-
-
-class Tampering(InProcessGrid):
-    """Changes the replies of chosen partitions on their way back."""
-
-    tamper = {}
-
-    def send_and_receive(self, messages, *, timeout=None):
-        out = []
-        for reply in super().send_and_receive(messages, timeout=timeout):
-            how = self.tamper.get(reply.metadata.src_node_id - 1_000)
-            train = reply.metadata.message_type.startswith("train")
-            out += how(reply) if how and train else [reply]
-        return out
 
 
 def broken(value):

@@ -14,6 +14,7 @@ from torch import nn
 from flower_ext.data import ClientData, Examples
 from flower_ext.federation import ClientMemory, InProcessGrid, recorded_run, records
 from flower_ext.training import LocalTraining, Task
+from tests.support.dying_runs import Died
 
 CLIENTS = 4
 LOCAL = LocalTraining(epochs=5, batch_size=8, learning_rate=0.05)
@@ -57,10 +58,6 @@ def optimum() -> np.ndarray:
     return np.linalg.solve(
         sum(curvatures), sum(h @ own for h, own in zip(curvatures, OWN, strict=True))
     )
-
-
-class Died(BaseException):
-    """Stands for the end of the process: nothing of this package catches it to go on."""
 
 
 class LosingGrid(InProcessGrid):

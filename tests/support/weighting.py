@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
+from gmpy2 import invert, mpz, powmod
 
 from flower_ext.secure import MaskedSum, WeightingServer, WeightingSettings, WeightingSilo
 from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
@@ -110,3 +111,13 @@ class World:
                     total = total + weight * updates[silo, user]
             total = total + noise[silo]
         return total
+
+
+def root(private: PrivateKey, ciphertext: mpz) -> mpz:
+    """The randomness r of a ciphertext (1 + n)^m · r^n: what a key holder can read."""
+    p, q, n = private.p, private.q, private.public.n
+    return powmod(ciphertext % n, invert(n, (p - 1) * (q - 1)), n)
+
+
+def numbers(data: bytes, size: int) -> list[mpz]:
+    return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from flower_ext.algorithms import DP2FedSAM, Scaffold
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan
 from flower_ext.runs import RunDirectory
-from tests.federation.test_resume import CLIENTS, play
+from tests.support.dying_runs import CLIENTS, play
 
 FORMER = Path(__file__).with_name("former_runs.zip")
 METHODS = {

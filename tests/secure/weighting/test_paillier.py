@@ -1,17 +1,11 @@
 import numpy as np
 import phe
 import pytest
-from gmpy2 import gcd, invert, mpz, next_prime, powmod, primorial
+from gmpy2 import gcd, mpz, next_prime, powmod, primorial
 from scipy import stats
 
 from flower_ext.secure.weighting.paillier import PrivateKey, PublicKey, ZeroPool, generate_key
-from tests.support.weighting import key
-
-
-def root(private: PrivateKey, ciphertext: mpz) -> mpz:
-    """The randomness r of a ciphertext (1 + n)^m · r^n: what a key holder can read."""
-    p, q, n = private.p, private.q, private.public.n
-    return powmod(ciphertext % n, invert(n, (p - 1) * (q - 1)), n)
+from tests.support.weighting import key, root
 
 
 def encrypt(public: PublicKey, message: int, zero: mpz | None = None) -> mpz:

@@ -12,14 +12,9 @@ from flower_ext.secure import BlindedCounts, EncryptedWeights, MaskedSum, Weight
 from flower_ext.secure.fixed_point import from_residue
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.weighting.sums import EncryptedSums
-from tests.secure.weighting.test_paillier import root
-from tests.support.weighting import World, key, weighting_settings
+from tests.support.weighting import World, key, numbers, root, weighting_settings
 
 ROUNDS = 3
-
-
-def numbers(data: bytes, size: int) -> list[mpz]:
-    return [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
 
 
 def world_of(counts, **changes) -> World:
