@@ -23,7 +23,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import (
 )
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.directory import NotARun
-from tests.runs.test_report import finished
+from tests.support.finished_runs import finished
 from tests.support.grids import grid
 
 FACTS = ["--population", "100", "--sampling-rate", "0.1", "--rounds", "60"]

@@ -1,5 +1,4 @@
 import gzip
-import os
 import pickle
 import struct
 from pathlib import Path
@@ -9,8 +8,7 @@ import pytest
 import torch
 
 from flower_ext.data import DataNotFound, describe, load, names
-
-REAL = Path(os.environ.get("FLOWER_EXT_DATA", Path(__file__).parents[3] / "shared" / "data"))
+from tests.support.real_data import REAL
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -29,13 +27,6 @@ def small_mnist(folder: Path, suffix: str = ".gz") -> tuple[np.ndarray, np.ndarr
         write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", images[rows])
         write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", labels[rows])
     return images, labels
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
 
 
 def test_digits_are_always_there():

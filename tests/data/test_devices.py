@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import numpy as np
@@ -7,17 +6,12 @@ import torch
 
 from flower_ext.data import DataNotFound, describe_devices, device_names, load_devices, synthetic
 from flower_ext.training.models import build
+from tests.support.real_data import REAL
 
-REAL = Path(os.environ.get("FLOWER_EXT_DATA") or Path(__file__).parents[3] / "shared" / "data")
+pytestmark = pytest.mark.usefixtures("offline")
+
 SYNTHETIC = [name for name in device_names() if name.startswith("synthetic")]
 LETTERS = Path("nist_vowels10") / "nist_vowels10_28x28.npz"
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
 
 
 def authors_file(folder: Path, kind: str, count: int = 3) -> None:

@@ -1,12 +1,11 @@
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flower_ext.data import load
+from tests.support.real_data import REAL
 
-REAL = Path(os.environ.get("FLOWER_EXT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 FEMNIST = Path("femnist_digits_12clients") / "femnist_digits_12clients.npz"
 CIFAR = Path("cifar10") / "cifar10.npz"
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from flower_ext.data import DataNotFound
 from flower_ext.data.sent140 import encode, load, tokenize, vocabulary
 
+pytestmark = pytest.mark.usefixtures("offline")
+
 FILE = "training.1600000.processed.noemoticon.csv"
 NASTY = [
     'He said ""hi"", really',
@@ -18,13 +20,6 @@ NASTY = [
     "two\nlines",
     "&quot;Tom &amp; Jerry&quot;",
 ]
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
 
 
 def rows(users: dict[str, int]) -> list[tuple[int, str, str]]:

@@ -1,7 +1,5 @@
 import math
-import os
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,16 +14,11 @@ from flower_ext.data import (
     silo_names,
 )
 from flower_ext.training.models import build
+from tests.support.real_data import REAL
 
-REAL = Path(os.environ.get("FLOWER_EXT_DATA") or Path(__file__).parents[3] / "shared" / "data")
+pytestmark = pytest.mark.usefixtures("offline")
+
 EMBEDDED = ["digits", "breast-cancer"]
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
 
 
 def rows(silos) -> list[tuple[float, ...]]:

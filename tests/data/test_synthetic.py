@@ -1,6 +1,3 @@
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,8 +14,8 @@ from flower_ext.data.synthetic import (
     read,
     within_unit_ball,
 )
+from tests.support.real_data import REAL
 
-REAL = Path(os.environ.get("FLOWER_EXT_DATA") or Path(__file__).parents[3] / "shared" / "data")
 # Table 2 of the paper: samples, those that test, and the deviation of the devices' sizes.
 TABLE = {
     "iid": (6_726, 683, 166),

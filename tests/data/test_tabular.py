@@ -1,6 +1,5 @@
 import csv
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +7,13 @@ import pytest
 import torch
 
 from flower_ext.data import DataNotFound, tabular
+from tests.support.real_data import REAL
 
-REAL = Path(os.environ.get("FLOWER_EXT_DATA") or Path(__file__).parents[3] / "shared" / "data")
+pytestmark = pytest.mark.usefixtures("offline")
+
 needs_real = pytest.mark.skipif(
     not (REAL / "heart_disease").is_dir(), reason="needs the real data sets"
 )
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
 
 
 def rng(seed=0):

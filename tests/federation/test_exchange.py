@@ -1,7 +1,5 @@
 """Asking and listening: who is asked in which words, what is accepted, what is counted."""
 
-from logging import getLogger
-
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -125,12 +123,6 @@ def test_messages_and_bytes_are_counted_both_ways_and_apart_by_kind():
     assert row["evaluation_messages"] == 10
     assert row["evaluation_bytes_down"] == 5 * DOWN_BYTES
     assert row["evaluation_bytes_up"] == 5 * UP_BYTES
-
-
-@pytest.fixture
-def logged(caplog, monkeypatch):
-    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
-    return caplog
 
 
 def test_bytes_are_those_of_the_numbers_but_for_a_small_header():

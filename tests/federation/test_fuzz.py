@@ -9,8 +9,6 @@ from flwr.app import (
     ArrayRecord,
     ConfigRecord,
     Context,
-    Error,
-    Message,
     MetricRecord,
     RecordDict,
 )
@@ -30,7 +28,6 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.cohort import Roster
 from flower_ext.federation.failures import ClientFailed
 from flower_ext.federation.mods import output_perturbation_mod
@@ -60,6 +57,7 @@ from tests.faults.worlds import (
     task,
     user_plan,
 )
+from tests.support.replies import reply
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
@@ -138,12 +136,6 @@ CONTENTS = st.dictionaries(
     max_size=4,
 ).map(RecordDict)
 BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
-
-
-def reply(content: RecordDict | Error) -> Message:
-    become_server_of(1)
-    question = Message(RecordDict(), dst_node_id=7, message_type="train.m", group_id="1")
-    return Message(content, reply_to=question)
 
 
 @FUZZ

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPDitto, DPFedAvg
 from flower_ext.algorithms.uldp import UldpAvg, private, private_silo
@@ -17,7 +17,6 @@ from flower_ext.federation import (
     VirtualGrid,
     records,
 )
-from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.cohort import Roster
 from flower_ext.federation.progress import Progress
 from flower_ext.privacy import (
@@ -33,6 +32,7 @@ from flower_ext.training import LocalTraining
 from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
 from tests.support import silos as uldp
+from tests.support.replies import reply
 from tests.support.worlds import task
 
 CLIENTS = 4
@@ -53,12 +53,6 @@ def plan(**changes) -> ReleasePlan:
         "delta": 0.1,
     }
     return ReleasePlan(**{**facts, **changes})
-
-
-def reply(content: RecordDict) -> Message:
-    become_server_of(1)
-    question = Message(RecordDict(), dst_node_id=7, message_type="train", group_id="1")
-    return Message(content, reply_to=question)
 
 
 def forged(data: bytes) -> RecordDict:
@@ -205,9 +199,9 @@ class PackedAndRepeated(InProcessGrid):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         if not replies[0].metadata.message_type.startswith("train"):
             return replies
-        before, self.earlier = [copied(reply) for reply in self.earlier], replies
-        for reply in before if self.relabel else ():
-            reply.metadata.__dict__["_group_id"] = replies[0].metadata.group_id
+        before, self.earlier = [copied(early) for early in self.earlier], replies
+        for early in before if self.relabel else ():
+            early.metadata.__dict__["_group_id"] = replies[0].metadata.group_id
         return [*before, *replies, *replies]
 
 

@@ -1,19 +1,10 @@
 """The numbers of a round: counted, summarised, logged, written."""
 
-from logging import getLogger
-
 import numpy as np
 import pytest
 
 from flower_ext.federation.progress import Progress, Remaining
 from flower_ext.runs import RunDirectory
-
-
-@pytest.fixture
-def logged(caplog, monkeypatch):
-    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
-    caplog.set_level("INFO", logger="flwr")
-    return caplog
 
 
 def lines(logged) -> list[str]:

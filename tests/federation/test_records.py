@@ -1,20 +1,14 @@
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.federation import RefusedReply, records
-from flower_ext.federation._flower_private import become_server_of
 from flower_ext.federation.arrays import UnsentArray, payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
+from tests.support.replies import reply
 
 BASE = {"w": np.ones((2, 3), np.float32), "b": np.array(0.5, np.float32)}
-
-
-def reply(content: RecordDict | Error) -> Message:
-    become_server_of(1)
-    question = Message(RecordDict(), dst_node_id=7, message_type="train", group_id="1")
-    return Message(content, reply_to=question)
 
 
 def update(**changes: np.ndarray) -> RecordDict:

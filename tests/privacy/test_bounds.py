@@ -8,6 +8,7 @@ import torch
 from flower_ext.privacy import NeighboringRelation, NonFiniteUpdate, clip
 from flower_ext.privacy.bounds import BoundedUpdate, clip_each_row, sum_clipped, sum_clipped_rows
 from flower_ext.privacy.updates import l2_norm, total
+from tests.support.arrays import FLOATS, array_of
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -17,23 +18,6 @@ def exact_norm(update) -> float:
     """Norm in extended precision, by another route than the code's."""
     parts = [np.asarray(torch.as_tensor(a).double()).ravel() for a in update.values()]
     return float(np.sqrt(np.sum(np.concatenate(parts).astype(np.longdouble) ** 2)))
-
-
-FLOATS = [
-    np.float16,
-    np.float32,
-    np.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-]
-
-
-def array_of(values, dtype):
-    if isinstance(dtype, torch.dtype):
-        return torch.as_tensor(values, dtype=dtype)
-    return np.asarray(values, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

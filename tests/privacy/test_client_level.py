@@ -9,26 +9,12 @@ from flower_ext.privacy import (
     NeighboringRelation,
     PoissonSampling,
     PrivacyUnit,
-    ReleasePlan,
     privacy_loss,
 )
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.participations import Participations
-
-
-def plan(sampling=None, **changes) -> ReleasePlan:
-    facts = {
-        "sampling": sampling or PoissonSampling(100, 0.1),
-        "clipping_norm": 0.1,
-        "noise_multiplier": 1.2,
-        "rounds": 60,
-        "delta": 1e-2,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-def by_view(plan, participations, **how):
-    return {g.view: g for g in client_level_guarantees(plan, participations, **how)}
+from tests.support.guarantees import by_view
+from tests.support.plans import plan
 
 
 def test_a_stronger_adversary_is_promised_less():

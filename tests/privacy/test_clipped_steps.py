@@ -3,18 +3,14 @@
 import numpy as np
 import pytest
 
-from flower_ext.privacy import ClippedSteps, gaussian_loss
+from flower_ext.privacy import gaussian_loss
 from flower_ext.privacy.clipped_steps import (
     clipped_steps_epsilon,
     clipped_steps_noise_stddev,
     composed_epsilon,
     composed_noise_stddev,
 )
-
-
-def steps(**changes) -> ClippedSteps:
-    facts = {"learning_rate": 0.1, "gradient_clipping_norm": 2.0, "num_examples": 50}
-    return ClippedSteps(**{**facts, **changes})
+from tests.support.plans import steps
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 10.0, 100.0])

@@ -16,23 +16,9 @@ from flower_ext.privacy.group_privacy import _binomial, group_loss
 from flower_ext.privacy.theorems.uldp_group import (
     uldp_group_guarantees,
 )
+from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
 
-FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
 QUIET = DpSgd(noise_multiplier=20.0, sampling_rate=0.01, steps=100_000)
-SMALL = DpSgd(noise_multiplier=1.2, sampling_rate=0.1, steps=40)
-DELTA = 1e-5
-
-
-def tight(silo, group_size, delta=DELTA):
-    return group_loss([silo], group_size=group_size, delta=delta).epsilon
-
-
-def renyi(silo, group_size, delta=DELTA):
-    return group_loss_by_renyi([silo], group_size=group_size, delta=delta).epsilon
-
-
-def conversion(silo, group_size, delta=DELTA):
-    return group_loss_by_conversion([silo], group_size=group_size, delta=delta).epsilon
 
 
 @pytest.mark.parametrize("silo", [SMALL, FIGURE_2, QUIET], ids=["small", "figure 2", "quiet"])

@@ -16,6 +16,8 @@ from flower_ext.privacy import (
 from flower_ext.privacy.client_level import client_level_guarantees
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from tests.support.guarantees import by_view
+from tests.support.plans import plan
 from tests.support.run_facts import run_facts
 
 RELEASE = Release(
@@ -23,21 +25,6 @@ RELEASE = Release(
     noise_multiplier=1.0,
     relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
 )
-
-
-def plan(sampling=None, **changes) -> ReleasePlan:
-    facts = {
-        "sampling": sampling or PoissonSampling(100, 0.1),
-        "clipping_norm": 0.1,
-        "noise_multiplier": 1.2,
-        "rounds": 60,
-        "delta": 1e-2,
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-def by_view(plan, participations, **how):
-    return {g.view: g for g in client_level_guarantees(plan, participations, **how)}
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])

@@ -8,7 +8,7 @@ from scipy import stats
 from flower_ext.privacy import NonFiniteUpdate, SecureNoise, SeededNoise, clip
 from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.noise import IMPROBABLE, NoiseSource, largest_noised_norm, noise_grid
-from tests.privacy.test_bounds import FLOATS, array_of
+from tests.support.arrays import FLOATS, array_of
 
 DRAWS = 4_000_000
 

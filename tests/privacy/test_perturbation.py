@@ -13,6 +13,7 @@ from flower_ext.privacy import (
     SeededNoise,
 )
 from flower_ext.privacy.updates import l2_norm
+from tests.support.perturbed import noiseless
 
 OUTPUT = OutputPerturbation(clipping_norm=1.5, noise_stddev=0.2)
 OBJECTIVE = ObjectivePerturbation(rate=3.0)
@@ -108,19 +109,6 @@ def test_every_direction_is_fresh():
 def test_a_direction_needs_floating_point_parameters():
     with pytest.raises(TypeError, match="'count' has dtype"):
         OBJECTIVE.direction({"count": np.zeros(3, np.int64)}, SecureNoise())
-
-
-def noiseless(model, tau):
-    """What `OutputPerturbation` adds noise to."""
-    seen = []
-
-    class Watched(SeededNoise):
-        def add_gaussian(self, update, stddev, **how):
-            seen.append(dict(update))
-            return super().add_gaussian(update, stddev, **how)
-
-    OutputPerturbation(clipping_norm=tau, noise_stddev=1.0).apply(model, Watched(0))
-    return seen[0]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, torch.float16, torch.bfloat16], ids=str)

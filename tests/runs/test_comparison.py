@@ -10,7 +10,7 @@ from flower_ext.privacy import (
 )
 from flower_ext.runs import NotARun, RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
-from tests.runs.test_report import finished
+from tests.support.finished_runs import finished
 from tests.support.run_facts import run_facts
 
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.figures import draw_comparison, draw_figures, draw_lines, qualities
-from tests.runs.test_report import finished
+from tests.support.finished_runs import finished
 
 
 def rows_of(path):

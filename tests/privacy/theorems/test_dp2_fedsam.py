@@ -2,24 +2,13 @@ import math
 
 import pytest
 
-from flower_ext.privacy import PoissonSampling, ReleasePlan
 from flower_ext.privacy.theorems.dp2_fedsam import (
     dp2_fedsam_theorem2,
     dp2_fedsam_theorem2_noise_multiplier,
     theorem2_of_plan,
 )
+from tests.support.plans import plan
 from tests.support.run_facts import run_facts
-
-
-def plan(sampling=None, **changes) -> ReleasePlan:
-    facts = {
-        "sampling": sampling or PoissonSampling(100, 0.1),
-        "clipping_norm": 0.1,
-        "noise_multiplier": 1.2,
-        "rounds": 60,
-        "delta": 1e-2,
-    }
-    return ReleasePlan(**{**facts, **changes})
 
 
 def test_theorem_2_and_its_noise_multiplier_undo_each_other():

@@ -8,7 +8,6 @@ import pytest
 
 from flower_ext.privacy import (
     AdversaryView,
-    ClippedSteps,
     Guarantee,
     NeighboringRelation,
     OutputPerturbation,
@@ -21,14 +20,10 @@ from flower_ext.privacy.theorems.dp_ditto import (
     dp_ditto_guarantees,
     dp_ditto_noise_stddev,
 )
+from tests.support.plans import steps
 
 FEDERATION = {"num_clients": 20, "num_examples": 3000, "clipping_norm": 20.0}
 TARGET = {"epsilon": 10.0, "delta": 0.01, "rounds": 80}
-
-
-def steps(**changes) -> ClippedSteps:
-    facts = {"learning_rate": 0.1, "gradient_clipping_norm": 2.0, "num_examples": 50}
-    return ClippedSteps(**{**facts, **changes})
 
 
 def guarantees(stddev=0.01, **changes):

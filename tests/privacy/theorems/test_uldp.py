@@ -21,6 +21,7 @@ from flower_ext.privacy.theorems.uldp import (
     uldp_naive_guarantees,
 )
 from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
+from tests.support.guarantees import by_basis
 
 DELTA = 1e-5
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
@@ -36,12 +37,6 @@ def plan(sampling=None, **changes) -> ReleasePlan:
         "unit": PrivacyUnit.USER,
     }
     return ReleasePlan(**{**facts, **changes})
-
-
-def by_basis(guarantees):
-    published, provable = guarantees
-    assert (published.basis, provable.basis) == ("published", "provable")
-    return published, provable
 
 
 def provable_by_view(guarantees):

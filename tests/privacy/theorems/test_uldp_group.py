@@ -5,29 +5,14 @@ import numpy as np
 import pytest
 from dp_accounting import rdp
 
-from benchmarks.uldp.lemmas import group_loss_by_conversion, group_loss_by_renyi
 from flower_ext.privacy import DpSgd
 from flower_ext.privacy.group_privacy import group_loss
 from flower_ext.privacy.theorems.uldp_group import (
     largest_renyi,
     uldp_group_guarantees,
 )
-
-FIGURE_2 = DpSgd(noise_multiplier=5.0, sampling_rate=0.01, steps=100_000)
-SMALL = DpSgd(noise_multiplier=1.2, sampling_rate=0.1, steps=40)
-DELTA = 1e-5
-
-
-def tight(silo, group_size, delta=DELTA):
-    return group_loss([silo], group_size=group_size, delta=delta).epsilon
-
-
-def renyi(silo, group_size, delta=DELTA):
-    return group_loss_by_renyi([silo], group_size=group_size, delta=delta).epsilon
-
-
-def conversion(silo, group_size, delta=DELTA):
-    return group_loss_by_conversion([silo], group_size=group_size, delta=delta).epsilon
+from tests.support.group_losses import DELTA, FIGURE_2, SMALL, conversion, renyi, tight
+from tests.support.guarantees import by_basis
 
 
 def published(silo, group_size):
@@ -114,12 +99,6 @@ def test_the_moments_are_those_of_dp_accounting():
 
 
 SILO = DpSgd(noise_multiplier=5.0, sampling_rate=0.05, steps=500)
-
-
-def by_basis(guarantees):
-    published, provable = guarantees
-    assert (published.basis, provable.basis) == ("published", "provable")
-    return published, provable
 
 
 def test_group_says_what_its_published_number_covers_and_proves_the_exact_group():

@@ -37,7 +37,7 @@ from flower_ext.privacy.theorems.upcycled import (
     upcycled_theorem_6_3,
 )
 from flower_ext.training.newton import newton
-from tests.privacy.test_perturbation import noiseless
+from tests.support.perturbed import noiseless
 
 # An L2-regularised logistic regression of two classes, solved exactly: all is known of it.
 KNOWN = LocalObjective(

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flower_ext.data import ClientData, Examples
+from flower_ext.data import Examples
 from flower_ext.training import (
     Job,
     Linear,
     LocalTraining,
     Proximal,
-    Task,
     train_each,
     train_groups,
     train_many,
@@ -23,7 +22,7 @@ from flower_ext.training import (
 from flower_ext.training.batched import dense, native
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
-from tests.support.jobs import one_by_one
+from tests.support.jobs import one_by_one, problem, same
 
 SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.3)
 WAYS = {
@@ -67,7 +66,7 @@ def narrow():
 
 
 def task(model=digits_mlp, loss=functional.cross_entropy):
-    return Task(model=model, data=lambda client: ClientData(None, None), loss=loss, device="cpu")
+    return problem(model, loss)
 
 
 def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ()):
@@ -89,13 +88,6 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
             )
         )
     return made
-
-
-def same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert list(one) == list(other)
-        for name in other:
-            torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

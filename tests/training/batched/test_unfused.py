@@ -11,7 +11,7 @@ from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.grouping import together
 from flower_ext.training.batched.unfused import faster_alone, unfuse
 from tests.support.jobs import ALIKE, SGD, UNEVEN, one_by_one, problem, same
-from tests.training.dp.test_dp_sgd import by_loop
+from tests.support.reference.clipped_gradient import by_loop
 
 KINDS = {
     "lstm": nn.LSTM,

@@ -26,6 +26,8 @@ from flower_ext.training import (
 )
 from flower_ext.training.dp import dp_sgd, per_example
 from tests.support import worlds
+from tests.support.jobs import problem
+from tests.support.reference.clipped_gradient import by_loop
 
 
 def dense():
@@ -126,27 +128,10 @@ MODELS = {
 }
 
 
-def problem(model, loss=cross_entropy):
-    return Task(model=model, data=lambda i: ClientData(None, None), loss=loss, device="cpu")
-
-
 def records(shape, count, scale=1.0):
     generator = torch.Generator().manual_seed(count)
     features = scale * torch.randn(count, *shape, generator=generator)
     return Examples(features=features, targets=torch.randint(3, (count,), generator=generator))
-
-
-def by_loop(task, params, data, clipping_norm, names):
-    """One backward pass a record."""
-    summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in names}
-    for x, y in zip(data.features, data.targets, strict=True):
-        leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}
-        out = torch.func.functional_call(task.model(), leaves, (x.unsqueeze(0),))
-        slopes = torch.autograd.grad(task.loss(out, y.unsqueeze(0)), [leaves[n] for n in names])
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in slopes))
-        for name, slope in zip(names, slopes, strict=True):
-            summed[name] += slope * min(1.0, clipping_norm / max(norm, 1e-30))
-    return summed
 
 
 @pytest.mark.parametrize("clipping_norm", [0.3, 1e6], ids=["clipped", "not clipped"])

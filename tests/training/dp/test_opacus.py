@@ -11,7 +11,8 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import ClippedGradient
-from tests.training.dp.test_dp_sgd import by_loop, problem
+from tests.support.jobs import problem
+from tests.support.reference.clipped_gradient import by_loop
 
 WORDS = 11
 

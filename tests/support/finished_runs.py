@@ -1,0 +1,47 @@
+"""Directories of runs that ended, with a ledger, guarantees and metrics."""
+
+from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
+from flower_ext.privacy.client_level import client_level_guarantees
+from flower_ext.privacy.participations import Participations
+from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
+from flower_ext.runs import RunDirectory
+from tests.support.run_facts import run_facts
+
+PLAN = ReleasePlan(
+    sampling=PoissonSampling(100, 0.1),
+    clipping_norm=0.1,
+    noise_multiplier=1.1,
+    rounds=4,
+    delta=1e-2,
+)
+
+
+def finished(path, *, method="dp2-fedsam", accuracy=0.8, private=True, **config) -> RunDirectory:
+    run = RunDirectory.create(path, {"method": method, "dataset": "digits", **config})
+    if private:
+        ledger = Ledger(run.ledger_path)
+        for number in range(1, 5):
+            with ledger.reserve(PLAN.release, round=number) as entry:
+                entry.note(topped_up_stddev=0.1 if number == 2 else 0.0)
+        ledger.close()
+        seen = Participations.worst_case(4, 10)
+        guarantees = client_level_guarantees(PLAN, seen, not_covered=["test scores"])
+        run.save_guarantees([theorem2_of_plan(PLAN, run_facts(rounds=4))[0], *guarantees])
+    for number in range(1, 5):
+        epsilon = {"epsilon_provable": 0.3 * number, "epsilon_published": 1.1 * number}
+        run.log(
+            number,
+            cohort=10,
+            answered=9,
+            refused=1,
+            messages=19 * (number % 2),
+            training_seconds=0.25,
+            bytes_down=1e6,
+            bytes_up=2e6,
+            accuracy_mean=accuracy * number / 4,
+            accuracy_worst_decile=accuracy * number / 8,
+            **(epsilon if private else {}),
+        )
+    run.save_client_metrics([{"partition": i, "accuracy": accuracy - 0.01 * i} for i in range(10)])
+    run.finish("completed")
+    return run
