@@ -25,7 +25,7 @@ from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining, Task
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 USUAL = {
     "smoothness": 0.1,
     "dissimilarity": 1.1,

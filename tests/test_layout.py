@@ -1,0 +1,44 @@
+"""Where tests and their helpers live, so that a module's tests are found by its path."""
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "flower_ext"
+ELSEWHERE = {
+    "apps": "tests of the folder apps/",
+    "benchmarks": "tests of the folder benchmarks/",
+}
+HELPERS = {
+    "support": "fixtures, worlds, recorders and plain loops that several test modules use",
+    "faults": "the library of faults, which benchmarks/faults.py runs as well",
+}
+ANOTHER_TEST = re.compile(r"^\s*from \.|^\s*(from|import) tests\b.*\btest_\w+", re.MULTILINE)
+
+
+def room(path: Path) -> str:
+    """The folder below ``tests/`` in which ``path`` lies."""
+    return path.relative_to(TESTS).parts[0]
+
+
+def modules() -> list[Path]:
+    """All modules of the tests but this one and helpers."""
+    every = [path for path in TESTS.rglob("*.py") if path != Path(__file__)]
+    return [path for path in every if room(path) not in HELPERS]
+
+
+def test_no_test_module_takes_anything_from_another():
+    taking = [path for path in modules() if ANOTHER_TEST.search(path.read_text(encoding="utf-8"))]
+    assert len(modules()) > 100
+    assert taking == []
+
+
+def test_every_folder_of_tests_is_named_as_the_room_that_it_tests():
+    folders = {path.parent for path in modules() if room(path) not in ELSEWHERE}
+    assert [f for f in folders if not (PACKAGE / f.relative_to(TESTS)).is_dir()] == []
+
+
+def test_helpers_lie_in_the_folders_of_helpers_alone():
+    known = {"__init__", "conftest"}
+    helpers = [p for p in modules() if p.stem not in known and not p.stem.startswith("test_")]
+    assert helpers == []
