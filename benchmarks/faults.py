@@ -233,7 +233,12 @@ def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
     outcomes = kill.run(points, seed=seed)
     rows = table(kill.HEADER, [outcome.row() for outcome in outcomes])
     failures = [f"* {failure}" for outcome in outcomes for failure in outcome.failures]
-    return "\n".join([f"## Killed processes\n\n{rows}", *failures]), not failures
+    where = [
+        f"{outcome.kind}: " + ", ".join(f"{count} at {place}" for place, count in at)
+        for outcome in outcomes
+        if (at := sorted(outcome.at.items()))
+    ]
+    return "\n\n".join([f"## Killed processes\n\n{rows}", *where, *failures]), not failures
 
 
 def real_processes(plan: processes.Plan) -> tuple[str, bool]:

@@ -1,7 +1,5 @@
 """Runs that are killed at any point, resumed, and held against what really happened.
 
-    python -m tests.faults.kill --points 100
-
 An app runs in a process of its own, which gets SIGKILL at a random time, or right after one of its
 files has changed. Then it is resumed, killed again, and at last left to end. A seeded run has to
 end as if nothing had happened, bit for bit; under secure noise, what clients really released must
@@ -22,14 +20,12 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.federation import recording, records, run_in_process
@@ -39,7 +35,6 @@ from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.report import table
 from flower_ext.runs.settings import num_nodes
 
 APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
@@ -277,9 +272,10 @@ class Outcome:
 HEADER = ("run", "kill −9 points", "resumed bit for bit", "under-counted spends")
 
 
-def run(points: int, *, seed: int = 0, folder: Path | None = None) -> list[Outcome]:
+def run(points: int, *, seed: int = 0) -> list[Outcome]:
     """Kill seeded and secure runs at ``points`` points in all, resume them, compare."""
-    with _workplace(folder) as place:
+    with tempfile.TemporaryDirectory() as made:
+        place = Path(made)
         config = {**_defaults(APP), **SMALL}
         seeded = Trial(app=APP, config={**config, "seeded-noise": True}, folder=place / "whole")
         started = time.monotonic()
@@ -341,37 +337,7 @@ def _note(outcome: Outcome, number: object, what: list[str]) -> None:
         outcome.failures.append(f"run {number}: {', '.join(what)}")
 
 
-@contextmanager
-def _workplace(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
-
-
 def _defaults(app: Path) -> dict[str, Any]:
     project = tomllib.loads((app / "pyproject.toml").read_text())
     config: dict[str, Any] = project["tool"]["flwr"]["app"]["config"]
     return config
-
-
-def main(
-    points: Annotated[int, typer.Option(min=1, help="how often a run is killed")] = 100,
-    seed: Annotated[int, typer.Option(help="draws the points")] = 0,
-    folder: Annotated[Path | None, typer.Option(help="keep the runs here")] = None,
-) -> None:
-    """Print what came of it; exit with 1 if anything was lost."""
-    outcomes = run(points, seed=seed, folder=folder)
-    print(table(HEADER, [outcome.row() for outcome in outcomes]))
-    for outcome in outcomes:
-        at = sorted(outcome.at.items())
-        print(f"\n{outcome.kind}: " + ", ".join(f"{n} at {where}" for where, n in at))
-        for failure in outcome.failures:
-            print(f"  {failure}")
-    if any(outcome.failures for outcome in outcomes):
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

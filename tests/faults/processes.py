@@ -1,4 +1,4 @@
-"""Faults on a real SuperLink and real SuperNodes: ``python -m tests.faults.processes``.
+"""Faults on a real SuperLink and real SuperNodes.
 
 Four SuperNodes with registered keys, TLS, and runs of DP-FedAvg in which everyone is asked in every
 round. Each round of the plan below meets its faults while it is under way. Afterwards
@@ -13,12 +13,9 @@ The ledger tells when a round begins: its entry is on disk before a client is as
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import tomllib
@@ -478,25 +475,3 @@ def report(rows: Sequence[Row], outcome: Outcome) -> str:
         ],
     )
     return f"{sum(r.injected for r in rows)} faults\n\n{faults}\n\n{run}\n"
-
-
-def main() -> None:
-    """Run, print, and exit with 1 where a promise was not kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="where everything stays; by default nowhere")
-    parser.add_argument("--timeout", type=int, default=75, help="seconds to wait in a round")
-    arguments = parser.parse_args()
-    kept = True
-    with tempfile.TemporaryDirectory() as temporary:
-        for plan in PLANS:
-            started = time.monotonic()
-            folder = (arguments.folder or Path(temporary)) / plan.policy
-            rows, outcome = run(folder, plan, timeout=arguments.timeout)
-            print(report(rows, outcome), f"{time.monotonic() - started:.0f} s")
-            print({n: sorted(who) for n, who in outcome.missing.items()}, flush=True)
-            kept &= outcome.kept
-    sys.exit(0 if kept else 1)
-
-
-if __name__ == "__main__":
-    main()
