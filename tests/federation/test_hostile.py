@@ -33,15 +33,11 @@ from tests.faults.grid import times
 from tests.faults.malformed import announced, archive, copied
 from tests.support import silos as uldp
 from tests.support.replies import reply
-from tests.support.worlds import task
+from tests.support.worlds import initial, task
 
 CLIENTS = 4
 FAST = LocalTraining(epochs=1, batch_size=10)
 BASE = {"w": np.ones((2, 3), np.float32)}
-
-
-def initial() -> ArrayRecord:
-    return ArrayRecord(task().initial_params(0))
 
 
 def plan(**changes) -> ReleasePlan:

@@ -37,7 +37,7 @@ from flower_ext.privacy.calibration import calibrate_rounds
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task, UnshareableModel
 from tests.support.travelling import Recorder, Tampering
-from tests.support.worlds import FEATURES, Net, client_data, task
+from tests.support.worlds import FEATURES, Net, client_data, initial, task
 
 CLIENTS = 6
 FAST = LocalTraining(epochs=1, batch_size=10)
@@ -52,10 +52,6 @@ def plan(**changes) -> ReleasePlan:
         "delta": 0.1,
     }
     return ReleasePlan(**{**facts, **changes})
-
-
-def initial() -> ArrayRecord:
-    return ArrayRecord(task().initial_params(0))
 
 
 def grid_of(app: ClientApp | None = None, clients: int = CLIENTS) -> InProcessGrid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
@@ -40,3 +41,8 @@ def client_data(client: int) -> ClientData:
 def task() -> Task:
     """The problem as every method takes it."""
     return Task(model=Net, data=client_data, device="cpu")
+
+
+def initial() -> ArrayRecord:
+    """The model before the first round."""
+    return ArrayRecord(task().initial_params(0))
