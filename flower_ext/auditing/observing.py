@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from flwr.serverapp.strategy import Strategy
 from flower_ext.auditing.experiment import Arrays, Experiment, Observation, World
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.engines.in_process import modules_uncollected
 
 
 def observe(
@@ -120,10 +120,8 @@ def _undisturbed() -> Iterator[None]:
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.ERROR)
-    gc.collect()
-    gc.freeze()
     try:
-        yield
+        with modules_uncollected():
+            yield
     finally:
-        gc.unfreeze()
         log.setLevel(before)

@@ -253,7 +253,7 @@ def _loss(
     if kinds == {dp_accounting.GaussianDpEvent} and accountant == "pld":
         return _without_amplification(counts, delta)
     if dp_accounting.SampledWithoutReplacementDpEvent in kinds:
-        return _least(_without_replacement(events, delta), _without_amplification(counts, delta))
+        return _least(_without_replacement(counts, delta), _without_amplification(counts, delta))
     renyi = _renyi(counts, delta)
     if accountant == "rdp":
         return renyi
@@ -280,6 +280,7 @@ def _without_amplification(counts: Iterable[tuple[Release, int]], delta: float) 
     return _one_gaussian(1 / math.sqrt(precision), delta)
 
 
+@lru_cache(maxsize=4096)
 def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
     import dp_accounting
 
@@ -307,19 +308,24 @@ def _renyi(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
     return PrivacyLoss(epsilon=epsilon, delta=delta, accountant="RDP")
 
 
-def _without_replacement(
-    events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float
-) -> PrivacyLoss:
+def _without_replacement(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
+    from dp_accounting import rdp
+
+    curve = sum(count * _renyi_without_replacement(release) for release, count in counts)
+    epsilon = float(rdp.compute_epsilon(_WITHOUT_REPLACEMENT_ORDERS, curve, delta)[0])
+    name = "RDP (sampling without replacement)"
+    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
+
+
+@lru_cache(maxsize=256)
+def _renyi_without_replacement(release: Release) -> np.ndarray:
+    """Return the divergences of one release; a search asks for many numbers of the same one."""
     import dp_accounting
     from dp_accounting import rdp
 
     relation = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = rdp.RdpAccountant(_WITHOUT_REPLACEMENT_ORDERS, relation)
-    for event, count in events:
-        accountant.compose(event, count)
-    epsilon = float(accountant.get_epsilon(delta))
-    name = "RDP (sampling without replacement)"
-    return PrivacyLoss(epsilon=epsilon, delta=delta, accountant=name)
+    return np.asarray(accountant.compose(release.event).rdp)
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:

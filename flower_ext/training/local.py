@@ -24,7 +24,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
-from flower_ext.training.task import Task
+from flower_ext.training.task import Task, seeded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,10 +307,5 @@ def train_job(
 def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    seed = int.from_bytes(digest[:8]) >> 1
-    with torch.random.fork_rng(devices=[]):
-        if device.type == "cpu":  # a tenth of the time that seeding absent devices takes
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
+    with seeded(int.from_bytes(digest[:8]) >> 1, devices=device.type != "cpu"):
         yield

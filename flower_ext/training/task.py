@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
@@ -100,9 +101,19 @@ class Task:
 
     def initial_params(self, seed: int) -> Params:
         """Parameters and buffers of a fresh model; the same ones for the same seed, everywhere."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed, devices=torch.cuda.is_available()):
             return clone(self.model().state_dict())
+
+
+@contextmanager
+def seeded(seed: int, *, devices: bool) -> Iterator[None]:
+    """Make all that torch draws by itself, as for dropout, follow from ``seed`` alone.
+
+    Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
+    """
+    with torch.random.fork_rng(devices=[]):
+        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+        yield
 
 
 def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:

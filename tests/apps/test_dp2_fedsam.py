@@ -32,6 +32,7 @@ def run(path, **overrides):
     return RunDirectory.open(path)
 
 
+@pytest.mark.report
 @pytest.mark.parametrize(
     "method", grid(METHODS, lambda method: method in ("dp2-fedsam", "dp-fedsam-ft", "fedavg"))
 )
@@ -67,6 +68,7 @@ def test_the_run_spends_what_it_was_given_and_the_ledger_agrees(tmp_path):
     assert [e["kind"] for e in entries] == ["reserve", "commit"] * 3
 
 
+@pytest.mark.report
 def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_one_beside_it(
     tmp_path,
 ):

@@ -26,6 +26,7 @@ def run(path, **overrides):
     return RunDirectory.open(path)
 
 
+@pytest.mark.report
 @pytest.mark.parametrize(
     "method",
     grid(

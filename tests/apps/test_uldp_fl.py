@@ -27,6 +27,7 @@ def run(path, **overrides):
     return RunDirectory.open(path)
 
 
+@pytest.mark.report
 @pytest.mark.parametrize(
     "method",
     grid(METHODS, lambda method: method in ("uldp-avg-w", "uldp-avg-private", "uldp-group")),
@@ -62,6 +63,7 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
         assert svg.with_suffix(".csv").exists()
 
 
+@pytest.mark.report
 @pytest.mark.parametrize("distribution", ["uniform", "zipf"])
 def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, tmp_path):
     run_ = run(tmp_path / "run", distribution=distribution, rounds=1)

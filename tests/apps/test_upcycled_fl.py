@@ -39,6 +39,7 @@ def run(path, **overrides):
     return RunDirectory.open(path)
 
 
+@pytest.mark.report
 @pytest.mark.parametrize("method", grid(METHODS, lambda method: method in ("fedavgm", "scaffold")))
 def test_upcycling_a_method_sends_half_as_much_in_as_many_rounds(method, tmp_path):
     plain = run(tmp_path / "plain", method=method, upcycled=False)
@@ -70,6 +71,7 @@ def test_twice_the_rounds_with_coefficient_zero_is_the_plain_run(method, tmp_pat
     assert losses[0::2] == losses[1::2] == [row["loss_mean"] for row in plain.metrics()]
 
 
+@pytest.mark.report
 @pytest.mark.parametrize("perturbation", ["output", "objective"])
 def test_a_private_run_states_both_epsilons_and_upcycling_lowers_both(perturbation, tmp_path):
     runs = [

@@ -73,7 +73,7 @@ BOUNDS = len(PLANTED) + len(MECHANISMS)
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_no_bound_exceeds_what_is_printed(name):
-    found = audit(MECHANISMS[name](), trials=200, confidence=CONFIDENCE, together=BOUNDS)
+    found = audit(MECHANISMS[name](), trials=100, confidence=CONFIDENCE, together=BOUNDS)
     assert not found.broken, found.to_dict()
 
 

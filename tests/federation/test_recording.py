@@ -50,6 +50,7 @@ def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, *
     return run, strategy, result
 
 
+@pytest.mark.report
 def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_report(tmp_path):
     run, strategy, result = record(tmp_path / "deep" / "run", private_plan(), lr=0.5)
     assert run.path == tmp_path / "deep" / "run"
@@ -72,6 +73,7 @@ def test_a_run_leaves_its_configuration_rounds_model_guarantees_clients_and_repo
         assert "dp-fedavg on toy" in (run.path / name).read_text()
 
 
+@pytest.mark.report
 def test_the_report_is_named_where_the_user_looks_once_it_is_there(tmp_path, capsys):
     record(tmp_path / "run", NonPrivatePlan(sampling=FullParticipation(CLIENTS)), rounds=1)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Report:"))
@@ -84,6 +86,7 @@ def test_a_run_without_privacy_saves_no_guarantee(tmp_path):
     assert run.facts["status"] == "completed"
 
 
+@pytest.mark.report
 def test_a_run_that_its_budget_ended_says_so_and_saves_what_it_has(tmp_path):
     run, strategy, _ = record(
         tmp_path / "run", private_plan(), rounds=9, budget=Budget(epsilon=0.6, delta=0.1)
@@ -188,6 +191,7 @@ def test_a_node_s_owner_says_where_its_data_are_and_nothing_else():
     assert settings_of(context({"partition-id": 0})) == run_config
 
 
+@pytest.mark.report
 def test_a_device_that_a_node_does_not_have_is_a_client_that_fails_and_is_reported(tmp_path):
     with recorded_run(config_of(tmp_path / "run"), "toy") as run:
         strategy = DPFedAvg(

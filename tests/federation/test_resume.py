@@ -66,6 +66,7 @@ def test_a_seeded_run_goes_on_as_if_nothing_had_happened(tmp_path, dies_in, at):
     assert kinds.count("repeat") == 1
 
 
+@pytest.mark.report
 def test_it_may_die_again_and_again(tmp_path):
     whole, _ = play(tmp_path / "whole")
     for dies_in in (2, 2, 3, 5):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -90,6 +90,7 @@ def company_assumption(apart: Mapping[int, bool]) -> str:
     )
 
 
+@lru_cache(maxsize=256)
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
     """ε of Theorems 3 and 5: Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), at its best α > 1.
 

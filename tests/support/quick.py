@@ -1,0 +1,125 @@
+"""Check one change in a minute: lint, types, the tests of what it changed, the audits of its noise.
+
+``make quick`` runs this on what differs from ``main`` (or, on ``main``, from the last commit) and
+is not committed yet; ``make quick BASE=…`` names another commit to compare with. A change of
+``flower_ext/room/module.py`` is tested by ``tests/room/**/test_module*.py``; where no test is named
+after the module, by those named after its folder; and by every test that imports it. It is no
+substitute for ``make check`` before a change is handed in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+AUDITS = {
+    "algorithms/uldp": "uldp",
+    "algorithms/ditto": "ditto",
+    "algorithms/upcycled": "perturbation",
+    "algorithms": "client-noise",
+    "privacy/perturbation": "perturbation",
+    "privacy": "client-noise or uldp-avg or ditto",
+    "training/dp": "uldp-group or ditto-steps",
+    "training": "uldp-avg",
+    "federation": "client-noise or uldp-avg",
+    "auditing": "client-noise or uldp-avg or ditto",
+}
+"""Audits by what they execute, the longest path first that fits: names of mechanisms for -k."""
+
+
+def changed(base: str | None) -> list[Path]:
+    """Return the Python files that differ from ``base``, new ones included, relative to the root."""
+    against = base or (_git("merge-base", "HEAD", "main") or ["HEAD"])[0]
+    names = {*_git("diff", "--name-only", "--diff-filter=d", against)}
+    names |= {*_git("ls-files", "--others", "--exclude-standard")}
+    return sorted(Path(name) for name in names if name.endswith(".py"))
+
+
+def tests_of(file: Path) -> set[Path]:
+    """Return the test modules for one changed file."""
+    if file.parts[0] == "tests":
+        return {file} if file.name.startswith("test_") else _importing(_module(file))
+    if file.parts[0] != "flower_ext" or len(file.parts) < 3:
+        return _importing(_module(file))
+    room = ROOT / "tests" / file.parts[1]
+    for name in (file.stem, file.parent.name):
+        if named := {test.relative_to(ROOT) for test in room.rglob(f"test_{name}*.py")}:
+            return named | _importing(_module(file))
+    return _importing(_module(file))
+
+
+def audits_of(files: Iterable[Path]) -> str:
+    """Return the mechanisms to audit, as an expression for ``pytest -k``; empty where none is."""
+    chosen = []
+    for file in files:
+        path = "/".join(file.with_suffix("").parts[1:])
+        fitting = [prefix for prefix in AUDITS if path.startswith(prefix)]
+        if file.parts[0] == "flower_ext" and fitting:
+            chosen.append(AUDITS[max(fitting, key=len)])
+    return " or ".join(dict.fromkeys(chosen))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks, each to its end; return 1 where one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", help="the commit that the change began from")
+    files = changed(parser.parse_args(arguments).base or None)
+    if not files:
+        print("no Python file differs: nothing to check")
+        return 0
+    tests = sorted({str(test) for file in files for test in tests_of(file)})
+    commands = [
+        ["ruff", "format", "--check", "."],
+        ["ruff", "check", "."],
+        ["mypy"],
+        ["lint-imports"],
+        ["pytest", *tests],
+        ["pytest", "tests/auditing/test_mechanisms.py", "-k", audits_of(files)],
+    ]
+    print("changed:", *files, sep="\n  ")
+    failed = []
+    for command in commands:
+        if command[0] == "pytest" and not all(command[1:]) or command == ["pytest"]:
+            continue
+        print("$", *command, flush=True)
+        done = subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], cwd=ROOT)
+        # 5: pytest found no test, as where all of them are of `make test-all`.
+        if done.returncode not in (0, 5 if command[0] == "pytest" else 0):
+            failed.append(" ".join(command))
+    for command in failed:
+        print(f"failed: {command}")
+    return 1 if failed else 0
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[:-1]
+
+
+def _module(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _importing(module: str) -> set[Path]:
+    """Test modules with an import of ``module`` by its own name."""
+    parent, _, name = module.rpartition(".")
+    found = set()
+    for test in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
+            direct = isinstance(node, ast.Import) and any(n.name == module for n in node.names)
+            origin = node.module if isinstance(node, ast.ImportFrom) else None
+            inside = origin == parent and any(n.name == name for n in node.names)
+            if direct or origin == module or inside:
+                found.add(test.relative_to(ROOT))
+                break
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
