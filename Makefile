@@ -1,5 +1,6 @@
 # make demo    install and run the main job: an app, a report, figures
 # make deploy  the same on SuperLink with four SuperNodes, TLS and registered keys, on this machine
+# make quick   lint, types, and the tests and audits of what you changed: a minute
 # make test    install and run the tests
 # make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
@@ -23,7 +24,7 @@ export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy test test-all audits test-slow mutants lint check format clean
+.PHONY: install demo deploy quick test test-all audits test-slow mutants lint check format clean
 
 install: $(VENV)/.installed
 
@@ -38,6 +39,9 @@ demo: install
 
 deploy: install
 	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
+
+quick: install
+	$(BIN)/python -m tests.support.quick --base "$(BASE)"
 
 test: install
 	$(BIN)/pytest

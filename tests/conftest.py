@@ -22,6 +22,6 @@ def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def pytest_collection_finish() -> None:
-    """Keep each run in a test from walking through the modules of all tests: a fifth of a second."""
+    """Keep the collections of garbage that runs begin with from walking through all modules."""
     gc.collect()
     gc.freeze()

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from flower_ext.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +66,10 @@ def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
     ],
 )
 def test_what_cannot_be_audited_ends_with_2_and_says_why(arguments, said, tmp_path):
-    done = flower_ext(*arguments, "--output", tmp_path / "out")
-    assert done.returncode == 2
-    assert said in done.stdout + done.stderr
+    words = ["audit", *arguments]
+    done = CliRunner().invoke(
+        app, [*words, "--output", str(tmp_path / "out")], env={"COLUMNS": "200"}
+    )
+    assert done.exit_code == 2
+    assert said in done.output
     assert not (tmp_path / "out").exists()

@@ -54,6 +54,7 @@ def test_the_command_says_what_it_found_or_what_to_change(tmp_path):
     assert again.exit_code == 1
 
 
+@pytest.mark.full
 def test_searched_runs_spend_from_one_account_and_the_search_ends_with_its_budget(tmp_path):
     account = tmp_path / "people.jsonl"
     settings = [*SMALL, "calibration=provable", "epsilon=4", "delta=0.001"]

@@ -33,10 +33,15 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
 
 
-def test_calibrate_gives_each_accounting_its_noise_and_none_overshoots():
+@pytest.fixture(scope="module")
+def calibrated():
     done = call("calibrate", *FACTS, "--epsilon", "2", "--json")
     assert done.exit_code == 0
-    facts = json.loads(done.output)
+    return json.loads(done.output)
+
+
+def test_calibrate_gives_each_accounting_its_noise_and_none_overshoots(calibrated):
+    facts = calibrated
     assert (facts["unit"], facts["delta"]) == ("client", 0.01)
     noise = {row["calibrated by"]: row["noise_multiplier"] for row in facts["rows"]}
     for row in facts["rows"]:
@@ -310,9 +315,8 @@ def test_calibrate_never_prints_less_than_an_epsilon(epsilon, printed):
     assert epsilon_text(epsilon) == printed
 
 
-def test_the_cohort_that_uploads_are_accounted_for_is_named():
-    rows = json.loads(call("calibrate", *FACTS, "--epsilon", "2", "--json").output)["rows"]
-    (row,) = (row for row in rows if row["calibrated by"] == "uploads known")
+def test_the_cohort_that_uploads_are_accounted_for_is_named(calibrated):
+    (row,) = (row for row in calibrated["rows"] if row["calibrated by"] == "uploads known")
     assert row["adversary sees"] == "each upload, every round, cohorts of 10"
 
 

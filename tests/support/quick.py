@@ -1,10 +1,11 @@
 """Check one change in a minute: lint, types, the tests of what it changed, the audits of its noise.
 
-``make quick`` runs this on what differs from ``main`` (or, on ``main``, from the last commit) and
-is not committed yet; ``make quick BASE=…`` names another commit to compare with. A change of
-``flower_ext/room/module.py`` is tested by ``tests/room/**/test_module*.py``; where no test is named
-after the module, by those named after its folder; and by every test that imports it. It is no
-substitute for ``make check`` before a change is handed in.
+``make quick`` checks all that differs from where the branch left ``main``; on ``main`` itself, all
+that is not committed. ``make quick BASE=HEAD~1`` names another commit to compare with.
+
+A change of ``flower_ext/room/module.py`` is tested by ``tests/room/**/test_module*.py`` (where no
+test has the module's name, by those with the name of its folder) and by the tests that import it.
+Others may depend on it too: ``make check`` runs them all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AUDITS = {
 
 
 def changed(base: str | None) -> list[Path]:
-    """Return the Python files that differ from ``base``, new ones included, relative to the root."""
+    """Return the Python files that differ from ``base``, new ones included."""
     against = base or (_git("merge-base", "HEAD", "main") or ["HEAD"])[0]
     names = {*_git("diff", "--name-only", "--diff-filter=d", against)}
     names |= {*_git("ls-files", "--others", "--exclude-standard")}
@@ -84,10 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("changed:", *files, sep="\n  ")
     failed = []
     for command in commands:
-        if command[0] == "pytest" and not all(command[1:]) or command == ["pytest"]:
+        if (command[0] == "pytest" and not all(command[1:])) or command == ["pytest"]:
             continue
         print("$", *command, flush=True)
-        done = subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], cwd=ROOT)
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / command[0]), *command[1:]], cwd=ROOT
+        )
         # 5: pytest found no test, as where all of them are of `make test-all`.
         if done.returncode not in (0, 5 if command[0] == "pytest" else 0):
             failed.append(" ".join(command))
@@ -97,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _git(*arguments: str) -> list[str]:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout.split("\n")[:-1]
 
 
