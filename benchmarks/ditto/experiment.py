@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
+from flower_ext.algorithms.ditto import pilot_of, problem_of
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.guarantee import Basis
@@ -128,7 +129,8 @@ class Experiment:
         for seed in self.scale.seeds:
             config = self._config({**change, "planner": "pilot", "seed": seed})
             task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
-            problem = server.problem_of(config, server.pilot_of(config, task))
+            dimension = server.dimension_of(config)
+            problem = problem_of(config, pilot_of(config, task), dimension=dimension)
             plan = best_rounds(
                 problem,
                 global_weight=float(config["global-weight"]),

@@ -51,6 +51,21 @@ def text(config: Mapping[str, Any], name: str) -> str:
     return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
 
 
+def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """Integers with commas between them; None where the text is empty.
+
+    Raises
+    ------
+    UnfitSetting
+        It is something else.
+    """
+    listed = text(config, name)
+    try:
+        return tuple(int(part) for part in listed.split(",")) if listed else None
+    except ValueError:
+        raise _unfit(name, listed, "integers with commas between them") from None
+
+
 def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
     """One of some words; the message of the error lists them."""
     return str(_read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
