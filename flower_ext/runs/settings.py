@@ -52,18 +52,14 @@ def text(config: Mapping[str, Any], name: str) -> str:
 
 
 def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Integers with commas between them; None where the text is empty.
+    """Integers with commas between them; None where the text is empty."""
 
-    Raises
-    ------
-    UnfitSetting
-        It is something else.
-    """
-    listed = text(config, name)
-    try:
-        return tuple(int(part) for part in listed.split(",")) if listed else None
-    except ValueError:
-        raise _unfit(name, listed, "integers with commas between them") from None
+    def fits(value: Any) -> bool:
+        parts = value.split(",") if isinstance(value, str) else ["none"]
+        return value == "" or all(part.strip().isdecimal() for part in parts)
+
+    listed = _read(config, name, fits, "integers with commas between them")
+    return tuple(map(int, listed.split(","))) if listed else None
 
 
 def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
