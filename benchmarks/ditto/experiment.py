@@ -129,10 +129,8 @@ class Experiment:
         for seed in self.scale.seeds:
             config = self._config({**change, "planner": "pilot", "seed": seed})
             task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
-            dimension = server.dimension_of(config)
-            problem = problem_of(config, pilot_of(config, task), dimension=dimension)
             plan = best_rounds(
-                problem,
+                problem_of(config, task, pilot_of(config, task)),
                 global_weight=float(config["global-weight"]),
                 variance_per_round=server.plan_of(config, 1).upload_stddev ** 2,
                 max_rounds=most,

@@ -9,19 +9,6 @@ from flower_ext.federation.client import (
     unmoved_by_errors,
 )
 from flower_ext.federation.cohort import FederationNotReady
-from flower_ext.federation.configured import (
-    basis_of,
-    budget_of,
-    delta_of,
-    dp_sgd_of,
-    options_of,
-    perturbation_plan_of,
-    record_level_plan_of,
-    release_plan_of,
-    run_recorded,
-    sampling_of,
-    training_of,
-)
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
@@ -57,26 +44,15 @@ __all__ = [
     "Stragglers",
     "Training",
     "VirtualGrid",
-    "basis_of",
-    "budget_of",
     "client_app",
     "clients_of",
-    "delta_of",
-    "dp_sgd_of",
     "first_config",
     "objective_perturbation_term",
-    "options_of",
     "output_perturbation_mod",
-    "perturbation_plan_of",
-    "record_level_plan_of",
     "recorded_run",
-    "release_plan_of",
     "run_in_process",
-    "run_recorded",
-    "sampling_of",
     "save_outcome",
     "settings_of",
     "shared_budget",
-    "training_of",
     "unmoved_by_errors",
 ]

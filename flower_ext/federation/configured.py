@@ -1,17 +1,29 @@
-"""The parts of a ServerApp that settings of a run configuration ask for.
+"""The parts of a run that its settings ask for, and the run itself: for the ServerApp of any app.
 
-An app of one's own reads the same settings by the same names: ``docs/settings.md`` lists them.
+Every app reads the same settings by the same names (``docs/settings.md``)::
+
+    def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
+        plan, local = configured.release_plan(config), configured.training(config)
+        return DPFedAvg(plan=plan, local=local, **configured.options(config, run))
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        configured.start(grid, context, task, strategy_of)
+
+Each function raises `UnfitSetting` where a setting is missing or not what it expects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.recording import (
     first_config,
@@ -31,20 +43,23 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     PoissonSampling,
-    PrivacyUnit,
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
     size_for_rate,
 )
 from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
 
+BASES = get_args(Basis)
+"""Whose bound noise is calibrated by, as ``calibration`` names it."""
 
-def sampling_of(config: UserConfig) -> Sampling:
-    """How a round's cohort of ``clients`` is drawn: ``sampling`` and ``sampling-rate``."""
+
+def sampling(config: UserConfig) -> Sampling:
+    """Return how cohorts of ``clients`` are drawn: by ``sampling`` and ``sampling-rate``."""
     clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
     match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
         case "poisson":
@@ -55,27 +70,25 @@ def sampling_of(config: UserConfig) -> Sampling:
             return FullParticipation(population=clients)
 
 
-def training_of(config: UserConfig, **changes: Any) -> LocalTraining:
-    """Local training, with ``changes`` that a method makes to it.
+def training(config: UserConfig, **changes: Any) -> LocalTraining:
+    """Return the training of ``local-epochs``, ``batch-size`` and ``learning-rate``.
 
-    Reads ``local-epochs``, ``batch-size``, ``learning-rate``; and ``learning-rate-decay`` and
-    ``momentum`` where the app has them.
+    Reads ``learning-rate-decay`` and ``momentum`` where the app has them; ``changes`` are fields
+    of `LocalTraining` that come before all settings.
     """
-    facts: dict[str, Any] = {
+    facts = {
         "epochs": integer(config, "local-epochs", least=1),
         "batch_size": integer(config, "batch-size"),
         "learning_rate": number(config, "learning-rate"),
+        **_those_there(config, number, "learning-rate-decay", "momentum"),
     }
-    for name in ("learning-rate-decay", "momentum"):
-        if name in config:
-            facts[name.replace("-", "_")] = number(config, name)
     return LocalTraining(**{**facts, **changes})
 
 
-def dp_sgd_of(config: UserConfig) -> DpSgdTraining:
-    """DP-SGD of one round: as many steps as pass over the records in expectation.
+def dp_sgd(config: UserConfig) -> DpSgdTraining:
+    """Return DP-SGD with the steps that pass over the records ``local-epochs`` times on average.
 
-    Reads ``record-sampling-rate``, ``local-epochs``, ``expected-batch-size``, ``learning-rate``,
+    Reads ``record-sampling-rate``, ``expected-batch-size``, ``learning-rate``,
     ``record-clipping-norm`` and ``noise-multiplier``.
     """
     rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs", least=1)
@@ -89,58 +102,68 @@ def dp_sgd_of(config: UserConfig) -> DpSgdTraining:
     )
 
 
-def delta_of(config: UserConfig) -> float:
-    """δ; where it is 0, one over the number of ``clients``.
+def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
+    """Return the plan of a noised sum over what `sampling` draws.
 
-    Raises
-    ------
-    UnfitSetting
-        That would be 1.
+    Reads ``clipping-norm``, ``rounds``, ``delta`` (0: one over ``clients``), ``noise-multiplier``
+    and, where the app has them, ``noise-placement`` and ``dropout-policy``. Where the app has
+    ``epsilon`` and no ``noise-multiplier`` above 0, the noise is the least for ``epsilon``:
+    provably, or as published where ``calibration`` says so. ``changes`` are fields of
+    `ReleasePlan`, but its noise, that come before all settings.
     """
+    facts: dict[str, Any] = {
+        "sampling": changes.get("sampling") or sampling(config),
+        "clipping_norm": number(config, "clipping-norm"),
+        "rounds": integer(config, "rounds", least=1),
+        "delta": _delta(config),
+        **_those_there(config, partial(choice, allowed=("client", "server")), "noise-placement"),
+        **_those_there(config, partial(choice, allowed=("top-up", "discard")), "dropout-policy"),
+        **changes,
+    }
+    if "epsilon" not in config or number({"noise-multiplier": 0, **config}, "noise-multiplier"):
+        return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
+    epsilon = number(config, "epsilon")
+    if choice({"calibration": "provable", **config}, "calibration", BASES) == "provable":
+        return ReleasePlan.for_target(epsilon=epsilon, **facts)
+    multiplier = dp2_fedsam_theorem2_noise_multiplier(
+        epsilon=epsilon,
+        delta=facts["delta"],
+        rounds=facts["rounds"],
+        sampling_rate=facts["sampling"].sampling_rate,
+    )
+    return ReleasePlan(noise_multiplier=multiplier, **facts)
+
+
+def _delta(config: UserConfig) -> float:
+    delta = number(config, "delta")
+    if delta or "clients" not in config:
+        return delta
     clients = integer(config, "clients")
-    delta = number(config, "delta") or 1 / clients
-    if delta == 1:
+    if clients == 1:
         raise UnfitSetting(
             f"run-config clients={clients} with delta={config['delta']!r}: expected a delta in "
             "(0, 1), or more clients where delta=0 stands for 1 / clients"
         )
-    return delta
+    return 1 / clients
 
 
-def release_plan_of(config: UserConfig, sampling: Sampling, **changes: Any) -> ReleasePlan:
-    """The plan of a noised sum; ``changes`` name fields that other settings decide.
-
-    Reads ``clipping-norm``, ``noise-multiplier``, ``dropout-policy``, ``rounds``, ``delta``, and
-    ``noise-placement`` where the app has it.
-    """
-    facts: dict[str, Any] = {
-        "sampling": sampling,
-        "clipping_norm": number(config, "clipping-norm"),
-        "noise_multiplier": number(config, "noise-multiplier"),
-        "dropout_policy": choice(config, "dropout-policy", ("top-up", "discard")),
-        "rounds": integer(config, "rounds", least=1),
-        "delta": number(config, "delta"),
-        "unit": PrivacyUnit.CLIENT,
-    }
-    if "noise-placement" in config:
-        facts["noise_placement"] = choice(config, "noise-placement", ("client", "server"))
-    return ReleasePlan(**{**facts, **changes})
-
-
-def perturbation_plan_of(
-    config: UserConfig, sampling: Sampling, objective: LocalObjective
+def perturbation_plan(
+    config: UserConfig, objective: LocalObjective
 ) -> NonPrivatePlan | PerturbationPlan:
-    """How local models are perturbed: ``perturbation``, with the numbers of that mechanism.
+    """Return how the local models of what `sampling` draws are perturbed: by ``perturbation``.
+
+    Reads ``delta`` and the numbers of that mechanism: ``clipping-norm`` and ``noise-stddev``, or
+    ``noise-rate``.
 
     Raises
     ------
     PreconditionFailed
-        Objective perturbation of a problem that Theorem 6.3 does not cover.
+        Objective perturbation of a problem that Theorem 6.3 of Upcycled-FL does not cover.
     """
     perturbation: OutputPerturbation | ObjectivePerturbation
     match choice(config, "perturbation", ("none", "output", "objective")):
         case "none":
-            return NonPrivatePlan(sampling=sampling)
+            return NonPrivatePlan(sampling=sampling(config))
         case "output":
             perturbation = OutputPerturbation(
                 clipping_norm=number(config, "clipping-norm"),
@@ -149,26 +172,18 @@ def perturbation_plan_of(
         case _:
             perturbation = ObjectivePerturbation(rate=number(config, "noise-rate"))
     return PerturbationPlan(
-        sampling=sampling,
+        sampling=sampling(config),
         perturbation=perturbation,
         objective=objective,
         delta=number(config, "delta"),
     )
 
 
-def basis_of(config: UserConfig) -> Basis:
-    """Whose bound noise is calibrated by: ``calibration``."""
-    basis = choice(config, "calibration", ("published", "provable"))
-    return "published" if basis == "published" else "provable"
+def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) -> RecordLevelPlan:
+    """Return the plan of records of all ``clients``: noise on uploads, or in ``local``'s steps.
 
-
-def record_level_plan_of(
-    config: UserConfig, sampling: Sampling, local: LocalTraining, *, rounds: int
-) -> RecordLevelPlan:
-    """The plan of records: noise on uploads, or in the ``local`` steps behind them.
-
-    Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon`` and
-    ``delta``; ``gradient-clipping-norm`` for noise in steps.
+    Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon``,
+    ``delta``, and for noise in steps ``gradient-clipping-norm``.
     """
     size, steps = integer(config, "examples-per-client"), None
     if choice(config, "noise", ("upload", "steps")) == "steps":
@@ -182,86 +197,93 @@ def record_level_plan_of(
     return RecordLevelPlan.for_target(
         epsilon=number(config, "epsilon"),
         delta=number(config, "delta"),
-        sampling=sampling,
+        sampling=FullParticipation(integer(config, "clients")),
         num_examples=size,
         rounds=rounds,
         clipping_norm=number(config, "clipping-norm"),
-        basis=basis_of(config),
+        basis=choice(config, "calibration", BASES),
         steps=steps,
     )
 
 
-def budget_of(config: UserConfig) -> Budget | None:
-    """The provable epsilon at which a run ends: ``budget``, where it is above 0."""
+def budget(config: UserConfig) -> Budget | None:
+    """Return the provable ε at which a run ends: ``budget``, with ``delta``; 0 is none."""
     epsilon = number(config, "budget")
     return Budget(epsilon=epsilon, delta=number(config, "delta")) if epsilon else None
 
 
-def options_of(
+def options(
     config: UserConfig, run: RunDirectory, *, budget: Budget | None = None
 ) -> dict[str, Any]:
-    """Options that every strategy takes.
+    """Return options that every strategy takes, of those settings that the app has.
 
-    Reads ``seed``, ``seeded-noise``, ``evaluate-every``, ``connect-timeout`` and ``budget-ledger``
-    (see `shared_budget`); and ``diagnostics`` and ``training-loss`` where the app has them.
+    Reads ``seed`` (0: none), ``seeded-noise``, ``evaluate-every``, ``diagnostics``,
+    ``training-loss``, ``connect-timeout``; and the account that may take the place of ``budget``
+    (see `shared_budget`).
     """
-    told = {
-        name.replace("-", "_"): flag(config, name)
-        for name in ("diagnostics", "training-loss")
-        if name in config
-    }
-    return {
-        "seed": integer(config, "seed") or None,
-        "seeded_noise": flag(config, "seeded-noise"),
-        "evaluate_every": integer(config, "evaluate-every"),
-        "timeout": number(config, "connect-timeout", above=0),
-        "budget": shared_budget(config, budget),
-        "run": run,
-        **told,
-    }
+    told = _those_there(config, flag, "seeded-noise", "diagnostics", "training-loss")
+    told |= _those_there(config, integer, "evaluate-every")
+    if "connect-timeout" in config:
+        told["timeout"] = number(config, "connect-timeout", above=0)
+    if "seed" in config:
+        told["seed"] = integer(config, "seed") or None
+    return {**told, "budget": shared_budget(config, budget), "run": run}
 
 
-def run_recorded(
+def start(
     grid: Grid,
     context: Context,
     task: Task,
-    make: Callable[[RunDirectory], Strategy],
+    strategy_of: Callable[[UserConfig, RunDirectory], Strategy],
     *,
-    name: str,
+    planned_rounds: int | None = None,
     facts: Mapping[str, Any] | None = None,
-    rounds: int | None = None,
 ) -> None:
-    """Run a strategy in a run directory of its own, and leave its report there.
+    """Run a strategy for ``rounds`` rounds in a run directory, and leave its report there.
 
     Parameters
     ----------
-    make : Callable[[RunDirectory], Strategy]
-        The strategy of the run in that directory: one of this package, or a wrapper with such a
-        ``base``.
-    name : str
-        Part of the directory's name.
+    strategy_of : Callable[[UserConfig, RunDirectory], Strategy]
+        Is given the configuration that the run began with, and its directory. Returns a strategy
+        of this package, or a wrapper with such a ``base``.
+    planned_rounds : int, optional
+        A planner's choice in place of ``rounds``; the run's record holds it.
     facts : Mapping, optional
-        What the run's record holds besides the settings.
-    rounds : int, optional
-        By default the setting of that name.
+        More for the run's record, which holds the settings.
 
     Raises
     ------
     UnshareableModel
         A layer that clients would share keeps statistics of their data.
-    UnfitSetting
-        As `recorded_run`.
+    InvalidValue
+        The strategy is another one; or as `recorded_run`.
     """
     config = first_config(context.run_config)
-    with recorded_run({**config, **(facts or {})}, name) as run:
-        strategy = make(run)
+    rounds = integer(context.run_config, "rounds", least=1)
+    recorded = {**config, **(facts or {})}
+    if planned_rounds is not None:
+        rounds += planned_rounds - integer(config, "rounds")
+        recorded["planned-rounds"] = planned_rounds
+    name = [str(config[part]) for part in ("method", "dataset") if part in config]
+    with recorded_run(recorded, "-".join(name) or "run") as run:
+        strategy = strategy_of(config, run)
         base = getattr(strategy, "base", strategy)
-        assert isinstance(base, FederatedStrategy)
+        if not isinstance(base, FederatedStrategy):
+            raise InvalidValue(
+                f"strategy_of: {type(base).__name__} keeps no record of a run: expected a strategy "
+                "of flower_ext.algorithms (Hosted runs Flower's), or call its own start"
+            )
         check_shareable(task.model(), base.personal)
         result = strategy.start(
             clients_of(grid, config),
-            ArrayRecord(task.initial_params(integer(config, "seed"))),
-            num_rounds=rounds or integer(context.run_config, "rounds", least=1),
-            timeout=number(config, "round-timeout", above=0),
+            ArrayRecord(task.initial_params(integer({"seed": 0, **config}, "seed"))),
+            num_rounds=rounds,
+            timeout=number({"round-timeout": 3600, **config}, "round-timeout", above=0),
         )
         save_outcome(run, base, result)
+
+
+def _those_there(
+    config: UserConfig, read: Callable[[UserConfig, str], Any], *names: str
+) -> dict[str, Any]:
+    return {name.replace("-", "_"): read(config, name) for name in names if name in config}

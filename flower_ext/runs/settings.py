@@ -62,14 +62,18 @@ def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     return tuple(map(int, listed.split(","))) if listed else None
 
 
-def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
+def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> Any:
     """One of some words; the message of the error lists them."""
-    return str(_read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
+    return _read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}")
 
 
 def _read(
     config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str
 ) -> Any:
+    if name not in config:
+        raise UnfitSetting(
+            f"run-config has no {name}: expected {expected}; add it to [tool.flwr.app.config]"
+        )
     value = config[name]
     if not fits(value):
         raise UnfitSetting(f"run-config {name}={value!r}: expected {expected}")

@@ -1,29 +1,14 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
+from functools import partial
+
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
 from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
-from flower_ext.federation import (
-    FederatedStrategy,
-    delta_of,
-    first_config,
-    options_of,
-    release_plan_of,
-    run_recorded,
-    sampling_of,
-    training_of,
-)
-from flower_ext.privacy import (
-    Budget,
-    Ledger,
-    NonPrivatePlan,
-    ReleasePlan,
-    Sampling,
-    calibrate_noise_multiplier,
-)
-from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.federation import FederatedStrategy, configured, first_config
+from flower_ext.privacy import Budget, Ledger, NonPrivatePlan, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
 
@@ -44,34 +29,21 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
-    method = choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD))
+    choice(config, "method", (*SHARED_MODEL, *PERSONAL_HEAD))
     plan, task = plan_of(config), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
-    name = f"{method}-{config['dataset']}"
-    run_recorded(grid, context, task, lambda run: strategy_of(config, plan, run), name=name)
+    configured.start(grid, context, task, partial(strategy_of, plan))
 
 
 def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
     """What is sampled, clipped, noised and accounted."""
-    sampling = sampling_of(config)
     if config["method"] in WITHOUT_PRIVACY:
-        return NonPrivatePlan(sampling=sampling)
-    multiplier = number(config, "noise-multiplier") or calibrated_noise(config, sampling)
-    return release_plan_of(config, sampling, noise_multiplier=multiplier, delta=delta_of(config))
-
-
-def calibrated_noise(config: UserConfig, sampling: Sampling) -> float:
-    """The least noise with which ``epsilon`` holds after all rounds: proven, or as published."""
-    rounds = integer(config, "rounds", least=1)
-    target = {"epsilon": number(config, "epsilon"), "delta": delta_of(config), "rounds": rounds}
-    if choice(config, "calibration", ("provable", "published")) == "provable":
-        return calibrate_noise_multiplier(**target, sampling=sampling)
-    rate = sampling.sampling_rate
-    return dp2_fedsam_theorem2_noise_multiplier(**target, sampling_rate=rate)
+        return NonPrivatePlan(sampling=configured.sampling(config))
+    return configured.release_plan(config)
 
 
 def strategy_of(
-    config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
+    plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     method, radius = str(config["method"]), number(config, "sam-radius")
@@ -80,16 +52,16 @@ def strategy_of(
             f"run-config sam-radius={radius!r} with method={method!r}: expected a number > 0 "
             "(centaur, dp-fedavg and fedavg are without)"
         )
-    sgd, sam = training_of(config), training_of(config, sam_radius=radius)
+    sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
     options = {
-        **options_of(config, run),
+        **configured.options(config, run),
         "plan": plan,
         "server_learning_rate": number(config, "server-learning-rate"),
         "ledger": ledger_of(config, plan, run),
     }
     if method in SHARED_MODEL:
         return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
-    head = training_of(
+    head = configured.training(
         config,
         epochs=integer(config, "head-epochs"),
         learning_rate=number(config, "head-learning-rate"),

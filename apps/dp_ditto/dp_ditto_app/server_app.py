@@ -5,22 +5,15 @@ from functools import partial
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
-from dp_ditto_app.task import model_name, task_of
+from dp_ditto_app.task import task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.algorithms.ditto import PILOT, pilot_of, planned_rounds
-from flower_ext.federation import (
-    FederatedStrategy,
-    first_config,
-    options_of,
-    record_level_plan_of,
-    run_recorded,
-    training_of,
-)
+from flower_ext.federation import FederatedStrategy, configured, first_config
 from flower_ext.privacy import Budget, FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import choice, integer, number
 from flower_ext.training import LocalTraining
-from flower_ext.training.models import build, parameter_count
+from flower_ext.training.models import parameter_count
 
 WITHOUT_PRIVACY = ("ditto", "pfedme", "fedamp", "apple", "fedala")
 METHODS = (*(f"dp-{method}" for method in WITHOUT_PRIVACY), *WITHOUT_PRIVACY)
@@ -32,42 +25,33 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
-    method = choice(config, "method", METHODS)
-    more = integer(context.run_config, "rounds", least=1) - integer(config, "rounds")
+    choice(config, "method", METHODS)
     task = task_of(context)
     for client in range(integer(config, "clients")):
         task.data(client)  # missing data, or a client with too few, end the run here
-    pilot, dimension = pilot_of(config, task), dimension_of(config)
-    plans = partial(plan_of, config)
-    rounds = planned_rounds(config, pilot, dimension=dimension, plan_of=plans)
+    pilot = pilot_of(config, task)
+    rounds = planned_rounds(config, task, pilot, plan_of=partial(plan_of, config))
     plan = plan_of(config, rounds)
 
-    def strategy(run: RunDirectory) -> FederatedStrategy:
+    def strategy(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         if pilot is not None:
-            pilot.save(run.path / "pilot.json", dimension=dimension)
-        return strategy_of(config, plan, run)
+            pilot.save(run.path / "pilot.json", dimension=parameter_count(task.model()))
+        return strategy_of(plan, config, run)
 
-    name, facts = f"{method}-{config['dataset']}", {"planned-rounds": rounds}
-    run_recorded(grid, context, task, strategy, name=name, facts=facts, rounds=rounds + more)
-
-
-def dimension_of(config: UserConfig) -> int:
-    """d of the configured model."""
-    return parameter_count(build(model_name(config), num_classes=10))
+    configured.start(grid, context, task, strategy, planned_rounds=rounds)
 
 
 def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
     """Who takes part, and what is clipped and noised: uploads, or the local steps behind them."""
-    sampling = FullParticipation(integer(config, "clients"))
     if config["method"] in WITHOUT_PRIVACY:
-        return NonPrivatePlan(sampling=sampling)
-    return record_level_plan_of(config, sampling, local_training(config), rounds=rounds)
+        return NonPrivatePlan(sampling=FullParticipation(integer(config, "clients")))
+    return configured.record_level_plan(config, local_training(config), rounds=rounds)
 
 
 def local_training(config: UserConfig) -> LocalTraining:
     """Of the model that is uploaded, whatever the method; a batch of 0 is all examples."""
     size = integer(config, "batch-size") or integer(config, "examples-per-client")
-    return training_of(config, batch_size=size)
+    return configured.training(config, batch_size=size)
 
 
 def budget_of(config: UserConfig) -> Budget | None:
@@ -78,12 +62,12 @@ def budget_of(config: UserConfig) -> Budget | None:
 
 
 def strategy_of(
-    config: UserConfig, plan: RecordLevelPlan | NonPrivatePlan, run: RunDirectory
+    plan: RecordLevelPlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     local, rate = local_training(config), number(config, "personal-learning-rate")
     options = {
-        **options_of(config, run, budget=budget_of(config)),
+        **configured.options(config, run, budget=budget_of(config)),
         "plan": plan,
         "local": local,
         "exposed": [PILOT] if config["planner"] == "pilot" else [],
@@ -91,7 +75,7 @@ def strategy_of(
     match str(config["method"]).removeprefix("dp-"):
         case "ditto":
             epochs, weight = integer(config, "personal-epochs"), number(config, "global-weight")
-            personal = training_of(
+            personal = configured.training(
                 config, epochs=epochs, batch_size=local.batch_size, learning_rate=rate
             )
             return DPDitto(global_weight=weight, personal_training=personal, **options)

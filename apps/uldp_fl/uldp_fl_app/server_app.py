@@ -8,16 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.data import histogram
-from flower_ext.federation import (
-    FederatedStrategy,
-    budget_of,
-    dp_sgd_of,
-    first_config,
-    options_of,
-    release_plan_of,
-    run_recorded,
-    training_of,
-)
+from flower_ext.federation import FederatedStrategy, configured, first_config
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, PoissonSampling, PrivacyUnit
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
@@ -49,39 +40,43 @@ def main(grid: Grid, context: Context) -> None:
     # Under private weighting the server knows no numbers of records.
     shown = flag(config, "records-figure") and method not in PRIVATE
 
-    def strategy(run: RunDirectory) -> FederatedStrategy:
+    def strategy(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
         if shown:
             run.save_user_records(histogram(silos_of(config), num_users_of(config)))
         return strategy_of(config, run, exposed=[RECORDS_FIGURE] if shown else [])
 
-    run_recorded(grid, context, task, strategy, name=f"{method}-{config['dataset']}")
+    configured.start(grid, context, task, strategy)
 
 
 def strategy_of(config: UserConfig, run: RunDirectory, **exposed: Any) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     method, silos = str(config["method"]), integer(config, "num-silos")
     users, rate = num_users_of(config), number(config, "user-sampling-rate")
-    budget = None if method == "default" else budget_of(config)
-    options = {**options_of(config, run, budget=budget), **exposed}
+    budget = None if method == "default" else configured.budget(config)
+    options = {**configured.options(config, run, budget=budget), **exposed}
     options["server_learning_rate"] = server_learning_rate(config)
     if method == "default":
         everyone = NonPrivatePlan(sampling=FullParticipation(silos))
-        return DPFedAvg(plan=everyone, local=training_of(config), **options)
+        return DPFedAvg(plan=everyone, local=configured.training(config), **options)
     options["num_silos"] = silos
     if method == "uldp-group":
         return UldpGroup(
             num_users=users,
             group_size=group_size_of(config),
-            local=dp_sgd_of(config),
+            local=configured.dp_sgd(config),
             delta=number(config, "delta"),
             **options,
         )
     policy = {"dropout_policy": "discard"} if method in PRIVATE else {}  # no sum to top up
-    sampling = FullParticipation(users) if rate == 1 else PoissonSampling(users, rate)
-    options["plan"] = release_plan_of(config, sampling, unit=PrivacyUnit.USER, **policy)
+    options["plan"] = configured.release_plan(
+        config,
+        sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
+        unit=PrivacyUnit.USER,
+        **policy,
+    )
     options["ledger"] = run.open_ledger()
     if not method.startswith("uldp-sgd"):
-        options["local"] = training_of(config)
+        options["local"] = configured.training(config)
     if method == "uldp-naive":
         return UldpNaive(**options)
     if method in PRIVATE:

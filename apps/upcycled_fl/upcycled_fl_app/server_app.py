@@ -6,17 +6,8 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, FedProx, FedYogi
 
 from flower_ext.algorithms import FedDyn, Hosted, PFedMe, Scaffold, Upcycled
 from flower_ext.algorithms.upcycled import coefficient_of
-from flower_ext.federation import (
-    FederatedStrategy,
-    Stragglers,
-    budget_of,
-    first_config,
-    options_of,
-    perturbation_plan_of,
-    run_recorded,
-    training_of,
-)
-from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, PerturbationPlan, size_for_rate
+from flower_ext.federation import FederatedStrategy, Stragglers, configured, first_config
+from flower_ext.privacy import NonPrivatePlan, PerturbationPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
 from flower_ext.training import LocalTraining
@@ -32,33 +23,30 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
-    method = choice(config, "method", METHODS)
+    choice(config, "method", METHODS)
     weight = local_training(config).proximal_weight
     coefficient = coefficient_of(config, proximal_weight=weight)
     plan, task = plan_of(config), task_of(context)
     task.data(0)  # a missing data set ends the run here, with its message
 
-    def strategy(run: RunDirectory) -> FederatedStrategy | Upcycled:
-        base = strategy_of(config, plan, run)
+    def strategy(config: UserConfig, run: RunDirectory) -> FederatedStrategy | Upcycled:
+        base = strategy_of(plan, config, run)
         return Upcycled(base, coefficient) if flag(config, "upcycled") else base
 
     facts = {"data-source": data_facts(config).source, "model": model_name(config)}
-    run_recorded(grid, context, task, strategy, name=f"{method}-{config['dataset']}", facts=facts)
+    configured.start(grid, context, task, strategy, facts=facts)
 
 
 def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
     """Who takes part, and how local models are perturbed."""
-    clients = integer(config, "clients")
-    size = size_for_rate(clients, number(config, "sampling-rate", above=0))
-    sampling = FixedSizeSampling(population=clients, size=size)
-    return perturbation_plan_of(config, sampling, loss_of(config))
+    return configured.perturbation_plan({"sampling": "fixed-size", **config}, loss_of(config))
 
 
 def local_training(config: UserConfig) -> LocalTraining:
     """What every client does, whatever the method."""
     weight, method = number(config, "proximal-weight"), config["method"]
     exact = choice(config, "solver", ("sgd", "newton")) == "newton"
-    return training_of(
+    return configured.training(
         config,
         proximal_weight=weight or (0.1 if method == "fedprox" else 0.0),
         tolerance=NEWTON_TOLERANCE if exact else 0.0,
@@ -67,7 +55,7 @@ def local_training(config: UserConfig) -> LocalTraining:
 
 
 def strategy_of(
-    config: UserConfig, plan: NonPrivatePlan | PerturbationPlan, run: RunDirectory
+    plan: NonPrivatePlan | PerturbationPlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     method, local = str(config["method"]), local_training(config)
@@ -78,9 +66,9 @@ def strategy_of(
             "server takes no step of its own"
         )
     ratio = number(config, "straggler-ratio")
-    budget = None if isinstance(plan, NonPrivatePlan) else budget_of(config)
+    budget = None if isinstance(plan, NonPrivatePlan) else configured.budget(config)
     options = {
-        **options_of(config, run, budget=budget),
+        **configured.options(config, run, budget=budget),
         "plan": plan,
         "local": local,
         "stragglers": Stragglers(ratio=ratio) if ratio else None,
@@ -104,7 +92,7 @@ def strategy_of(
         case "feddyn":
             return FedDyn(regularization=number(config, "regularization"), **options)
         case _:
-            personal = training_of(
+            personal = configured.training(
                 config,
                 momentum=0.0,
                 steps=integer(config, "personal-steps"),

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from flwr.app import UserConfig
 
 from flower_ext.algorithms.ditto.pilot import pilot_run
-from flower_ext.federation import basis_of
+from flower_ext.federation.configured import BASES
 from flower_ext.planning import DittoProblem, PilotEstimates, best_rounds
 from flower_ext.privacy import PrivacyPlan, RecordLevelPlan
 from flower_ext.runs.settings import UnfitSetting, choice, integer, number
 from flower_ext.training import Task
+from flower_ext.training.models import parameter_count
 
 PILOT = (
     "a pilot run without noise on the clients' training records, which chose the number of rounds "
@@ -26,7 +27,7 @@ PILOT = (
 
 
 def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
-    """Constants of the losses from a pilot run on the clients' records, where one is asked for.
+    """Return what a pilot run on the clients' records finds; None unless the planner is that.
 
     Raises
     ------
@@ -50,13 +51,10 @@ def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
     )
 
 
-def problem_of(config: UserConfig, pilot: PilotEstimates | None, *, dimension: int) -> DittoProblem:
-    """What Theorem 1 has to know: from the pilot run, or as configured; 0 for G₀ or M is unknown.
+def problem_of(config: UserConfig, task: Task, pilot: PilotEstimates | None) -> DittoProblem:
+    """Return what Theorem 1 has to know: of the losses from the pilot run, or as configured.
 
-    Parameters
-    ----------
-    dimension : int
-        d, the number of parameters of the model.
+    A ``gradient-bound`` or ``model-spread`` of 0 is unknown.
     """
     constants = pilot or PilotEstimates(
         strong_convexity=number(config, "strong-convexity"),
@@ -68,7 +66,7 @@ def problem_of(config: UserConfig, pilot: PilotEstimates | None, *, dimension: i
     )
     return DittoProblem(
         **asdict(constants),
-        dimension=dimension,
+        dimension=parameter_count(task.model()),
         num_clients=integer(config, "clients"),
         learning_rate=number(config, "learning-rate"),
         personal_learning_rate=number(config, "personal-learning-rate"),
@@ -77,12 +75,11 @@ def problem_of(config: UserConfig, pilot: PilotEstimates | None, *, dimension: i
 
 def planned_rounds(
     config: UserConfig,
+    task: Task,
     pilot: PilotEstimates | None,
-    *,
-    dimension: int,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
-    """T: as configured, or the T* of Theorem 1 below it for the configured λ and budget.
+    """Return T: ``rounds``, or the T* of Theorem 1 below it for the λ and ε of the settings.
 
     Parameters
     ----------
@@ -94,17 +91,17 @@ def planned_rounds(
     UnfitSetting
         Fewer than one, or no number of rounds improves the bound.
     """
-    most = integer(config, "rounds", least=1)
+    most, basis = integer(config, "rounds", least=1), choice(config, "calibration", BASES)
     if config["planner"] == "none":
         return most
     plan = plan_of(1)
     assert isinstance(plan, RecordLevelPlan)  # as dp-ditto has
     planned = best_rounds(
-        problem_of(config, pilot, dimension=dimension),
+        problem_of(config, task, pilot),
         global_weight=number(config, "global-weight"),
         variance_per_round=plan.upload_stddev**2,
         max_rounds=most,
-        basis=basis_of(config),
+        basis=basis,
     )
     if planned.rounds == 0:
         raise UnfitSetting(
