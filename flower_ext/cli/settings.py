@@ -112,7 +112,7 @@ def _told(by_app: dict[str, str]) -> Markup:
 _PAGE = """# Settings
 
 Each is a `--set name=value` of `flower-ext run`, and a name in `[tool.flwr.app.config]` of an app
-of your own that reads its settings by `flower_ext.federation.configured`. Each app has its defaults.
+of your own that reads its settings by `flower_ext.federation.configured`.
 
 Written by `flower-ext settings apps/* --markdown docs/settings.md` from the comments in each app's
 `pyproject.toml`: change them there.

@@ -1,0 +1,4 @@
+from flower_ext.algorithms import DPFedAvg
+from own.task import task
+
+app = DPFedAvg.client_app(task)
