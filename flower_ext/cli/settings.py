@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -21,14 +20,24 @@ from flower_ext.runs.files import write_whole
 from flower_ext.runs.report import Markup, escaped
 from flower_ext.runs.report import table as markdown_table
 
+_SECTION = "[tool.flwr.app.config]"
 _LINE = re.compile(r'(?P<name>[\w-]+) *= *(?:"[^"]*"|[^#"]*?) *(?:# *(?P<comment>.*))?')
 _MORE = re.compile(r"\s+# *(?P<comment>.*)")
-_CHOICES = re.compile(r"(?P<choices>[\w.-]+(?: \| [\w.-]+)+)(?:: (?P<meaning>.*))?")
+_COMMENT = re.compile(r"(?P<choices>[\w.-]+(?: \| [\w.-]+)+)(?:: (?P<meaning>.*))?")
+
+_PAGE = """# Settings
+
+Each is a `--set name=value` of `flower-ext run`, and a name in `[tool.flwr.app.config]` of an app
+of your own that reads its settings by `flower_ext.federation.configured`.
+
+Written by `flower-ext settings apps/* --markdown docs/settings.md` from the comments in each app's
+`pyproject.toml`: change them there.
+
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting of an app."""
+class Setting(NamedTuple):
+    """One setting of an app, in words."""
 
     default: str
     choices: str
@@ -38,7 +47,7 @@ class Setting:
 def settings(
     apps: Annotated[list[Path], typer.Argument(metavar="APP", help="Folders of Flower apps.")],
     markdown: Annotated[
-        Path | None, typer.Option(help="File to write: one table of all apps.")
+        Path | None, typer.Option(help="File to write instead: one table of all apps.")
     ] = None,
 ) -> None:
     """List the settings of an app: names for --set, defaults, choices, and what they mean.
@@ -49,10 +58,10 @@ def settings(
     if markdown is not None:
         write_whole(markdown, as_markdown(found).encode(), private=False)
         return
-    for app, rows in found.items():
-        shown = titled_table(f"Settings of {app}", ("setting", "default", "choices", "meaning"))
-        for name, row in rows.items():
-            shown.add_row(name, *map(escape, (row.default, row.choices, row.meaning)))
+    for app, own in found.items():
+        shown = titled_table(f"Settings of {app}", ("setting", *Setting._fields))
+        for name, setting in own.items():
+            shown.add_row(name, *map(escape, setting))
         console.print(shown)
 
 
@@ -66,55 +75,43 @@ def settings_of(app: Path) -> dict[str, Setting]:
     """
     defaults, _ = checked_settings(app, ())
     if not defaults:
-        raise LaunchFailed(f"{app} has no settings: add [tool.flwr.app.config] to pyproject.toml")
-    comments: dict[str, str] = {}
-    _, _, rest = (app / "pyproject.toml").read_text("utf-8").partition("[tool.flwr.app.config]")
+        raise LaunchFailed(f"{app} has no settings: add {_SECTION} to its pyproject.toml")
+    comments = dict.fromkeys(defaults, "")
+    name = ""
+    _, _, rest = (app / "pyproject.toml").read_text(encoding="utf-8").partition(_SECTION)
     for line in rest.partition("\n[")[0].splitlines():
         if found := _LINE.fullmatch(line):
             name = found["name"]
             comments[name] = found["comment"] or ""
-        elif comments and (more := _MORE.fullmatch(line)):
+        elif name and (more := _MORE.fullmatch(line)):
             comments[name] += f" {more['comment']}"
-    return {name: _setting(value, comments.get(name, "")) for name, value in defaults.items()}
-
-
-def _setting(default: Any, comment: str) -> Setting:
-    found = _CHOICES.fullmatch(comment)
-    choices, meaning = (found["choices"], found["meaning"] or "") if found else ("", comment)
-    if isinstance(default, bool):
-        choices = "true | false"
-    shown = json.dumps(default).strip('"') or '""'
-    return Setting(default=shown, choices=choices, meaning=meaning)
+    rows = {}
+    for name, default in defaults.items():
+        told = _COMMENT.fullmatch(comments[name])
+        choices, meaning = told.groups("") if told else ("", comments[name])
+        if isinstance(default, bool):
+            choices = "true | false"
+        rows[name] = Setting(json.dumps(default).strip('"') or '""', choices, meaning)
+    return rows
 
 
 def as_markdown(found: dict[str, dict[str, Setting]]) -> str:
-    """Return one table of the settings of several apps; a dash where an app has it not."""
-    found = dict(sorted(found.items()))
-    rows = []
-    for name in dict.fromkeys(name for own in found.values() for name in own):
-        own = {app: settings[name] for app, settings in found.items() if name in settings}
-        defaults = [Markup(f"`{own[app].default}`") if app in own else "–" for app in found]
+    """Return a page with one table of the settings of several apps, by name."""
+    apps = sorted(found)
+    lines = []
+    for name in dict.fromkeys(name for app in apps for name in found[app]):
+        own = {app: found[app][name] for app in apps if name in found[app]}
+        defaults = [Markup(f"`{own[app].default}`") if app in own else "–" for app in apps]
         choices = _told({app: setting.choices for app, setting in own.items()})
         meaning = _told({app: setting.meaning for app, setting in own.items()})
-        rows.append([Markup(f"`{name}`"), *defaults, choices, meaning])
-    return _PAGE + markdown_table(["setting", *found, "choices", "meaning"], rows) + "\n"
+        lines.append([Markup(f"`{name}`"), *defaults, choices, meaning])
+    return _PAGE + markdown_table(["setting", *apps, "choices", "meaning"], lines) + "\n"
 
 
 def _told(by_app: dict[str, str]) -> Markup:
-    """What is told of a setting, once, or of each app where they differ."""
+    """Return what is told of a setting: once, or of each app where they differ."""
     apps = {text: [app for app in by_app if by_app[app] == text] for text in by_app.values()}
     if len(apps) == 1:
         return Markup(escaped(*apps))
     told = (f"*{', '.join(own)}*: {escaped(text)}" for text, own in apps.items() if text)
     return Markup("<br>".join(told))
-
-
-_PAGE = """# Settings
-
-Each is a `--set name=value` of `flower-ext run`, and a name in `[tool.flwr.app.config]` of an app
-of your own that reads its settings by `flower_ext.federation.configured`.
-
-Written by `flower-ext settings apps/* --markdown docs/settings.md` from the comments in each app's
-`pyproject.toml`: change them there.
-
-"""

@@ -4,7 +4,7 @@ Every app reads the same settings by the same names (``docs/settings.md``)::
 
     def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
         plan, local = configured.release_plan(config), configured.training(config)
-        return DPFedAvg(plan=plan, local=local, **configured.options(config, run))
+        return DPFedAvg(local=local, **configured.options(config, run, plan))
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
@@ -43,6 +43,7 @@ from flower_ext.privacy import (
     OutputPerturbation,
     PerturbationPlan,
     PoissonSampling,
+    PrivacyPlan,
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
@@ -120,10 +121,10 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         **_those_there(config, partial(choice, allowed=("top-up", "discard")), "dropout-policy"),
         **changes,
     }
-    if "epsilon" not in config or number({"noise-multiplier": 0, **config}, "noise-multiplier"):
+    epsilon = _target(config)
+    if epsilon is None:
         return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
-    epsilon = number(config, "epsilon")
-    if choice({"calibration": "provable", **config}, "calibration", BASES) == "provable":
+    if _basis(config) == "provable":
         return ReleasePlan.for_target(epsilon=epsilon, **facts)
     multiplier = dp2_fedsam_theorem2_noise_multiplier(
         epsilon=epsilon,
@@ -132,6 +133,17 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         sampling_rate=facts["sampling"].sampling_rate,
     )
     return ReleasePlan(noise_multiplier=multiplier, **facts)
+
+
+def _target(config: UserConfig) -> float | None:
+    """Return the ε that noise is calibrated for; None where the noise itself is set."""
+    noise = number({"noise-multiplier": 0, **config}, "noise-multiplier")
+    return None if noise or "epsilon" not in config else number(config, "epsilon")
+
+
+def _basis(config: UserConfig) -> Basis:
+    basis: Basis = choice({"calibration": "provable", **config}, "calibration", BASES)
+    return basis
 
 
 def _delta(config: UserConfig) -> float:
@@ -201,25 +213,25 @@ def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) 
         num_examples=size,
         rounds=rounds,
         clipping_norm=number(config, "clipping-norm"),
-        basis=choice(config, "calibration", BASES),
+        basis=_basis(config),
         steps=steps,
     )
 
 
-def budget(config: UserConfig) -> Budget | None:
-    """Return the provable ε at which a run ends: ``budget``, with ``delta``; 0 is none."""
-    epsilon = number(config, "budget")
-    return Budget(epsilon=epsilon, delta=number(config, "delta")) if epsilon else None
-
-
 def options(
-    config: UserConfig, run: RunDirectory, *, budget: Budget | None = None
+    config: UserConfig, run: RunDirectory, plan: PrivacyPlan | None = None
 ) -> dict[str, Any]:
     """Return options that every strategy takes, of those settings that the app has.
 
     Reads ``seed`` (0: none), ``seeded-noise``, ``evaluate-every``, ``diagnostics``,
-    ``training-loss``, ``connect-timeout``; and the account that may take the place of ``budget``
-    (see `shared_budget`).
+    ``training-loss`` and ``connect-timeout``. Where privacy is promised, the run ends at the
+    provable ε ``budget`` (0: none), at the ``epsilon`` that noise is provably calibrated for, or
+    at what `shared_budget` says. The run's ledger holds the releases of a `ReleasePlan`.
+
+    Parameters
+    ----------
+    plan : PrivacyPlan, optional
+        None where the strategy makes its own.
     """
     told = _those_there(config, flag, "seeded-noise", "diagnostics", "training-loss")
     told |= _those_there(config, integer, "evaluate-every")
@@ -227,7 +239,18 @@ def options(
         told["timeout"] = number(config, "connect-timeout", above=0)
     if "seed" in config:
         told["seed"] = integer(config, "seed") or None
-    return {**told, "budget": shared_budget(config, budget), "run": run}
+    if plan is not None:
+        told["plan"] = plan
+    budget = aim = None
+    if not isinstance(plan, NonPrivatePlan) and (end := number({"budget": 0, **config}, "budget")):
+        budget = Budget(epsilon=end, delta=number(config, "delta"))
+    if isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable":
+        epsilon = _target(config)
+        aim = None if epsilon is None else Budget(epsilon=epsilon, delta=plan.delta)
+    if isinstance(plan, ReleasePlan):
+        told["ledger"] = run.open_ledger(budget=aim)
+        aim = None  # the ledger ends the run there
+    return {**told, "budget": shared_budget(config, budget or aim), "run": run}
 
 
 def start(

@@ -110,6 +110,59 @@ def test_options_are_those_that_the_app_has_settings_for(tmp_path):
     }
 
 
+def everyone(**changes):
+    facts = {"sampling": "everyone", "noise-multiplier": 1.0, **changes}
+    return {**RELEASE, **{name: value for name, value in facts.items() if value is not None}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_ledger", "of_run"),
+    [
+        ({}, None, None),
+        ({"budget": 0.0}, None, None),
+        ({"budget": 3.0}, None, 3.0),
+        ({"epsilon": 2.0}, None, None),  # the noise is set
+        ({"epsilon": 2.0, "noise-multiplier": None}, 2.0, None),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "provable"}, 2.0, None),
+        ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "published"}, None, None),
+    ],
+)
+def test_a_run_ends_at_its_budget_or_at_the_epsilon_of_its_noise(
+    settings, of_ledger, of_run, tmp_path
+):
+    config = everyone(**settings)
+    run = RunDirectory.create(tmp_path / "run", config={})
+    options = configured.options(config, run, configured.release_plan(config))
+    found = options["ledger"].budget, options["budget"]
+    assert [budget and (budget.epsilon, budget.delta) for budget in found] == [
+        of_ledger and (of_ledger, 0.01),
+        of_run and (of_run, 0.01),
+    ]
+    run.close()
+
+
+@pytest.mark.parametrize(("basis", "epsilon"), [("provable", 2.0), ("published", None)])
+def test_a_run_under_a_plan_of_records_ends_at_a_provable_epsilon(basis, epsilon, tmp_path):
+    config = {
+        **RELEASE,
+        "epsilon": 2.0,
+        "calibration": basis,
+        "noise": "upload",
+        "examples-per-client": 10,
+    }
+    plan = configured.record_level_plan(config, LocalTraining(), rounds=6)
+    options = configured.options(config, RunDirectory.create(tmp_path / "run", config={}), plan)
+    assert "ledger" not in options
+    assert (options["budget"] and options["budget"].epsilon) == epsilon
+
+
+def test_no_budget_is_asked_of_a_plan_that_promises_nothing(tmp_path):
+    plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    run = RunDirectory.create(tmp_path / "run", config={})
+    options = configured.options({"budget": 1.0, "epsilon": 1.0, "delta": 0.1}, run, plan)
+    assert options == {"plan": plan, "budget": None, "run": run}
+
+
 def test_an_account_under_another_name_is_no_account_left_out(tmp_path):
     run = RunDirectory.create(tmp_path / "run", config={})
     spent = {"population-epsilon": 1.0, "population-delta": 0.1}
@@ -133,7 +186,7 @@ def start(path, strategy_of, **settings):
 
 def fedavg(config, run):
     plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    return DPFedAvg(plan=plan, **configured.options(config, run))
+    return DPFedAvg(**configured.options(config, run, plan))
 
 
 def test_a_run_has_the_rounds_of_its_settings_or_of_its_planner(tmp_path):

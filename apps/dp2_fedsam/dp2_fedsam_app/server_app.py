@@ -8,7 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 from dp2_fedsam_app.task import task_of
 from flower_ext.algorithms import Centaur, DP2FedSAM, DPFedAvg, DPFedAvgFT, DPFedSAM, DPFedSAMFT
 from flower_ext.federation import FederatedStrategy, configured, first_config
-from flower_ext.privacy import Budget, Ledger, NonPrivatePlan, ReleasePlan
+from flower_ext.privacy import NonPrivatePlan, ReleasePlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
 
@@ -54,10 +54,8 @@ def strategy_of(
         )
     sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
     options = {
-        **configured.options(config, run),
-        "plan": plan,
+        **configured.options(config, run, plan),
         "server_learning_rate": number(config, "server-learning-rate"),
-        "ledger": ledger_of(config, plan, run),
     }
     if method in SHARED_MODEL:
         return SHARED_MODEL[method](local=sam if "sam" in method else sgd, **options)
@@ -68,14 +66,3 @@ def strategy_of(
     )
     adapt = flag(config, "adapt-before-evaluation")
     return PERSONAL_HEAD[method](head=head, extractor=sam, adapt_before_evaluation=adapt, **options)
-
-
-def ledger_of(
-    config: UserConfig, plan: ReleasePlan | NonPrivatePlan, run: RunDirectory
-) -> Ledger | None:
-    """The run's ledger; it stops the run at a provable epsilon, where one was asked for."""
-    if isinstance(plan, NonPrivatePlan):
-        return None
-    asked = config["calibration"] == "provable" and number(config, "noise-multiplier") == 0
-    budget = Budget(epsilon=number(config, "epsilon"), delta=plan.delta) if asked else None
-    return run.open_ledger(budget=budget)

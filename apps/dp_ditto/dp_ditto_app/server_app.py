@@ -9,7 +9,7 @@ from dp_ditto_app.task import task_of
 from flower_ext.algorithms import Apple, DPDitto, FedALA, FedAMP, PFedMe
 from flower_ext.algorithms.ditto import PILOT, pilot_of, planned_rounds
 from flower_ext.federation import FederatedStrategy, configured, first_config
-from flower_ext.privacy import Budget, FullParticipation, NonPrivatePlan, RecordLevelPlan
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import choice, integer, number
 from flower_ext.training import LocalTraining
@@ -54,21 +54,13 @@ def local_training(config: UserConfig) -> LocalTraining:
     return configured.training(config, batch_size=size)
 
 
-def budget_of(config: UserConfig) -> Budget | None:
-    """The provable epsilon that noise was calibrated for: more rounds than planned end at it."""
-    if config["method"] in WITHOUT_PRIVACY or config["calibration"] != "provable":
-        return None
-    return Budget(epsilon=number(config, "epsilon"), delta=number(config, "delta"))
-
-
 def strategy_of(
     plan: RecordLevelPlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     local, rate = local_training(config), number(config, "personal-learning-rate")
     options = {
-        **configured.options(config, run, budget=budget_of(config)),
-        "plan": plan,
+        **configured.options(config, run, plan),
         "local": local,
         "exposed": [PILOT] if config["planner"] == "pilot" else [],
     }

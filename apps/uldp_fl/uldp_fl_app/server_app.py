@@ -1,5 +1,6 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
+from functools import partial
 from typing import Any
 
 from flwr.app import Context, UserConfig
@@ -9,15 +10,26 @@ from flower_ext.algorithms import DPFedAvg, UldpAvg, UldpGroup, UldpNaive, UldpS
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.data import histogram
 from flower_ext.federation import FederatedStrategy, configured, first_config
-from flower_ext.privacy import FullParticipation, NonPrivatePlan, PoissonSampling, PrivacyUnit
+from flower_ext.privacy import (
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    PrivacyUnit,
+    ReleasePlan,
+)
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
 from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, silos_of, task_of
 
-WEIGHTING = {"uldp-avg": "equal", "uldp-avg-w": "by-records"}
-WEIGHTING |= {"uldp-sgd": "equal", "uldp-sgd-w": "by-records"}
+OPENLY = {
+    "uldp-avg": partial(UldpAvg, weighting="equal"),
+    "uldp-avg-w": partial(UldpAvg, weighting="by-records"),
+    "uldp-sgd": partial(UldpSgd, weighting="equal"),
+    "uldp-sgd-w": partial(UldpSgd, weighting="by-records"),
+    "uldp-naive": UldpNaive,
+}
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
-METHODS = (*WEIGHTING, *PRIVATE, "uldp-naive", "uldp-group", "default")
+METHODS = (*OPENLY, *PRIVATE, "uldp-group", "default")
 RECORDS_FIGURE = (
     "exact numbers of records a user and silo, in users.csv and its figure in the run directory "
     "(records-figure=false turns this off)"
@@ -36,53 +48,49 @@ def main(grid: Grid, context: Context) -> None:
             f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
             "patients, and DP-SGD needs one that is a mean over them; expected another method"
         )
-    task = task_of(context)  # a missing data set ends the run here, with its message
-    # Under private weighting the server knows no numbers of records.
-    shown = flag(config, "records-figure") and method not in PRIVATE
-
-    def strategy(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
-        if shown:
-            run.save_user_records(histogram(silos_of(config), num_users_of(config)))
-        return strategy_of(config, run, exposed=[RECORDS_FIGURE] if shown else [])
-
-    configured.start(grid, context, task, strategy)
+    configured.start(grid, context, task_of(context), strategy_of)  # missing data end it here
 
 
-def strategy_of(config: UserConfig, run: RunDirectory, **exposed: Any) -> FederatedStrategy:
-    """The strategy of a method; every method gets the same settings where it has them."""
-    method, silos = str(config["method"]), integer(config, "num-silos")
+def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan | None:
+    """What is sampled, clipped, noised and accounted; None where the method has its own plan."""
+    if config["method"] == "default":
+        return NonPrivatePlan(sampling=FullParticipation(integer(config, "num-silos")))
+    if config["method"] == "uldp-group":
+        return None
     users, rate = num_users_of(config), number(config, "user-sampling-rate")
-    budget = None if method == "default" else configured.budget(config)
-    options = {**configured.options(config, run, budget=budget), **exposed}
+    return configured.release_plan(
+        config,
+        sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
+        unit=PrivacyUnit.USER,
+        **({"dropout_policy": "discard"} if config["method"] in PRIVATE else {}),  # no top-up there
+    )
+
+
+def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
+    """The strategy of a method; every method gets the same settings where it has them."""
+    method, local = str(config["method"]), configured.training(config)
+    options = {**configured.options(config, run, plan_of(config)), "exposed": []}
+    # Under private weighting the server knows no numbers of records.
+    if flag(config, "records-figure") and method not in PRIVATE:
+        run.save_user_records(histogram(silos_of(config), num_users_of(config)))
+        options["exposed"] = [RECORDS_FIGURE]
     options["server_learning_rate"] = server_learning_rate(config)
     if method == "default":
-        everyone = NonPrivatePlan(sampling=FullParticipation(silos))
-        return DPFedAvg(plan=everyone, local=configured.training(config), **options)
-    options["num_silos"] = silos
+        return DPFedAvg(local=local, **options)
+    options["num_silos"] = integer(config, "num-silos")
     if method == "uldp-group":
         return UldpGroup(
-            num_users=users,
+            num_users=num_users_of(config),
             group_size=group_size_of(config),
             local=configured.dp_sgd(config),
             delta=number(config, "delta"),
             **options,
         )
-    policy = {"dropout_policy": "discard"} if method in PRIVATE else {}  # no sum to top up
-    options["plan"] = configured.release_plan(
-        config,
-        sampling=FullParticipation(users) if rate == 1 else PoissonSampling(users, rate),
-        unit=PrivacyUnit.USER,
-        **policy,
-    )
-    options["ledger"] = run.open_ledger()
     if not method.startswith("uldp-sgd"):
-        options["local"] = configured.training(config)
-    if method == "uldp-naive":
-        return UldpNaive(**options)
+        options["local"] = local
     if method in PRIVATE:
         return private_strategy_of(config, options)
-    strategy = UldpSgd if method.startswith("uldp-sgd") else UldpAvg
-    return strategy(weighting=WEIGHTING[method], **options)
+    return OPENLY[method](**options)
 
 
 def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> FederatedStrategy:
@@ -105,7 +113,7 @@ def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> Federate
 def server_learning_rate(config: UserConfig) -> float:
     """As configured; by default that of the paper's theory where users are averaged, else 1."""
     method, rate = str(config["method"]), number(config, "server-learning-rate")
-    if rate or method not in (*WEIGHTING, *PRIVATE):
+    if rate or method in ("uldp-naive", "uldp-group", "default"):
         return rate or 1.0
     epochs = 1 if method.startswith("uldp-sgd") else integer(config, "local-epochs", least=1)
     silos = integer(config, "num-silos")

@@ -66,10 +66,8 @@ def strategy_of(
             "server takes no step of its own"
         )
     ratio = number(config, "straggler-ratio")
-    budget = None if isinstance(plan, NonPrivatePlan) else configured.budget(config)
     options = {
-        **configured.options(config, run, budget=budget),
-        "plan": plan,
+        **configured.options(config, run, plan),
         "local": local,
         "stragglers": Stragglers(ratio=ratio) if ratio else None,
     }

@@ -18,4 +18,4 @@ def main(grid: Grid, context: Context) -> None:
 
 def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
     plan, local = configured.release_plan(config), configured.training(config)
-    return DPFedAvg(plan=plan, local=local, **configured.options(config, run))
+    return DPFedAvg(local=local, **configured.options(config, run, plan))
