@@ -1,3 +1,5 @@
+"""Client side: nothing but the method and the task."""
+
 from flower_ext.algorithms import DPFedAvg
 from own.task import task
 

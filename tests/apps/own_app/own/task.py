@@ -1,3 +1,5 @@
+"""Eight clients with 40 points of five numbers; the sign of the first is the class."""
+
 import torch
 
 from flower_ext.data import ClientData, Examples
