@@ -55,7 +55,7 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
 
-BASES = get_args(Basis)
+BASES: tuple[Basis, ...] = get_args(Basis)
 """Whose bound noise is calibrated by, as ``calibration`` names it."""
 
 
@@ -142,8 +142,7 @@ def _target(config: UserConfig) -> float | None:
 
 
 def _basis(config: UserConfig) -> Basis:
-    basis: Basis = choice({"calibration": "provable", **config}, "calibration", BASES)
-    return basis
+    return choice({"calibration": "provable", **config}, "calibration", BASES)
 
 
 def _delta(config: UserConfig) -> float:

@@ -6,9 +6,11 @@ Every reader raises `UnfitSetting` where the value is something else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flower_ext.errors import InvalidValue
+
+Word = TypeVar("Word", bound=str)
 
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that say where things are."""
@@ -62,9 +64,11 @@ def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     return tuple(map(int, listed.split(","))) if listed else None
 
 
-def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> Any:
+def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Word:
     """One of some words; the message of the error lists them."""
-    return _read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}")
+    expected = f"one of {', '.join(allowed)}"
+    word: Word = _read(config, name, lambda value: value in allowed, expected)
+    return word
 
 
 def _read(
