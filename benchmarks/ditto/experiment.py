@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.runs import Config, run_all, settings
+from flower_ext.algorithms.ditto import pilot_of, problem_of
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.planning import best_rounds
 from flower_ext.privacy.guarantee import Basis
@@ -128,9 +129,8 @@ class Experiment:
         for seed in self.scale.seeds:
             config = self._config({**change, "planner": "pilot", "seed": seed})
             task = server.task_of(SimpleNamespace(run_config=config, node_config={}))
-            problem = server.problem_of(config, server.pilot_of(config, task))
             plan = best_rounds(
-                problem,
+                problem_of(config, task, pilot_of(config, task)),
                 global_weight=float(config["global-weight"]),
                 variance_per_round=server.plan_of(config, 1).upload_stddev ** 2,
                 max_rounds=most,

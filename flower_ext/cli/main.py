@@ -19,6 +19,7 @@ from flower_ext.cli.launch import checked_settings, launch
 from flower_ext.cli.ledger import ledger
 from flower_ext.cli.schedule import plan, search
 from flower_ext.cli.screen import Command, Settings, console
+from flower_ext.cli.settings import settings as list_settings
 from flower_ext.runs.comparison import write_comparison
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 from flower_ext.runs.report import write_report
@@ -152,6 +153,7 @@ def report(
 
 for command in (calibrate, plan, search, audit, ledger):
     app.command(cls=Command)(command)
+app.command(name="settings", cls=Command)(list_settings)
 
 
 def main() -> None:

@@ -83,6 +83,8 @@ def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
     UnfitSetting
         A path that another folder would make another one, or no budget.
     """
+    if config.keys().isdisjoint(("budget-ledger", "population-epsilon", "population-delta")):
+        return own  # an app without such accounts; one that misspells the first has the others
     if not (named := text(config, "budget-ledger")):
         return own
     path = Path(named).expanduser()

@@ -6,9 +6,11 @@ Every reader raises `UnfitSetting` where the value is something else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flower_ext.errors import InvalidValue
+
+Word = TypeVar("Word", bound=str)
 
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that say where things are."""
@@ -51,14 +53,31 @@ def text(config: Mapping[str, Any], name: str) -> str:
     return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
 
 
-def choice(config: Mapping[str, Any], name: str, allowed: Sequence[str]) -> str:
+def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    """Integers with commas between them; None where the text is empty."""
+
+    def fits(value: Any) -> bool:
+        parts = value.split(",") if isinstance(value, str) else ["none"]
+        return value == "" or all(part.strip().isdecimal() for part in parts)
+
+    listed = _read(config, name, fits, "integers with commas between them")
+    return tuple(map(int, listed.split(","))) if listed else None
+
+
+def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Word:
     """One of some words; the message of the error lists them."""
-    return str(_read(config, name, lambda value: value in allowed, f"one of {', '.join(allowed)}"))
+    expected = f"one of {', '.join(allowed)}"
+    word: Word = _read(config, name, lambda value: value in allowed, expected)
+    return word
 
 
 def _read(
     config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str
 ) -> Any:
+    if name not in config:
+        raise UnfitSetting(
+            f"run-config has no {name}: expected {expected}; add it to [tool.flwr.app.config]"
+        )
     value = config[name]
     if not fits(value):
         raise UnfitSetting(f"run-config {name}={value!r}: expected {expected}")

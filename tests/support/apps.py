@@ -89,4 +89,5 @@ DP_DITTO = App(
         "seeded-noise": True,
     },
 )
+OWN = App(folder=Path(__file__).parent / "own_app", small={})
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

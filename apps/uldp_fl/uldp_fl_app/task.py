@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import SiloData, describe_silos, load_silos
 from flower_ext.evaluation import average_precision, concordance_index, roc_auc
 from flower_ext.federation import settings_of
-from flower_ext.runs.settings import integer, text
+from flower_ext.runs.settings import UnfitSetting, integer, text
 from flower_ext.training import Task, accuracy, cox_loss
 from flower_ext.training.models import build
 
@@ -45,6 +45,14 @@ def task_of(context: Context) -> Task:
 def num_users_of(config: UserConfig) -> int:
     """|U|, by default that of the data set."""
     return integer(config, "num-users") or describe_silos(text(config, "dataset")).num_users
+
+
+def group_size_of(config: UserConfig) -> int | str:
+    """A number, ``max`` or ``median``."""
+    value = str(config["group-size"])
+    if value not in ("max", "median") and not value.isdecimal():
+        raise UnfitSetting(f"run-config group-size={value!r}: expected a number, max or median")
+    return int(value) if value.isdecimal() else value
 
 
 def silos_of(config: UserConfig) -> list[SiloData]:

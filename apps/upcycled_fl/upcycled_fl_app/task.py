@@ -13,9 +13,23 @@ from flower_ext.data import (
     within_unit_ball,
 )
 from flower_ext.federation import settings_of
+from flower_ext.privacy import LocalObjective
 from flower_ext.runs.settings import flag, integer, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
+
+# What is known of a model's cross-entropy when no record has a norm above 1. The gradient of
+# softmax regression is (p − e_y) ⊗ (x, 1): at most √2 · √2.
+LOSSES = {
+    "synthetic-logistic": LocalObjective(convex=True, gradient_bound=2.0),
+    "binary-logistic": LocalObjective(
+        convex=True,
+        generalised_linear=True,
+        gradient_bound=1.0,
+        curvature_bound=0.25,
+        feature_norm_bound=1.0,
+    ),
+}
 
 
 def task_of(context: Context) -> Task:
@@ -50,6 +64,14 @@ def data_facts(config: UserConfig) -> DevicesInfo:
 def model_name(config: UserConfig) -> str:
     """The configured model, or the data set's."""
     return text(config, "model") or data_facts(config).model
+
+
+def loss_of(config: UserConfig) -> LocalObjective:
+    """What is known of the model's loss: its bounds hold for features of norm 1 at most."""
+    loss = LOSSES.get(model_name(config), LocalObjective())
+    if flag(config, "unit-features"):
+        return loss
+    return LocalObjective(convex=loss.convex, generalised_linear=loss.generalised_linear)
 
 
 @cache

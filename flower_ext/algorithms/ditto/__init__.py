@@ -6,5 +6,6 @@ Personalized Federated Learning". The planner itself, formulas on numbers, is `f
 
 from flower_ext.algorithms.ditto.dp_ditto import DPDitto
 from flower_ext.algorithms.ditto.pilot import pilot_run
+from flower_ext.algorithms.ditto.planned import PILOT, pilot_of, planned_rounds, problem_of
 
-__all__ = ["DPDitto", "pilot_run"]
+__all__ = ["PILOT", "DPDitto", "pilot_of", "pilot_run", "planned_rounds", "problem_of"]

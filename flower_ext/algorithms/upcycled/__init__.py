@@ -13,6 +13,7 @@ from flower_ext.algorithms.upcycled.coefficients import (
     Decaying,
     HalfLambda,
     ProximalRatio,
+    coefficient_of,
 )
 from flower_ext.algorithms.upcycled.gradient_norm import (
     ConvergenceConstants,
@@ -30,6 +31,7 @@ __all__ = [
     "ProximalRatio",
     "Traffic",
     "Upcycled",
+    "coefficient_of",
     "convergence_constants",
     "gradient_norm_bound",
 ]

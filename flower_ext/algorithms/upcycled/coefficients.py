@@ -15,10 +15,12 @@ coefficient           c_m                                 source
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flower_ext.checks import require_not_negative, require_positive
+from flower_ext.runs.settings import choice, number
 
 Coefficient = Callable[[int], float]
 """c_m by m = 1, 2, …: finite and not negative."""
@@ -80,3 +82,21 @@ class Decaying:
     def __call__(self, m: int) -> float:
         """c / √m."""
         return self.first / math.sqrt(m)
+
+
+def coefficient_of(config: Mapping[str, Any], *, proximal_weight: float) -> Coefficient:
+    """The coefficient that the settings ``schedule`` and ``coefficient`` of a run ask for.
+
+    Raises
+    ------
+    ValueError
+        There is no such schedule, or no such coefficient.
+    """
+    value = number(config, "coefficient")
+    schedules: dict[str, Callable[[], Coefficient]] = {
+        "constant": lambda: Constant(value),
+        "decaying": lambda: Decaying(value),
+        "half-lambda": lambda: HalfLambda(penalty=value),
+        "proximal-ratio": lambda: ProximalRatio(proximal_weight=proximal_weight, penalty=value),
+    }
+    return schedules[choice(config, "schedule", list(schedules))]()

@@ -133,7 +133,7 @@ def _answered(
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:
     """The clients of an app: ``clients-per-node`` of them on each of its nodes."""
-    per_node = integer(config, "clients-per-node", least=1)
+    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=1)
     return grid if per_node == 1 else VirtualGrid(grid, per_node)
 
 

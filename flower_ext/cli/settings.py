@@ -1,0 +1,117 @@
+"""``flower-ext settings``: what can be set in an app, its default, and what it means.
+
+All of it is in the app's ``pyproject.toml``, where a comment follows each setting: words to choose
+from, as ``poisson | everyone``, a colon, and what the setting means.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.markup import escape
+
+from flower_ext.cli.launch import LaunchFailed, checked_settings
+from flower_ext.cli.screen import console, titled_table
+from flower_ext.runs.files import write_whole
+from flower_ext.runs.report import Markup, escaped
+from flower_ext.runs.report import table as markdown_table
+
+_SECTION = "[tool.flwr.app.config]"
+_LINE = re.compile(r'(?P<name>[\w-]+) *= *(?:"[^"]*"|[^#"]*?) *(?:# *(?P<comment>.*))?')
+_MORE = re.compile(r"\s+# *(?P<comment>.*)")
+_COMMENT = re.compile(r"(?P<choices>[\w.-]+(?: \| [\w.-]+)+)(?:: (?P<meaning>.*))?")
+
+_PAGE = """# Settings
+
+Each is a `--set name=value` of `flower-ext run`, and a name in `[tool.flwr.app.config]` of an app
+of your own that reads its settings by `flower_ext.federation.configured`.
+
+Written by `flower-ext settings apps/* --markdown docs/settings.md` from the comments in each app's
+`pyproject.toml`: change them there.
+
+"""
+
+
+class Setting(NamedTuple):
+    """One setting of an app, in words."""
+
+    default: str
+    choices: str
+    meaning: str
+
+
+def settings(
+    apps: Annotated[list[Path], typer.Argument(metavar="APP", help="Folders of Flower apps.")],
+    markdown: Annotated[
+        Path | None, typer.Option(help="File to write instead: one table of all apps.")
+    ] = None,
+) -> None:
+    """List the settings of an app: names for --set, defaults, choices, and what they mean.
+
+    Example: flower-ext settings apps/dp2_fedsam
+    """
+    found = {app.resolve().name: settings_of(app) for app in apps}
+    if markdown is not None:
+        write_whole(markdown, as_markdown(found).encode(), private=False)
+        return
+    for app, own in found.items():
+        shown = titled_table(f"Settings of {app}", ("setting", *Setting._fields))
+        for name, setting in own.items():
+            shown.add_row(name, *map(escape, setting))
+        console.print(shown)
+
+
+def settings_of(app: Path) -> dict[str, Setting]:
+    """Return the settings of an app by name, in the order of its ``pyproject.toml``.
+
+    Raises
+    ------
+    LaunchFailed
+        It is not a Flower app with settings.
+    """
+    defaults, _ = checked_settings(app, ())
+    if not defaults:
+        raise LaunchFailed(f"{app} has no settings: add {_SECTION} to its pyproject.toml")
+    comments = dict.fromkeys(defaults, "")
+    name = ""
+    _, _, rest = (app / "pyproject.toml").read_text(encoding="utf-8").partition(_SECTION)
+    for line in rest.partition("\n[")[0].splitlines():
+        if found := _LINE.fullmatch(line):
+            name = found["name"]
+            comments[name] = found["comment"] or ""
+        elif name and (more := _MORE.fullmatch(line)):
+            comments[name] += f" {more['comment']}"
+    rows = {}
+    for name, default in defaults.items():
+        told = _COMMENT.fullmatch(comments[name])
+        choices, meaning = told.groups("") if told else ("", comments[name])
+        if isinstance(default, bool):
+            choices = "true | false"
+        rows[name] = Setting(json.dumps(default).strip('"') or '""', choices, meaning)
+    return rows
+
+
+def as_markdown(found: dict[str, dict[str, Setting]]) -> str:
+    """Return a page with one table of the settings of several apps, by name."""
+    apps = sorted(found)
+    lines = []
+    for name in dict.fromkeys(name for app in apps for name in found[app]):
+        own = {app: found[app][name] for app in apps if name in found[app]}
+        defaults = [Markup(f"`{own[app].default}`") if app in own else "–" for app in apps]
+        choices = _told({app: setting.choices for app, setting in own.items()})
+        meaning = _told({app: setting.meaning for app, setting in own.items()})
+        lines.append([Markup(f"`{name}`"), *defaults, choices, meaning])
+    return _PAGE + markdown_table(["setting", *apps, "choices", "meaning"], lines) + "\n"
+
+
+def _told(by_app: dict[str, str]) -> Markup:
+    """Return what is told of a setting: once, or of each app where they differ."""
+    apps = {text: [app for app in by_app if by_app[app] == text] for text in by_app.values()}
+    if len(apps) == 1:
+        return Markup(escaped(*apps))
+    told = (f"*{', '.join(own)}*: {escaped(text)}" for text, own in apps.items() if text)
+    return Markup("<br>".join(told))

@@ -1,0 +1,311 @@
+"""The parts of a run that its settings ask for, and the run itself: for the ServerApp of any app.
+
+Every app reads the same settings by the same names (``docs/settings.md``)::
+
+    def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
+        plan, local = configured.release_plan(config), configured.training(config)
+        return DPFedAvg(local=local, **configured.options(config, run, plan))
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        configured.start(grid, context, task, strategy_of)
+
+Each function raises `UnfitSetting` where a setting is missing or not what it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_args
+
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.engines.virtual import clients_of
+from flower_ext.federation.recording import (
+    first_config,
+    recorded_run,
+    save_outcome,
+    shared_budget,
+)
+from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.privacy import (
+    Budget,
+    ClippedSteps,
+    FixedSizeSampling,
+    FullParticipation,
+    LocalObjective,
+    NonPrivatePlan,
+    ObjectivePerturbation,
+    OutputPerturbation,
+    PerturbationPlan,
+    PoissonSampling,
+    PrivacyPlan,
+    RecordLevelPlan,
+    ReleasePlan,
+    Sampling,
+    size_for_rate,
+)
+from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
+from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
+
+BASES: tuple[Basis, ...] = get_args(Basis)
+"""Whose bound noise is calibrated by, as ``calibration`` names it."""
+
+
+def sampling(config: UserConfig) -> Sampling:
+    """Return how cohorts of ``clients`` are drawn: by ``sampling`` and ``sampling-rate``."""
+    clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
+    match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
+        case "poisson":
+            return PoissonSampling(population=clients, rate=rate)
+        case "fixed-size":
+            return FixedSizeSampling(population=clients, size=size_for_rate(clients, rate))
+        case _:
+            return FullParticipation(population=clients)
+
+
+def training(config: UserConfig, **changes: Any) -> LocalTraining:
+    """Return the training of ``local-epochs``, ``batch-size`` and ``learning-rate``.
+
+    Reads ``learning-rate-decay`` and ``momentum`` where the app has them; ``changes`` are fields
+    of `LocalTraining` that come before all settings.
+    """
+    facts = {
+        "epochs": integer(config, "local-epochs", least=1),
+        "batch_size": integer(config, "batch-size"),
+        "learning_rate": number(config, "learning-rate"),
+        **_those_there(config, number, "learning-rate-decay", "momentum"),
+    }
+    return LocalTraining(**{**facts, **changes})
+
+
+def dp_sgd(config: UserConfig) -> DpSgdTraining:
+    """Return DP-SGD with the steps that pass over the records ``local-epochs`` times on average.
+
+    Reads ``record-sampling-rate``, ``expected-batch-size``, ``learning-rate``,
+    ``record-clipping-norm`` and ``noise-multiplier``.
+    """
+    rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs", least=1)
+    return DpSgdTraining(
+        steps=max(1, round(epochs / rate)) if rate > 0 else 0,
+        sampling_rate=rate,
+        batch_size=number(config, "expected-batch-size"),
+        learning_rate=number(config, "learning-rate"),
+        clipping_norm=number(config, "record-clipping-norm"),
+        noise_multiplier=number(config, "noise-multiplier"),
+    )
+
+
+def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
+    """Return the plan of a noised sum over what `sampling` draws.
+
+    Reads ``clipping-norm``, ``rounds``, ``delta`` (0: one over ``clients``), ``noise-multiplier``
+    and, where the app has them, ``noise-placement`` and ``dropout-policy``. Where the app has
+    ``epsilon`` and no ``noise-multiplier`` above 0, the noise is the least for ``epsilon``:
+    provably, or as published where ``calibration`` says so. ``changes`` are fields of
+    `ReleasePlan`, but its noise, that come before all settings.
+    """
+    facts: dict[str, Any] = {
+        "sampling": changes.get("sampling") or sampling(config),
+        "clipping_norm": number(config, "clipping-norm"),
+        "rounds": integer(config, "rounds", least=1),
+        "delta": _delta(config),
+        **_those_there(config, partial(choice, allowed=("client", "server")), "noise-placement"),
+        **_those_there(config, partial(choice, allowed=("top-up", "discard")), "dropout-policy"),
+        **changes,
+    }
+    epsilon = _target(config)
+    if epsilon is None:
+        return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
+    if _basis(config) == "provable":
+        return ReleasePlan.for_target(epsilon=epsilon, **facts)
+    multiplier = dp2_fedsam_theorem2_noise_multiplier(
+        epsilon=epsilon,
+        delta=facts["delta"],
+        rounds=facts["rounds"],
+        sampling_rate=facts["sampling"].sampling_rate,
+    )
+    return ReleasePlan(noise_multiplier=multiplier, **facts)
+
+
+def _target(config: UserConfig) -> float | None:
+    """Return the ε that noise is calibrated for; None where the noise itself is set."""
+    noise = number({"noise-multiplier": 0, **config}, "noise-multiplier")
+    return None if noise or "epsilon" not in config else number(config, "epsilon")
+
+
+def _basis(config: UserConfig) -> Basis:
+    return choice({"calibration": "provable", **config}, "calibration", BASES)
+
+
+def _delta(config: UserConfig) -> float:
+    delta = number(config, "delta")
+    if delta or "clients" not in config:
+        return delta
+    clients = integer(config, "clients")
+    if clients == 1:
+        raise UnfitSetting(
+            f"run-config clients={clients} with delta={config['delta']!r}: expected a delta in "
+            "(0, 1), or more clients where delta=0 stands for 1 / clients"
+        )
+    return 1 / clients
+
+
+def perturbation_plan(
+    config: UserConfig, objective: LocalObjective
+) -> NonPrivatePlan | PerturbationPlan:
+    """Return how the local models of what `sampling` draws are perturbed: by ``perturbation``.
+
+    Reads ``delta`` and the numbers of that mechanism: ``clipping-norm`` and ``noise-stddev``, or
+    ``noise-rate``.
+
+    Raises
+    ------
+    PreconditionFailed
+        Objective perturbation of a problem that Theorem 6.3 of Upcycled-FL does not cover.
+    """
+    perturbation: OutputPerturbation | ObjectivePerturbation
+    match choice(config, "perturbation", ("none", "output", "objective")):
+        case "none":
+            return NonPrivatePlan(sampling=sampling(config))
+        case "output":
+            perturbation = OutputPerturbation(
+                clipping_norm=number(config, "clipping-norm"),
+                noise_stddev=number(config, "noise-stddev"),
+            )
+        case _:
+            perturbation = ObjectivePerturbation(rate=number(config, "noise-rate"))
+    return PerturbationPlan(
+        sampling=sampling(config),
+        perturbation=perturbation,
+        objective=objective,
+        delta=number(config, "delta"),
+    )
+
+
+def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) -> RecordLevelPlan:
+    """Return the plan of records of all ``clients``: noise on uploads, or in ``local``'s steps.
+
+    Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon``,
+    ``delta``, and for noise in steps ``gradient-clipping-norm``.
+    """
+    size, steps = integer(config, "examples-per-client"), None
+    if choice(config, "noise", ("upload", "steps")) == "steps":
+        steps = ClippedSteps(
+            learning_rate=local.learning_rate,
+            gradient_clipping_norm=number(config, "gradient-clipping-norm"),
+            num_examples=size,
+            local_steps=local.num_steps(size),
+            batch_size=min(local.batch_size, size),
+        )
+    return RecordLevelPlan.for_target(
+        epsilon=number(config, "epsilon"),
+        delta=number(config, "delta"),
+        sampling=FullParticipation(integer(config, "clients")),
+        num_examples=size,
+        rounds=rounds,
+        clipping_norm=number(config, "clipping-norm"),
+        basis=_basis(config),
+        steps=steps,
+    )
+
+
+def options(
+    config: UserConfig, run: RunDirectory, plan: PrivacyPlan | None = None
+) -> dict[str, Any]:
+    """Return options that every strategy takes, of those settings that the app has.
+
+    Reads ``seed`` (0: none), ``seeded-noise``, ``evaluate-every``, ``diagnostics``,
+    ``training-loss`` and ``connect-timeout``. Where privacy is promised, the run ends at the
+    provable ε ``budget`` (0: none), at the ``epsilon`` that noise is provably calibrated for, or
+    at what `shared_budget` says. The run's ledger holds the releases of a `ReleasePlan`.
+
+    Parameters
+    ----------
+    plan : PrivacyPlan, optional
+        None where the strategy makes its own.
+    """
+    told = _those_there(config, flag, "seeded-noise", "diagnostics", "training-loss")
+    told |= _those_there(config, integer, "evaluate-every")
+    if "connect-timeout" in config:
+        told["timeout"] = number(config, "connect-timeout", above=0)
+    if "seed" in config:
+        told["seed"] = integer(config, "seed") or None
+    if plan is not None:
+        told["plan"] = plan
+    budget = aim = None
+    if not isinstance(plan, NonPrivatePlan) and (end := number({"budget": 0, **config}, "budget")):
+        budget = Budget(epsilon=end, delta=number(config, "delta"))
+    if isinstance(plan, ReleasePlan | RecordLevelPlan) and _basis(config) == "provable":
+        epsilon = _target(config)
+        aim = None if epsilon is None else Budget(epsilon=epsilon, delta=plan.delta)
+    if isinstance(plan, ReleasePlan):
+        told["ledger"] = run.open_ledger(budget=aim)
+        aim = None  # the ledger ends the run there
+    return {**told, "budget": shared_budget(config, budget or aim), "run": run}
+
+
+def start(
+    grid: Grid,
+    context: Context,
+    task: Task,
+    strategy_of: Callable[[UserConfig, RunDirectory], Strategy],
+    *,
+    planned_rounds: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Run a strategy for ``rounds`` rounds in a run directory, and leave its report there.
+
+    Parameters
+    ----------
+    strategy_of : Callable[[UserConfig, RunDirectory], Strategy]
+        Is given the configuration that the run began with, and its directory. Returns a strategy
+        of this package, or a wrapper with such a ``base``.
+    planned_rounds : int, optional
+        A planner's choice in place of ``rounds``; the run's record holds it.
+    facts : Mapping, optional
+        More for the run's record, which holds the settings.
+
+    Raises
+    ------
+    UnshareableModel
+        A layer that clients would share keeps statistics of their data.
+    InvalidValue
+        The strategy is another one; or as `recorded_run`.
+    """
+    config = first_config(context.run_config)
+    rounds = integer(context.run_config, "rounds", least=1)
+    recorded = {**config, **(facts or {})}
+    if planned_rounds is not None:
+        rounds += planned_rounds - integer(config, "rounds")
+        recorded["planned-rounds"] = planned_rounds
+    name = [str(config[part]) for part in ("method", "dataset") if part in config]
+    with recorded_run(recorded, "-".join(name) or "run") as run:
+        strategy = strategy_of(config, run)
+        base = getattr(strategy, "base", strategy)
+        if not isinstance(base, FederatedStrategy):
+            raise InvalidValue(
+                f"strategy_of: {type(base).__name__} keeps no record of a run: expected a strategy "
+                "of flower_ext.algorithms (Hosted runs Flower's), or call its own start"
+            )
+        check_shareable(task.model(), base.personal)
+        result = strategy.start(
+            clients_of(grid, config),
+            ArrayRecord(task.initial_params(integer({"seed": 0, **config}, "seed"))),
+            num_rounds=rounds,
+            timeout=number({"round-timeout": 3600, **config}, "round-timeout", above=0),
+        )
+        save_outcome(run, base, result)
+
+
+def _those_there(
+    config: UserConfig, read: Callable[[UserConfig, str], Any], *names: str
+) -> dict[str, Any]:
+    return {name.replace("-", "_"): read(config, name) for name in names if name in config}

@@ -1,0 +1,6 @@
+"""Client side: nothing but the method and the task."""
+
+from flower_ext.algorithms import DPFedAvg
+from own.task import task
+
+app = DPFedAvg.client_app(task)

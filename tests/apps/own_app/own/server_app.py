@@ -1,0 +1,21 @@
+"""An app written from scratch: settings, a task, a method, and no more wiring than this."""
+
+from flwr.app import Context, UserConfig
+from flwr.serverapp import Grid, ServerApp
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.federation import configured
+from flower_ext.runs import RunDirectory
+from own.task import task
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    configured.start(grid, context, task, strategy_of)
+
+
+def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
+    plan, local = configured.release_plan(config), configured.training(config)
+    return DPFedAvg(local=local, **configured.options(config, run, plan))
