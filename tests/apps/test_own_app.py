@@ -5,7 +5,7 @@ import pytest
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
-from tests.apps.app import APPS, OWN
+from tests.support.apps import APPS, OWN
 
 
 def run(path, **settings):
@@ -15,6 +15,7 @@ def run(path, **settings):
     return RunDirectory.open(path)
 
 
+@pytest.mark.report
 def test_an_app_from_scratch_trains_privately_and_leaves_a_report(tmp_path):
     done = run(tmp_path / "run")
     assert done.facts["status"] == "completed"

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from flower_ext.cli.main import app
 from flower_ext.cli.settings import settings_of
-from tests.apps.app import APPS
+from tests.support.apps import APPS
 
 DOCUMENTED = APPS.parent / "docs" / "settings.md"
 FOLDERS = sorted(path.parent for path in APPS.glob("*/pyproject.toml"))

@@ -19,7 +19,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_mul
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting
 from flower_ext.training import LocalTraining
-from tests.worlds import task
+from tests.support.worlds import task
 
 CLIENTS = 3
 RELEASE = {
