@@ -113,6 +113,7 @@ def test_private_weights_are_those_by_records(method, tmp_path):
     assert views[0] == pytest.approx(views[1], rel=1e-6)
 
 
+@pytest.mark.full
 def test_limits_of_silos_reach_the_protocol(tmp_path):
     data = load_silos("digits", num_users=30, num_silos=5, distribution="uniform", seed=1)
     limits = histogram(data, 30).max(axis=1)

@@ -4,8 +4,9 @@
 that is not committed. ``make quick BASE=HEAD~1`` names another commit to compare with.
 
 A change of ``flower_ext/room/module.py`` is tested by ``tests/room/**/test_module*.py`` (where no
-test has the module's name, by those with the name of its folder) and by the tests that import it.
-Others may depend on it too: ``make check`` runs them all.
+test has the module's name, by those with the name of its folder) and by the tests that import it;
+where there is none of these, by all of its room. Others may depend on it too: ``make check`` runs
+them all.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def changed(base: str | None) -> list[Path]:
     return sorted(Path(name) for name in names if name.endswith(".py"))
 
 
-def tests_of(file: Path) -> set[Path]:
-    """Return the test modules for one changed file."""
+def chosen_tests(file: Path) -> set[Path]:
+    """Return the test modules, or the folder of tests, for one changed file."""
     if file.parts[0] == "tests":
         return {file} if file.name.startswith("test_") else _importing(_module(file))
     if file.parts[0] != "flower_ext" or len(file.parts) < 3:
@@ -51,10 +52,10 @@ def tests_of(file: Path) -> set[Path]:
     for name in (file.stem, file.parent.name):
         if named := {test.relative_to(ROOT) for test in room.rglob(f"test_{name}*.py")}:
             return named | _importing(_module(file))
-    return _importing(_module(file))
+    return _importing(_module(file)) or {room.relative_to(ROOT)}
 
 
-def audits_of(files: Iterable[Path]) -> str:
+def chosen_audits(files: Iterable[Path]) -> str:
     """Return the mechanisms to audit, as an expression for ``pytest -k``; empty where none is."""
     chosen = []
     for file in files:
@@ -73,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not files:
         print("no Python file differs: nothing to check")
         return 0
-    tests = sorted({str(test) for file in files for test in tests_of(file)})
+    tests = sorted({str(test) for file in files for test in chosen_tests(file)})
     commands = [
         ["ruff", "format", "--check", "."],
         ["ruff", "check", "."],
         ["mypy"],
         ["lint-imports"],
         ["pytest", *tests],
-        ["pytest", "tests/auditing/test_mechanisms.py", "-k", audits_of(files)],
+        ["pytest", "tests/auditing/test_mechanisms.py", "-k", chosen_audits(files)],
     ]
     print("changed:", *files, sep="\n  ")
     failed = []

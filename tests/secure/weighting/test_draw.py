@@ -18,6 +18,7 @@ from flower_ext.secure import (
 )
 from flower_ext.secure.weighting.draw import chooser
 from flower_ext.secure.weighting.oblivious import SEAL_BYTES
+from tests.support.grids import grid
 from tests.support.weighting import World, draw_counts, key, weighting_settings
 
 ROUNDS = 4
@@ -73,7 +74,9 @@ def test_the_sum_is_that_of_the_users_whom_all_silos_took(rng, monkeypatch):
     assert len(set(samples)) > 1
 
 
-@pytest.mark.parametrize(("hits", "choices"), [(1, 2), (1, 4), (3, 4)])
+@pytest.mark.parametrize(
+    ("hits", "choices"), grid([(1, 2), (1, 4), (3, 4)], lambda odds: odds == (3, 4))
+)
 def test_each_user_is_drawn_with_the_probability_of_the_plan(hits, choices):
     own = facts(users=8, silos=2, draw_choices=choices, draw_hits=hits)
     world = World(own, np.full((2, 8), 3))
