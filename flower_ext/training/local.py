@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,10 +22,11 @@ from torch.func import functional_call
 from flower_ext.checks import require_not_negative, require_positive, require_rate
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
+from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
-from flower_ext.training.task import Task, seeded
+from flower_ext.training.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,9 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tensor) -> Params:
     """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    slopes = torch.autograd.grad(loss_at(leaves, *data), list(leaves.values()))
+    slopes = torch.autograd.grad(
+        loss_at(leaves, *data), list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(leaves, slopes, strict=True))
 
 
@@ -215,7 +219,9 @@ def local_problem(
         ``trained`` selects nothing.
     """
     device = task.torch_device()
-    model = task.model().to(device).train()
+    model = in_training(task.model().to(device))
+    if dtype is not None and task.blueprint.frozen:
+        model = deepcopy(model).to(dtype)
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
