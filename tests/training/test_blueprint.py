@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flower_ext.data import ClientData, Examples
+from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import SeededNoise
 from flower_ext.training import (
