@@ -66,9 +66,10 @@ class Blueprint:
 
     def initial(self, seed: int) -> Params:
         """Return what travels of a fresh model: its trained parameters, and its buffers."""
+        names = self._facts.travelling
         with seeded(seed, devices=torch.cuda.is_available()):
             state = self._built().state_dict()
-        return clone({name: state[name] for name in self._facts.travelling})
+        return clone({name: state[name] for name in names})
 
     def like_initial(self, seed: int) -> Params:
         """As `initial`, but for trials: a model that may take long to build is not built anew."""
@@ -100,6 +101,12 @@ class Blueprint:
     def _facts(self) -> _Facts:
         with seeded(0, devices=torch.cuda.is_available()):
             model = self._built()
+        parameters = [*model.parameters()]
+        if parameters and not any(p.requires_grad for p in parameters):
+            raise InvalidValue(
+                "all parameters of the model are frozen: leave requires_grad of some True, or "
+                "name those that train in Task(trainable=...)"
+            )
         frozen: Params = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         for name, module in model.named_modules():
             if is_frozen(module):
@@ -120,12 +127,6 @@ class Blueprint:
             require_modules("trainable", self.trainable, names)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(matches(name, self.trainable))
-        parameters = [*model.parameters()]
-        if parameters and not any(p.requires_grad for p in parameters):
-            raise InvalidValue(
-                "all parameters of the model are frozen: leave requires_grad of some True, or "
-                "name those that train in Task(trainable=...)"
-            )
         return model
 
 

@@ -7,7 +7,6 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg
-from flower_ext.data import ClientData
 from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, ReleasePlan
 from flower_ext.training import LocalTraining, Task
@@ -43,7 +42,7 @@ def plan(clipping_norm: float = 0.5) -> ReleasePlan:
     return ReleasePlan(
         sampling=FullParticipation(CLIENTS),
         clipping_norm=clipping_norm,
-        noise_multiplier=0.0,
+        noise_multiplier=1e-3,
         rounds=2,
         delta=0.1,
     )
@@ -62,7 +61,7 @@ def test_only_what_trains_is_sent_and_its_norm_is_that_which_is_clipped():
     start = task().initial_params(0)
     moved = np.sqrt(sum(float((state[n] - p).double().square().sum()) for n, p in start.items()))
     # Two rounds of means of updates, each clipped to 0.5 over what trains alone.
-    assert 0.3 < moved <= 1.0
+    assert 0.05 < moved <= 1.0
 
 
 def test_a_personal_head_and_a_shared_adapter_train_above_the_base():
@@ -87,14 +86,9 @@ def test_a_server_that_names_no_base_asks_for_none():
 
 
 def test_a_server_that_trains_what_nodes_freeze_is_refused():
-    unfrozen = Task(
-        model=Pretrained,
-        data=lambda _: ClientData,
-        device="cpu",
-        trainable=["base", "adapter", "head"],
-    )
+    everything = ["base", "adapter", "head"]
+    unfrozen = Task(model=Pretrained, data=client_data, device="cpu", trainable=everything)
     strategy = DPFedAvg(plan=plan(), local=SGD, seed=1)
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
-    result = strategy.start(grid, ArrayRecord(unfrozen.initial_params(0)), num_rounds=1)
-    assert result.arrays
-    assert any("base.bias" in refusal for refusal in strategy.refusals)
+    with pytest.raises(FederationNotReady, match=r"has \['base.bias', 'base.weight'\]"):
+        strategy.start(grid, ArrayRecord(unfrozen.initial_params(0)), num_rounds=1)

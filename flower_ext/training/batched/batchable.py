@@ -22,7 +22,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
-from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
@@ -58,6 +58,8 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
     """
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
+    if any(job.training.optimizer != SGD for job in jobs):
+        return "another optimiser than SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
     reason = _why_unlike(_trial_of(task, jobs[0]))
