@@ -175,7 +175,7 @@ class Apple(OnePhase):
         self.relation_learning_rate = relation_learning_rate
         self.penalty, self.penalty_rounds = penalty, penalty_rounds
         for name in self.local.beyond_sgd:
-            raise InvalidValue(f"local.{name} above 0: APPLE's core models are trained by SGD")
+            raise InvalidValue(f"local.{name} is set: APPLE's core models are trained by plain SGD")
         self._cores: dict[int, ArrayRecord] = {}
 
     @property

@@ -169,7 +169,7 @@ class PFedMe(FederatedStrategy):
         self.local = local or LocalTraining(learning_rate=0.01)
         self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
         for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
-            raise InvalidValue(f"{name} above 0: pFedMe's updates have none")
+            raise InvalidValue(f"{name} is set: pFedMe's updates are plain SGD")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
 

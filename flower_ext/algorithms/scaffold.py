@@ -40,6 +40,7 @@ from flower_ext.federation import (
 from flower_ext.federation.population import Cohort
 from flower_ext.privacy import PrivacyPlan
 from flower_ext.training import Linear, LocalTraining, Params, difference
+from flower_ext.training.local import SGD
 
 STEPS = "local-steps"
 CONTROL = "control"
@@ -93,6 +94,11 @@ class Scaffold(OnePhase):
             raise InvalidValue("local.epochs=0: a control variate needs at least one step")
         if self.local.tolerance:
             raise InvalidValue("local.tolerance above 0: a control variate needs steps of SGD")
+        if self.local.optimizer != SGD:
+            raise InvalidValue(
+                f"local.optimizer={self.local.optimizer!r}: expected {SGD!r}, from whose steps "
+                "control variates are made"
+            )
         self.control: records.Arrays = {}
         self._control_before: records.Arrays = {}
         self._learning_rate = self.local.learning_rate

@@ -296,6 +296,7 @@ def start(
                 "of flower_ext.algorithms (Hosted runs Flower's), or call its own start"
             )
         check_shareable(task.model(), base.personal)
+        base.frozen = base.frozen or task.fingerprint
         result = strategy.start(
             clients_of(grid, config),
             ArrayRecord(task.initial_params(integer({"seed": 0, **config}, "seed"))),

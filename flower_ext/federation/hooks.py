@@ -103,6 +103,7 @@ class MethodHooks(RunLoop):
         run: RunDirectory | None = None,
         population: Population | None = None,
         exposed: Sequence[str] = (),
+        frozen: str = "",
     ) -> None:
         if not 0 < server_learning_rate < float("inf"):
             raise InvalidValue(f"server_learning_rate={server_learning_rate!r}: expected > 0")
@@ -122,6 +123,7 @@ class MethodHooks(RunLoop):
         self.training_loss = training_loss
         self.diagnostics = diagnostics
         self.exposed = tuple(exposed)
+        self.frozen = frozen
         spending = Spending(ledger=ledger, budget=budget, exposed=self.exposed)
         spending.check_plan(self.accounted)
         super().__init__(

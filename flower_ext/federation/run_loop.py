@@ -153,7 +153,8 @@ class RunLoop(Strategy):
         """Run up to round ``num_rounds``, less far where the budget ends first (see ``stopped``).
 
         A run directory that was resumed is gone on with: ``initial_arrays`` then only say which
-        model it is.
+        model it is. ``evaluate_fn`` is called with the shared part of the model after each round,
+        and before the first one with the number 0, but where a run is gone on with.
 
         Raises
         ------
@@ -168,6 +169,8 @@ class RunLoop(Strategy):
         result = Result()
         result.arrays, done = self._resume(grid, self.shared(initial_arrays), num_rounds)
         train, evaluate = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        if evaluate_fn is not None and not done:
+            self._evaluate_here(0, result, evaluate_fn)
         with self._guarding():
             for server_round in range(done + 1, num_rounds + 1):
                 try:
@@ -208,9 +211,7 @@ class RunLoop(Strategy):
         self.progress.row["training_seconds"] = time.monotonic() - started
         scored = self._evaluate(server_round, grid, result, timeout, evaluate_config)
         if evaluate_fn is not None:
-            own = evaluate_fn(server_round, result.arrays)
-            if own is not None:
-                result.evaluate_metrics_serverapp[server_round] = own
+            self._evaluate_here(server_round, result, evaluate_fn)
         if scored or server_round == self._last_round:
             self.progress.row |= self.spent()
             self._save_guarantees()
@@ -228,6 +229,17 @@ class RunLoop(Strategy):
         if scores is not None:
             result.evaluate_metrics_clientapp[server_round] = scores
         return scores is not None
+
+    @staticmethod
+    def _evaluate_here(
+        server_round: int,
+        result: Result,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None],
+    ) -> None:
+        """Evaluate on the server, as its owner asks for."""
+        own = evaluate_fn(server_round, result.arrays)
+        if own is not None:
+            result.evaluate_metrics_serverapp[server_round] = own
 
     def _evaluate_at_last(
         self, grid: Grid, result: Result, timeout: float, config: ConfigRecord
@@ -283,11 +295,15 @@ class RunLoop(Strategy):
     # When it goes on ------------------------------------------------------------------------
 
     def _check_personal(self, names: Sequence[str]) -> None:
-        """Refuse a misspelt part; warn of one that the server, whose model may lack it, has not."""
+        """Refuse a misspelt part; warn where all are missing, as of a model that lacks them."""
         modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
-        for prefix in self.personal:
-            if any(matches(name, [prefix]) for name in names):
-                continue
+        unknown = [p for p in self.personal if not any(matches(name, [p]) for name in names)]
+        if unknown and len(unknown) < len(self.personal):
+            raise InvalidValue(
+                f"personal={self.personal!r}: {unknown} name no part of the model, whose modules "
+                f"are {sorted(modules - {*names})}. A part that is not named is shared"
+            )
+        for prefix in unknown:
             # Layers of other numbers are alike as well, and the server's model may lack this one.
             letters = prefix.translate(_NO_DIGITS)
             near = get_close_matches(prefix, modules)

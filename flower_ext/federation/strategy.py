@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records, rounds
+from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.cohort import refuse_foreign
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.hooks import MethodHooks
@@ -79,6 +80,9 @@ class FederatedStrategy(MethodHooks):
     exposed : Sequence[str]
         What else shows anything of the clients' data, before the run or beside it, in a line each:
         the guarantees list it as not covered.
+    frozen : str
+        Fingerprint of what no client trains (`Task.fingerprint`): every node has that part from its
+        own copy of the base model, and one with another copy is refused before the first round.
     """
 
     def configure_train(
@@ -257,10 +261,19 @@ class FederatedStrategy(MethodHooks):
                 any_client_app=self.any_client_app,
                 client_protects=self.accounted.client_protects,
             )
+        if self.frozen and roster.known:
+            self._check_frozen(grid)
         self.prepare(grid)
         if self.accounted.needs_sizes and self.budget is not None:
             self._ask_sizes(grid)
         self._met = True
+
+    def _check_frozen(self, grid: Grid) -> None:
+        """Ask nodes whether they have the base model that the server has; simulated ones do."""
+        nodes = [*self.exchange.nodes]
+        content = {records.FROZEN: ConfigRecord({"fingerprint": self.frozen})}
+        asked = dict.fromkeys(nodes[:1] if in_simulation() else nodes, content)
+        self.exchange.query(grid, asked, records.read_answer)
 
     def _ask_sizes(self, grid: Grid) -> None:
         """Learn what else the first upload tells: only with it is a round's ε known beforehand."""

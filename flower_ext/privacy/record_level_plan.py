@@ -166,6 +166,7 @@ class RecordLevelPlan(PlainAverage):
             "momentum": (training.momentum, 0.0),
             "sam_radius": (training.sam_radius, 0.0),
             "tolerance": (training.tolerance, 0.0),
+            "optimizer": (training.optimizer, "SGD"),
         }
         for name, (own, planned) in found.items():
             if own != planned:

@@ -62,6 +62,10 @@ class LocalSteps(Protocol):
     def tolerance(self) -> float:
         """Largest gradient norm at which a minimiser stops; 0 where steps of SGD are made."""
 
+    @property
+    def optimizer(self) -> str:
+        """``SGD``, or the name of another optimiser."""
+
     def num_steps(self, num_examples: int, /) -> int:
         """Steps of one training."""
 

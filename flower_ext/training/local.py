@@ -1,4 +1,4 @@
-"""Local training of one model by SGD or SAM on a chosen part of its parameters.
+"""Local training of one model by SGD, SAM or another optimiser on a part of its parameters.
 
 Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over
 the *trained* parameters gives the perturbation p = q g/‖g‖₂; the step then uses the gradient at
@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,10 +22,21 @@ from torch.func import functional_call
 from flower_ext.checks import require_not_negative, require_positive, require_rate
 from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
+from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
-from flower_ext.training.task import Task, seeded
+from flower_ext.training.task import Task
+
+SGD = "SGD"
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type)
+    and issubclass(found, torch.optim.Optimizer)
+    # Their steps need more than a gradient, or one of another kind.
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,12 @@ class LocalTraining:
         Perturbation radius q of sharpness-aware minimisation; 0 is plain SGD.
     proximal_weight : float
         μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
+    optimizer : str
+        ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, as
+        ``"AdamW"``: begun afresh in every local training, with torch's defaults. Methods whose
+        theorem or control variate is about steps of SGD refuse others.
+    weight_decay : float
+        That of another optimiser than SGD.
     tolerance : float
         Above 0, instead of all the above but ``proximal_weight``: the exact minimiser, to this
         norm of the gradient (see `newton`). For small strongly convex problems.
@@ -59,6 +77,8 @@ class LocalTraining:
     momentum: float = 0.0
     sam_radius: float = 0.0
     proximal_weight: float = 0.0
+    optimizer: str = SGD
+    weight_decay: float = 0.0
     tolerance: float = 0.0
 
     def __post_init__(self) -> None:
@@ -73,15 +93,23 @@ class LocalTraining:
         require_positive("learning_rate", self.learning_rate)
         require_rate("learning_rate_decay", self.learning_rate_decay)
         require("momentum", 0 <= self.momentum < 1, "a number in [0, 1)")
-        for name in ("sam_radius", "proximal_weight", "tolerance"):
+        for name in ("sam_radius", "proximal_weight", "weight_decay", "tolerance"):
             require_not_negative(name, getattr(self, name))
         require("tolerance", not (self.tolerance and self.sam_radius), "0 with a sam_radius")
+        known = self.optimizer in _OPTIMIZERS
+        require("optimizer", known, f"one of {', '.join(sorted(_OPTIMIZERS))}")
+        if self.optimizer == SGD:
+            require("weight_decay", not self.weight_decay, "0 with optimizer='SGD'")
+        else:
+            require("momentum", not self.momentum, f"0 with optimizer={self.optimizer!r}")
+            require("tolerance", not self.tolerance, f"0 with optimizer={self.optimizer!r}")
 
     @property
     def beyond_sgd(self) -> list[str]:
         """Names of what is set that plain SGD has not."""
         extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
-        return [name for name in extras if getattr(self, name)]
+        found = [name for name in extras if getattr(self, name)]
+        return found if self.optimizer == SGD else [*found, "optimizer"]
 
     def in_round(self, number: int) -> LocalTraining:
         """The same training with the learning rate of training round ``number`` (from 1)."""
@@ -156,7 +184,9 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tensor) -> Params:
     """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    slopes = torch.autograd.grad(loss_at(leaves, *data), list(leaves.values()))
+    slopes = torch.autograd.grad(
+        loss_at(leaves, *data), list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(leaves, slopes, strict=True))
 
 
@@ -167,19 +197,40 @@ def minimise(
     training: LocalTraining,
     generator: torch.Generator,
 ) -> Params:
-    """SGD with momentum, or SAM, from ``start``; ``loss_at(params, x, y)`` is a scalar."""
+    """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
+
+    ``loss_at(params, x, y)`` is a scalar.
+    """
     weights = clone(start)
     velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+    steps = _other_optimizer(training, weights)
     for x, y in batches(examples, training, generator):
         slope = gradient(loss_at, weights, x, y)
         if training.sam_radius > 0:
             ascent = perturbation(list(slope.values()), training.sam_radius)
             climbed = zip(weights.items(), ascent, strict=True)
             slope = gradient(loss_at, {name: w + p for (name, w), p in climbed}, x, y)
+        if steps is not None:
+            for name, w in weights.items():
+                w.grad = slope[name]
+            steps.step()
+            continue
         for name, w in weights.items():
             velocity[name].mul_(training.momentum).add_(slope[name])
             w.sub_(velocity[name], alpha=training.learning_rate)
     return weights
+
+
+def _other_optimizer(
+    training: LocalTraining, weights: Mapping[str, Tensor]
+) -> torch.optim.Optimizer | None:
+    """Return what steps in place of SGD; None for SGD."""
+    if training.optimizer == SGD:
+        return None
+    options: dict[str, float] = {"lr": training.learning_rate}
+    if training.weight_decay:
+        options["weight_decay"] = training.weight_decay
+    return _OPTIMIZERS[training.optimizer]([*weights.values()], **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +266,9 @@ def local_problem(
         ``trained`` selects nothing.
     """
     device = task.torch_device()
-    model = task.model().to(device).train()
+    model = in_training(task.model().to(device))
+    if dtype is not None and task.blueprint.frozen:
+        model = deepcopy(model).to(dtype)
     everything = to_device(params, device)
     if dtype is not None:
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
@@ -15,7 +14,8 @@ from torch.nn import functional
 
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue
-from flower_ext.training.params import Params, clone
+from flower_ext.training.blueprint import Blueprint, blueprint
+from flower_ext.training.params import Params
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -43,7 +43,9 @@ class Task:
     model : Callable[[], nn.Module]
         Builds a fresh model, always of one kind: what is found out about the first is not asked of
         others, so that other settings want another function. Parameter names matter: ``personal``
-        prefixes refer to them.
+        prefixes refer to them. Parameters without ``requires_grad`` are frozen: they neither train
+        nor travel nor count in a norm, every node has them from its own ``model()``, and the
+        buffers beside them stay as they are.
     data : Callable[[int], ClientData]
         Training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
@@ -53,6 +55,9 @@ class Task:
         Named quality measures over all test outputs of one client.
     device : str
         ``"auto"`` takes a CUDA device where there is one.
+    trainable : Sequence[str], optional
+        Names of modules or parameters: these train and all others are frozen, whatever their
+        ``requires_grad``.
     """
 
     model: Callable[[], nn.Module]
@@ -62,6 +67,7 @@ class Task:
         default_factory=lambda: {"accuracy": accuracy}
     )
     device: str = "auto"
+    trainable: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
@@ -72,8 +78,14 @@ class Task:
             raise TypeError(
                 f"data is a {type(self.data).__name__}: expected a function of the partition"
             )
-        for name in ("model", "loss"):  # both are keys of caches
-            object.__setattr__(self, name, _hashable(getattr(self, name)))
+        if isinstance(self.trainable, str):
+            raise InvalidValue(
+                f"trainable={self.trainable!r}: expected several names, as ({self.trainable!r},)"
+            )
+        object.__setattr__(self, "loss", _hashable(self.loss))  # a key of caches
+        trainable = None if self.trainable is None else tuple(self.trainable)
+        object.__setattr__(self, "trainable", trainable)
+        object.__setattr__(self, "model", blueprint(self.model, trainable))
 
     @property
     def compares_examples(self) -> bool:
@@ -85,12 +97,12 @@ class Task:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all parameters and buffers of the model, by name."""
+        """Shapes of what travels of the model, parameters and buffers, by name."""
         return {name: tuple(p.shape) for name, p in self.initial_params(0).items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Types of all parameters and buffers of the model, by name."""
+        """Types of what travels of the model, parameters and buffers, by name."""
         return {name: p.dtype for name, p in self.initial_params(0).items()}
 
     def torch_device(self) -> torch.device:
@@ -100,20 +112,22 @@ class Task:
         return torch.device(self.device)
 
     def initial_params(self, seed: int) -> Params:
-        """Parameters and buffers of a fresh model; the same ones for the same seed, everywhere."""
-        with seeded(seed, devices=torch.cuda.is_available()):
-            return clone(self.model().state_dict())
+        """Parameters and buffers of a fresh model; the same ones for the same seed, everywhere.
 
+        What is frozen is not among them. Raises ValueError where all of the model is.
+        """
+        return self.blueprint.initial(seed)
 
-@contextmanager
-def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Make all that torch draws by itself, as for dropout, follow from ``seed`` alone.
+    @property
+    def fingerprint(self) -> str:
+        """Of what is frozen, to be compared between nodes; empty where nothing is."""
+        return self.blueprint.fingerprint
 
-    Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
-    """
-    with torch.random.fork_rng(devices=[]):
-        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
-        yield
+    @property
+    def blueprint(self) -> Blueprint:
+        """The model's factory, and what is known of its frozen parts."""
+        assert isinstance(self.model, Blueprint)
+        return self.model
 
 
 def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flower_ext.errors import InvalidValue
+from flower_ext.training.blueprint import is_frozen
 from flower_ext.training.params import matches
 
 
@@ -45,9 +46,10 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
         Names the layer and how to mend it.
     """
     for name, module in model.named_modules():
-        if matches(name, personal):
+        if matches(name, personal) or is_frozen(module):
             continue
-        buffers = [buffer for buffer, _ in module.named_buffers(recurse=False)]
+        constant = module._non_persistent_buffers_set
+        buffers = [name for name, _ in module.named_buffers(recurse=False) if name not in constant]
         if isinstance(module, _BatchNorm):
             raise UnshareableModel(
                 f"layer {name!r} ({type(module).__name__}) keeps running statistics of the data, "

@@ -97,9 +97,8 @@ def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):
     assert models[1] < 0.6 * models[0]
 
 
-@pytest.mark.parametrize(
-    "method", grid(["uldp-avg", "uldp-sgd"], lambda method: method == "uldp-sgd")
-)
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["uldp-avg", "uldp-sgd"])
 def test_private_weights_are_those_by_records(method, tmp_path):
     plain, private = (
         run(tmp_path / kind, method=method + kind, seeded_noise=True) for kind in ("-w", "-private")
@@ -128,6 +127,7 @@ def test_limits_of_silos_reach_the_protocol(tmp_path):
         assert sum(text.startswith("every user has at most") for text in needed) == assumed
 
 
+@pytest.mark.full
 def test_users_whom_not_even_the_server_knows_are_drawn(tmp_path):
     facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1}
     run_ = run(tmp_path / "run", method="uldp-avg-private", **facts)

@@ -20,11 +20,12 @@ from flower_ext.training import LocalTraining
 from tests.faults import clients, malformed, noise, processes, wire
 from tests.faults.engine import run_case
 from tests.faults.worlds import CASES, PERSONALISED, PRIVATE, nobody_private
+from tests.support.grids import grid
 
 METHODS = {case.name: case for case in (*CASES, PRIVATE)}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", grid(METHODS, lambda name: "top-up" in name))
 def test_runs_under_mixed_faults_complete_and_use_only_what_counts(name):
     outcome = run_case(METHODS[name], 3 if name == PRIVATE.name else 12, flood=15, seed=3)
     assert outcome.crashes == []

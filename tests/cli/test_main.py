@@ -101,6 +101,7 @@ def test_calibrate_turns_epsilon_and_noise_into_the_most_that_is_allowed(given, 
     assert f"{most:.3g}"[:4] in in_words.output
 
 
+@pytest.mark.full
 def test_calibrate_says_where_its_search_for_rounds_ended():
     asked = ["--population", "100", "--sampling-rate", "0.01", "--noise-multiplier", "1e6"]
     told = call("calibrate", *asked, "--epsilon", "2").output
@@ -211,6 +212,7 @@ def test_workers_are_those_of_a_run_without_ray():
     assert "workers=2: Ray starts its own; add --in-process or --clients" in done.stderr
 
 
+@pytest.mark.full
 def test_run_with_a_number_of_clients_is_a_run_in_one_process(tmp_path):
     from tests.support.apps import DP2_FEDSAM
 
@@ -405,6 +407,7 @@ def test_drawn_federations_have_the_provable_unfairness_and_not_the_published_on
     assert max(off) > 20
 
 
+@pytest.mark.full
 def test_drawn_federations_are_a_table_in_words_and_none_without_being_asked_for(tmp_path):
     done = plan(tmp_path, *linear(), "--worlds", "2")
     assert done.exit_code == 0, done.output

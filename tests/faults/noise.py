@@ -80,7 +80,7 @@ def measure(
         rng=np.random.default_rng(seed),
     )
     grid.dropout = dropout
-    models = [_flat(initial())]
+    models: list[np.ndarray] = []
     result = strategy.start(
         grid,
         initial(),

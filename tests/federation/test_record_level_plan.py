@@ -285,7 +285,7 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
         (lambda p: DPDitto(plan=p, global_weight=math.nan), "global_weight=nan"),
         (
             lambda p: DPDitto(plan=p, personal_training=LocalTraining(momentum=0.5)),
-            r"personal_training\.momentum above 0",
+            r"personal_training\.momentum is set",
         ),
         (lambda p: FedAMP(plan=p, attention_width=0.0), r"attention_width=0\.0"),
         (lambda p: FedAMP(plan=p, attention_step=1.0), r"attention_step=1\.0: .* negative"),
@@ -293,7 +293,7 @@ def test_methods_whose_server_needs_single_models_take_no_release_plan(method):
         (lambda p: Apple(plan=p, relation_learning_rate=0.0), r"relation_learning_rate=0\.0"),
         (lambda p: Apple(plan=p, penalty=-1.0), r"penalty=-1\.0"),
         (lambda p: Apple(plan=p, penalty_rounds=0), "penalty_rounds=0"),
-        (lambda p: Apple(plan=p, local=LocalTraining(momentum=0.5)), r"local\.momentum above 0"),
+        (lambda p: Apple(plan=p, local=LocalTraining(momentum=0.5)), r"local\.momentum is set"),
         (lambda p: FedAMP(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
         (lambda p: Apple(plan=p, server_learning_rate=0.5), r"server_learning_rate=0\.5"),
         (lambda p: FedALA(plan=p, adaptive=()), r"adaptive=\(\)"),

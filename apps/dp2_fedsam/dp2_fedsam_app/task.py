@@ -1,6 +1,6 @@
 """The learning problem that the run configuration asks for."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ def task_of(context: Context) -> Task:
         integer(config, "seed"),
     )
     return Task(
-        model=lambda: build(model, num_classes=classes),
+        model=partial(build, model, num_classes=classes),
         data=lambda client: client_data(dataset, text(config, "data-folder"), partitions, client),
     )
 

@@ -1,7 +1,7 @@
 """The learning problem that the run configuration asks for."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Context, UserConfig
@@ -35,7 +35,7 @@ def task_of(context: Context) -> Task:
     model = text(config, "model") or info.model
     silos = silos_of(config)
     return Task(
-        model=lambda: build(model, num_classes=info.num_classes),
+        model=partial(build, model, num_classes=info.num_classes),
         data=lambda silo: silos[silo],
         loss=cox_loss if dataset in SURVIVAL else cross_entropy,
         metrics=METRICS.get(dataset, {"accuracy": accuracy}),

@@ -1,6 +1,6 @@
 """The learning problem that the run configuration asks for."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from flwr.app import Context, UserConfig
@@ -46,7 +46,7 @@ def task_of(context: Context) -> Task:
         flag(config, "unit-features"),
     )
     return Task(
-        model=lambda: build(model, num_classes=facts.num_classes),
+        model=partial(build, model, num_classes=facts.num_classes),
         data=lambda client: devices(*key)[client],
     )
 

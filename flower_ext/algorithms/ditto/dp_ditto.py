@@ -111,7 +111,9 @@ class DPDitto(FederatedStrategy):
         self.local = local or LocalTraining()
         self.personal_training = personal_training or LocalTraining()
         for name in self.personal_training.beyond_sgd:
-            raise InvalidValue(f"personal_training.{name} above 0: Ditto's personal steps are SGD")
+            raise InvalidValue(
+                f"personal_training.{name} is set: Ditto's personal steps are plain SGD"
+            )
         self.check_training()
 
     @property

@@ -57,6 +57,8 @@ def client_app(
                 return side.tell(message, context)
             if records.COMPANY in message.content:
                 return side.tell_company(message, context)
+            if records.FROZEN in message.content:
+                return side.tell_frozen(message, context)
             return side.tell_state(message, context)
 
     return app

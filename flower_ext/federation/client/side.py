@@ -216,6 +216,26 @@ class ClientSide:
         answer = records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
+    def tell_frozen(self, message: Message, context: Context) -> Message:
+        """Answer that this node's model has the frozen part that the server names.
+
+        Raises
+        ------
+        ValueError
+            It has another one.
+        """
+        check_addressee(message, context)
+        expected = message.content.config_records[records.FROZEN]["fingerprint"]
+        if (own := self._task(context).fingerprint) != expected:
+            raise tellable(
+                InvalidValue(
+                    f"the frozen part of this node's model has the fingerprint {own!r}: "
+                    f"expected {expected!r}; install the same base model on all nodes"
+                )
+            )
+        answer = records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
+        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
+
     def _policy(self, context: Context) -> NodePolicy:
         return NodePolicy(context, self.allow_seeded_noise)
 

@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from flower_ext.data import ClientData, Examples
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
 from flower_ext.training.batched.unfused import faster_alone
-from flower_ext.training.local import Job, LocalTraining, train_job
+from flower_ext.training.blueprint import in_training
+from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
 from flower_ext.training.rounding import products_are_reproducible
@@ -57,6 +58,8 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
     """
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
+    if any(job.training.optimizer != SGD for job in jobs):
+        return "another optimiser than SGD"
     if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
         return "a term other than Proximal and Linear"
     reason = _why_unlike(_trial_of(task, jobs[0]))
@@ -101,7 +104,7 @@ class _Trial(NamedTuple):
             features.normal_(generator=random)
         targets = torch.randint(2, (count, *self.shape), generator=random).to(self.dtype)
         return Job(
-            params=self.task.initial_params(seed),
+            params=self.task.blueprint.like_initial(seed),
             examples=Examples(features, targets),
             training=training,
             generator=random,
@@ -116,8 +119,8 @@ def _trial_of(task: Task, job: Job) -> _Trial:
 @lru_cache(maxsize=64)
 def _why_unlike(trial: _Trial) -> str | None:
     """What keeps models of this kind from training in a batch, with targets of this shape."""
-    for module in trial.kind.build().modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for module in in_training(trial.kind.build()).modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return "batch normalisation changes the model while it is evaluated"
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return "dropout draws other numbers in a batch of models"

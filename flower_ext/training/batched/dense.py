@@ -230,7 +230,7 @@ def _network(
 ) -> DenseNetwork | None:
     """That of a model which is a chain of dense layers, for examples and parameters like these."""
     model = build().train()
-    if hooked(model):
+    if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
     layers = _chain(model, flat=len(shape) == 1)
     widths = [shape.numel(), *(layer.linear.out_features for layer in layers)]

@@ -21,6 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
+from flower_ext.training.blueprint import in_training
 from flower_ext.training.local import Job, batch_rows, spared
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
@@ -58,7 +59,7 @@ def _models(kind: Kind) -> ManyModels:
     """How K models of this kind are computed at once."""
 
     def model() -> nn.Module:
-        return kind.build().to(kind.device).train()
+        return in_training(kind.build().to(kind.device))
 
     try:
         return StackedModel(model(), torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device))

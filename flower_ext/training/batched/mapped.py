@@ -20,7 +20,7 @@ class MappedModel:
     """Nobody knows how what vmap makes of a model rounds."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = [name for name, _ in model.named_parameters()]
+        self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
         self._model = unfuse(model)
 
     @staticmethod
@@ -36,6 +36,8 @@ class MappedModel:
         outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
             {**params, **leaves}, x
         )
-        slopes = torch.autograd.grad(loss(outputs), list(leaves.values()))
+        slopes = torch.autograd.grad(
+            loss(outputs), list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
         for name, slope in zip(leaves, slopes, strict=True):
             targets[name].add(slope)

@@ -64,6 +64,8 @@ class StackedModel:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         if names != self.parameters:
             raise NotStackable("two layers share a parameter")
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            raise NotStackable("some of its parameters are frozen")
         if hooked(model):
             raise NotStackable("a module has hooks")
         whole = nn.Sequential(model) if type(model) in LAYERS else model  # a single layer

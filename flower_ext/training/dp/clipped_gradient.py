@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
+from flower_ext.training.blueprint import in_training
 from flower_ext.training.dp.per_example import Parts, Rows, gradients, is_known
 from flower_ext.training.local import spared
 from flower_ext.training.params import Params, clone, shaken, sizes
@@ -71,7 +72,7 @@ class ClippedGradient:
         self.model, self.followed = _built(task), _built(task)
         with suppress(ValueError):  # an unusual layer, which vmap may know or say that it does not
             unfuse(self.followed)
-        self.params = self.model.state_dict()
+        self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
         for name in names:
             if self.params[name].dtype in _HALF:
                 raise InvalidValue(
@@ -218,7 +219,7 @@ class ClippedGradient:
         random = [m for m in self.model.modules() if isinstance(m, _RANDOM)]
         for module in random:
             module.eval()
-        weights = dict(self.model.named_parameters())
+        weights = {n: p for n, p in self.model.named_parameters() if n in self.params}
         kept = clone(weights)
         for name, weight in shaken(weights, generator).items():
             weights[name].copy_(weight)
@@ -319,9 +320,9 @@ def _known(*kind: Hashable) -> _Known:
 
 
 def _built(task: Task) -> nn.Module:
-    model = task.model().to(task.torch_device()).train().requires_grad_(False)
+    model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InvalidValue(
                 f"{name!r} is batch normalisation, by which every example moves every "
                 "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"

@@ -20,7 +20,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import Job, batches, gradient, local_problem
+from flower_ext.training.local import SGD, Job, batches, gradient, local_problem
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
@@ -163,6 +163,8 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     for name in ("momentum", "sam_radius", "tolerance"):
         if getattr(training, name):
             raise InvalidValue(f"{name}={getattr(training, name)!r}: expected 0 with clipped steps")
+    if training.optimizer != SGD:
+        raise InvalidValue(f"optimizer={training.optimizer!r}: expected {SGD!r} with clipped steps")
     if len(job.examples) == 0:
         raise InvalidValue("cannot train on a client without examples")
     terms = job.objective

@@ -11,7 +11,12 @@ def by_loop(task, params, data, clipping_norm, names):
     for x, y in zip(data.features, data.targets, strict=True):
         leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}
         out = torch.func.functional_call(task.model(), leaves, (x.unsqueeze(0),))
-        slopes = torch.autograd.grad(task.loss(out, y.unsqueeze(0)), [leaves[n] for n in names])
+        slopes = torch.autograd.grad(
+            task.loss(out, y.unsqueeze(0)),
+            [leaves[n] for n in names],
+            allow_unused=True,
+            materialize_grads=True,
+        )
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in slopes))
         for name, slope in zip(names, slopes, strict=True):
             summed[name] += slope * min(1.0, clipping_norm / max(norm, 1e-30))

@@ -247,7 +247,9 @@ def compiled():
 
 
 @pytest.mark.parametrize("model", [compiled, Convolutional, Dense])
-@pytest.mark.parametrize("sizes", [[20, 20], [9] * 5 + [12], [1, 2, 3, 3, 3, 7, 40]])
+@pytest.mark.parametrize(
+    "sizes", grid([[20, 20], [9] * 5 + [12], [1, 2, 3, 3, 3, 7, 40]], lambda sizes: len(sizes) == 7)
+)
 def test_where_asked_for_no_model_depends_on_which_others_train(model, sizes):
     unstable = LocalTraining(epochs=8, batch_size=4, learning_rate=1.0, momentum=0.9)
 

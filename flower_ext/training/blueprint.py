@@ -1,0 +1,193 @@
+"""A model factory of which the parts that nobody trains are built once and shared.
+
+Pretrained weights take longer to load than a small part of them takes to train. What is frozen is
+no part of the parameters that train, travel and are kept (`Params`): each node has its own from its
+own factory, and `Blueprint.fingerprint` tells whether two nodes have the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flower_ext.errors import InvalidValue
+from flower_ext.training.params import Params, clone, matches, require_modules, shaken
+
+
+class _Facts(NamedTuple):
+    """What is frozen and what travels; and a model where others have something in common with it.
+
+    Of tied parameters the first one travels.
+    """
+
+    frozen: Params
+    travelling: tuple[str, ...]
+    template: nn.Module | None
+
+
+class Blueprint:
+    """Builds modules of one architecture; those that have frozen parts share them.
+
+    Parameters
+    ----------
+    factory : Callable[[], nn.Module]
+        Builds a model. Where it draws random numbers, it does so from torch's own generator.
+    trainable : Sequence[str], optional
+        Names of the modules and parameters that train; all others are frozen. None leaves it to
+        each parameter's ``requires_grad``.
+
+    Raises
+    ------
+    ValueError
+        A name of ``trainable`` is none of the model's, or all parameters are frozen; once a model
+        is built.
+    """
+
+    def __init__(
+        self, factory: Callable[[], nn.Module], trainable: Sequence[str] | None = None
+    ) -> None:
+        self.factory, self.trainable = factory, trainable
+
+    def __call__(self) -> nn.Module:
+        """Return a model of one's own: only frozen parameters are those of others, too."""
+        template = self._facts.template
+        if template is None:
+            return self._built()
+        # Not the buffers: a model in training mode may write into them.
+        weights = [p for p in template.parameters() if not p.requires_grad]
+        return deepcopy(template, {id(weight): weight for weight in weights})
+
+    def initial(self, seed: int) -> Params:
+        """Return what travels of a fresh model: its trained parameters, and its buffers."""
+        names = self._facts.travelling
+        with seeded(seed, devices=torch.cuda.is_available()):
+            state = self._built().state_dict()
+        return clone({name: state[name] for name in names})
+
+    def like_initial(self, seed: int) -> Params:
+        """As `initial`, but for trials: a model that may take long to build is not built anew."""
+        template = self._facts.template
+        if template is None:
+            return self.initial(seed)
+        state = template.state_dict()
+        moved = {name: state[name].detach() for name in self._facts.travelling}
+        return clone(shaken(moved, torch.Generator().manual_seed(seed)))
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """All that neither trains nor travels, by name: not to be changed."""
+        return self._facts.frozen
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of names, types, shapes and values of what is frozen; empty where nothing is."""
+        if not self.frozen:
+            return ""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.frozen.items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            flat = value.detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def _facts(self) -> _Facts:
+        with seeded(0, devices=torch.cuda.is_available()):
+            model = self._built()
+        parameters = [*model.parameters()]
+        if parameters and not any(p.requires_grad for p in parameters):
+            raise InvalidValue(
+                "all parameters of the model are frozen: leave requires_grad of some True, or "
+                "name those that train in Task(trainable=...)"
+            )
+        frozen: Params = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        for name, module in model.named_modules():
+            if is_frozen(module):
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    frozen[f"{name}.{leaf}".removeprefix(".")] = buffer
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in model.named_parameters()}
+        state = model.state_dict()
+        travelling = tuple(name for name in state if name not in frozen and name not in tied)
+        # Buffers that do not travel are drawn once, as what is frozen is: each model has a copy.
+        constant = frozen or any(name not in state for name, _ in model.named_buffers())
+        return _Facts(frozen, travelling, model if constant else None)
+
+    def _built(self) -> nn.Module:
+        model = self.factory()
+        if self.trainable is not None:
+            names = [name for name, _ in model.named_parameters()]
+            require_modules("trainable", self.trainable, names)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(matches(name, self.trainable))
+        return model
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """Return a model in training mode, but for statistics that belong to frozen layers."""
+    model.train()
+    for module in model.modules():
+        if is_frozen(module):
+            module.training = False
+    return model
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Return True if the buffers of a module are constants, as its parameters are."""
+    parameters = [*module.parameters(recurse=False)]
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def blueprint(
+    factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
+) -> Blueprint:
+    """Return the one blueprint of a factory: what is known of a model is asked for by it.
+
+    Two `functools.partial` of equal parts are one factory.
+    """
+    if isinstance(factory, Blueprint):
+        if trainable in (None, factory.trainable):
+            return factory
+        factory = factory.factory
+    if type(factory) is partial:
+        with suppress(TypeError):  # arguments without a hash
+            return _of_partial(
+                factory.func, factory.args, frozenset(factory.keywords.items()), trainable
+            )
+    try:
+        return _of_factory(factory, trainable)
+    except TypeError:  # an object without a hash
+        return Blueprint(factory, trainable)
+
+
+@lru_cache(maxsize=64)
+def _of_factory(factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None) -> Blueprint:
+    return Blueprint(factory, trainable)
+
+
+@lru_cache(maxsize=64)
+def _of_partial(
+    function: Callable[..., nn.Module],
+    arguments: tuple[Hashable, ...],
+    keywords: frozenset[tuple[str, Hashable]],
+    trainable: tuple[str, ...] | None,
+) -> Blueprint:
+    return Blueprint(partial(function, *arguments, **dict(keywords)), trainable)
+
+
+@contextmanager
+def seeded(seed: int, *, devices: bool) -> Iterator[None]:
+    """Make all that torch draws by itself, as for dropout, follow from ``seed`` alone.
+
+    Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
+    """
+    with torch.random.fork_rng(devices=[]):
+        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+        yield

@@ -1,0 +1,251 @@
+"""What is frozen neither trains, travels nor counts; tied and unused parameters train as ever."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
+from flower_ext.privacy import SeededNoise
+from flower_ext.training import (
+    DpSgdTraining,
+    Job,
+    LocalTraining,
+    Task,
+    check_shareable,
+    evaluate,
+    train,
+    train_dp_sgd,
+    train_many,
+)
+from flower_ext.training.blueprint import blueprint
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.local import batches
+from tests.support.reference.clipped_gradient import by_loop
+
+SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
+
+
+class Backbone(nn.Module):
+    """Frozen layers with statistics and a buffer of their own below a head."""
+
+    def __init__(self, *, freeze: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.rand(6), persistent=False)
+        self.body[1].running_mean.fill_(0.3)
+        self.body.requires_grad_(not freeze)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x) * self.scale)
+
+
+class Tied(nn.Module):
+    """One matrix in two layers, and a third layer that no example reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out.weight = self.into.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.into(x)))
+
+
+def task(model, **options) -> Task:
+    return Task(model=model, data=lambda _: None, device="cpu", **options)
+
+
+def examples(seed: int, count: int = 20) -> Examples:
+    generator = torch.Generator().manual_seed(seed)
+    return Examples(
+        features=torch.randn(count, 4, generator=generator),
+        targets=torch.randint(3, (count,), generator=generator),
+    )
+
+
+def plain_loop(model: nn.Module, params, data: Examples, seed: int):
+    """Torch's own optimiser on what trains, a model whose frozen part is in place already."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in params.items():
+            named[name].copy_(value)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(trained, lr=SGD.learning_rate, momentum=SGD.momentum)
+    for x, y in batches(data, SGD, torch.Generator().manual_seed(seed)):
+        optimiser.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return {name: named[name].detach() for name in params}
+
+
+def job(params, seed: int) -> Job:
+    return Job(
+        params=params,
+        examples=examples(seed),
+        training=SGD,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_only_what_trains_travels():
+    own = task(Backbone)
+    assert set(own.initial_params(0)) == set(own.shapes) == {"head.weight", "head.bias"}
+    assert not torch.equal(own.initial_params(0)["head.bias"], own.initial_params(1)["head.bias"])
+
+
+def test_training_is_that_of_torch_with_the_rest_frozen_alone_and_in_a_batch():
+    own = task(Backbone)
+    params = own.initial_params(3)
+    expected = []
+    for seed in range(6):
+        model = own.model().train()
+        model.body.eval()
+        expected.append(plain_loop(model, params, examples(seed), seed))
+    alone = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    assert_same(alone, expected[0])
+    for found, one in zip(
+        train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
+    ):
+        assert_same(found, one)
+
+
+def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
+    own = task(Backbone)
+    before = {name: value.clone() for name, value in own.blueprint.frozen.items()}
+    assert set(before) == {
+        *("body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"),
+        *("body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"),
+    }
+    params = own.initial_params(0)
+    train_many(own, [job(params, seed) for seed in range(6)])
+    train(own, params, examples(9), SGD, generator=torch.Generator())
+    evaluate(own, params, examples(8))
+    for model in (own.model(), own.model()):
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    # Drawn once, though no part of what travels.
+    assert torch.equal(own.model().scale, own.model().scale)
+
+
+def test_the_norm_of_an_examples_gradient_is_that_of_what_trains():
+    own = task(Backbone)
+    params, data = own.initial_params(0), examples(5)
+    clipped = ClippedGradient(own, [*params], clipping_norm=0.05)
+    found = clipped(params, data.features, data.targets)
+    model = own.model().eval()
+    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    for x, y in zip(data.features, data.targets, strict=True):
+        model.load_state_dict(params, strict=False)
+        loss = cross_entropy(model(x[None]), y[None])
+        slopes = torch.autograd.grad(loss, [model.head.weight, model.head.bias])
+        norm = sum(float(s.double().square().sum()) for s in slopes) ** 0.5
+        for name, slope in zip(("head.weight", "head.bias"), slopes, strict=True):
+            expected[name] += slope.double() * min(1.0, 0.05 / norm)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+
+
+def test_dp_sgd_trains_above_frozen_statistics():
+    own = task(Backbone)
+    training = DpSgdTraining(
+        steps=3,
+        sampling_rate=0.5,
+        batch_size=10,
+        learning_rate=0.5,
+        clipping_norm=1.0,
+        noise_multiplier=0.0,
+    )
+    params = own.initial_params(0)
+    found = train_dp_sgd(
+        own,
+        params,
+        examples(1),
+        training,
+        sampling=np.random.default_rng(0),
+        noise=SeededNoise(0),
+    )
+    assert set(found) == set(params)
+    assert not torch.equal(found["head.weight"], params["head.weight"])
+
+
+def test_statistics_of_frozen_layers_may_be_shared_and_others_may_not():
+    check_shareable(task(Backbone).model())
+    with pytest.raises(InvalidValue, match="running statistics"):
+        check_shareable(task(partial(Backbone, freeze=False)).model())
+
+
+def test_names_that_train_come_before_requires_grad():
+    own = task(Backbone, trainable=["body.0"])
+    assert set(own.shapes) == {"body.0.weight", "body.0.bias"}
+    again = task(partial(Backbone, freeze=False), trainable=["body.0"])
+    assert set(again.shapes) == {"body.0.weight", "body.0.bias"}
+    with pytest.raises(InvalidValue, match=r"trainable='tail' names no parameter"):
+        _ = task(Backbone, trainable=["head", "tail"]).shapes
+    with pytest.raises(InvalidValue, match="expected several names"):
+        task(Backbone, trainable="head")
+
+
+def test_a_model_of_which_nothing_trains_is_refused():
+    with pytest.raises(InvalidValue, match="all parameters of the model are frozen"):
+        _ = task(lambda: nn.Linear(2, 2).requires_grad_(False)).shapes
+
+
+def other_base():
+    model = Backbone()
+    with torch.no_grad():
+        model.body[0].weight[0, 0] += 1e-7
+    return model
+
+
+def test_a_fingerprint_tells_bases_apart_by_a_single_number_and_not_by_what_trains():
+    one = task(Backbone).fingerprint
+    assert one == task(lambda: Backbone()).fingerprint
+    assert one != task(other_base).fingerprint
+    assert one != task(Backbone, trainable=["head", "body.0"]).fingerprint
+    assert task(partial(nn.Linear, 2, 2)).fingerprint == ""
+
+
+def test_equal_partials_are_one_factory():
+    assert blueprint(partial(nn.Linear, 2, out_features=3)) is blueprint(
+        partial(nn.Linear, 2, out_features=3)
+    )
+    assert blueprint(partial(nn.Linear, 2, out_features=3)) is not blueprint(
+        partial(nn.Linear, 2, out_features=4)
+    )
+
+
+def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():
+    own = task(Tied)
+    params = own.initial_params(0)
+    assert "out.weight" not in params
+    expected = [plain_loop(own.model().train(), params, examples(s), s) for s in range(6)]
+    found = train(own, params, examples(0), SGD, generator=torch.Generator().manual_seed(0))
+    assert_same(found, expected[0])
+    assert torch.equal(found["unused.weight"], params["unused.weight"])
+    for one, other in zip(
+        train_many(own, [job(params, s) for s in range(6)]), expected, strict=True
+    ):
+        assert_same(one, other)
+
+
+def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
+    own = task(Tied)
+    params, data = own.initial_params(0), examples(2)
+    clipped = ClippedGradient(own, [*params], clipping_norm=0.3)
+    found = clipped(params, data.features, data.targets)
+    expected = by_loop(own, params, data, 0.3, [*params])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)

@@ -1,0 +1,100 @@
+"""Other optimisers than SGD, and who refuses them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.algorithms import DPDitto, Scaffold
+from flower_ext.data import Examples
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.privacy import FullParticipation, NonPrivatePlan
+from flower_ext.training import Job, LocalTraining, Task, train, train_many
+from flower_ext.training.local import batches
+
+OTHERS = {
+    "AdamW": {"weight_decay": 0.1},
+    "Adam": {},
+    "RMSprop": {"weight_decay": 0.01},
+    "Adagrad": {},
+}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def task() -> Task:
+    return Task(model=model, data=lambda _: None, device="cpu")
+
+
+def examples(seed: int) -> Examples:
+    generator = torch.Generator().manual_seed(seed)
+    return Examples(
+        features=torch.randn(30, 4, generator=generator),
+        targets=torch.randint(3, (30,), generator=generator),
+    )
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_training_is_that_of_torchs_own_optimizer_alone_and_among_others(name):
+    training = LocalTraining(
+        epochs=3, batch_size=8, learning_rate=0.02, optimizer=name, **OTHERS[name]
+    )
+    own, start = task(), task().initial_params(1)
+    expected = []
+    for seed in range(3):
+        plain = model()
+        plain.load_state_dict(start)
+        optimizer = getattr(torch.optim, name)(plain.parameters(), lr=0.02, **OTHERS[name])
+        for x, y in batches(examples(seed), training, torch.Generator().manual_seed(seed)):
+            optimizer.zero_grad()
+            cross_entropy(plain(x), y).backward()
+            optimizer.step()
+        expected.append(plain.state_dict())
+    found = train(own, start, examples(0), training, generator=torch.Generator().manual_seed(0))
+    jobs = [
+        Job(
+            params=start,
+            examples=examples(seed),
+            training=training,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        for seed in range(3)
+    ]
+    for one, other in zip([found, *train_many(own, jobs)], expected[:1] + expected, strict=True):
+        for key, value in other.items():
+            torch.testing.assert_close(one[key], value, atol=1e-6, rtol=1e-5)
+            assert not torch.equal(value, start[key])
+
+
+def test_an_optimizer_travels_to_the_clients():
+    training = LocalTraining(optimizer="AdamW", weight_decay=0.2)
+    content = records.training_records({"local": training})
+    assert records.read_trainings(type("Content", (), {"config_records": content})) == {
+        "local": training
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "Adamw"}, "optimizer='Adamw': expected one of .*AdamW"),
+        ({"optimizer": "LBFGS"}, "optimizer='LBFGS'"),
+        ({"optimizer": "AdamW", "momentum": 0.9}, "momentum=0.9: expected 0 with optimizer"),
+        ({"optimizer": "AdamW", "tolerance": 0.1}, "tolerance=0.1: expected 0 with optimizer"),
+        ({"weight_decay": 0.1}, "weight_decay=0.1: expected 0 with optimizer='SGD'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, said):
+    with pytest.raises(InvalidValue, match=said):
+        LocalTraining(**options)
+
+
+def test_methods_of_which_a_theorem_is_about_sgd_refuse_others():
+    plan, adamw = NonPrivatePlan(sampling=FullParticipation(3)), LocalTraining(optimizer="AdamW")
+    with pytest.raises(InvalidValue, match="local.optimizer='AdamW': expected 'SGD'"):
+        Scaffold(plan=plan, local=adamw)
+    with pytest.raises(InvalidValue, match="personal_training.optimizer is set"):
+        DPDitto(plan=plan, global_weight=1.0, personal_training=adamw)
