@@ -137,6 +137,8 @@ def local_model(work: ClientWork) -> Params:
 class Apple(OnePhase):
     """Core models that all clients share, mixed by each for itself; everyone in every round.
 
+    Clients learn what each other one counts for them; in the reported shared model all count alike.
+
     Parameters
     ----------
     plan : PrivacyPlan

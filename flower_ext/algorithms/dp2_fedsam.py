@@ -87,6 +87,9 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(FederatedStrategy):
     """Partial sharing with sharpness-aware training under client-level DP.
 
+    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
+    number of examples.
+
     Parameters
     ----------
     plan : PrivacyPlan

@@ -64,6 +64,9 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DPFedAvg(OnePhase):
     """Federated averaging with client-level DP.
 
+    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
+    number of examples, as in FedAvg.
+
     Parameters
     ----------
     plan : PrivacyPlan

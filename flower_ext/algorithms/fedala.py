@@ -134,6 +134,9 @@ def local_model(work: ClientWork) -> Params:
 class FedALA(FederatedStrategy):
     """Adaptive local aggregation of the shared model into the client's own.
 
+    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
+    number of examples.
+
     Parameters
     ----------
     plan : PrivacyPlan

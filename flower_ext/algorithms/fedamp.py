@@ -64,6 +64,8 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
 class FedAMP(OnePhase):
     """Attentive message passing; the reported shared model is the mean of the clients' uploads.
 
+    Attention says what clients count for each other; in that mean all count alike.
+
     Parameters
     ----------
     plan : PrivacyPlan

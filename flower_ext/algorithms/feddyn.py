@@ -26,6 +26,7 @@ import torch
 
 from flower_ext.algorithms.one_phase import OnePhase, shared_model
 from flower_ext.checks import require_positive
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     ClientWork,
@@ -82,6 +83,11 @@ class FedDyn(OnePhase):
         **options: Any,
     ) -> None:
         require_positive("regularization", regularization)
+        if plan.weighs_examples:
+            raise InvalidValue(
+                "weighting='examples' of the plan: expected 'clients', as h is the plain mean of "
+                "what clients remember"
+            )
         super().__init__(plan=plan, local=local, **options)
         self.regularization = self.added_proximal_weight = regularization
         self.h: records.Arrays = {}

@@ -139,6 +139,9 @@ minimise_apart = one_by_one(minimise_envelope)
 class PFedMe(FederatedStrategy):
     """Personal models that never leave the client; the shared model is their anchor.
 
+    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
+    number of examples.
+
     Parameters
     ----------
     plan : PrivacyPlan

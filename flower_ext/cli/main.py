@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | ledger`` …"""
+"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | export`` …"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from flower_ext.cli.audit import audit
 from flower_ext.cli.calibrate import calibrate
 from flower_ext.cli.deployment import CONNECTION, Deployment
+from flower_ext.cli.export import export
 from flower_ext.cli.launch import checked_settings, launch
 from flower_ext.cli.ledger import ledger
 from flower_ext.cli.schedule import plan, search
@@ -90,6 +91,8 @@ def run(
         workers=workers,
         resume=resume,
     )
+    if path is not None and (path / "run.json").is_file():
+        RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:
         console.print(f"Run directory: {path}", soft_wrap=True)
 
@@ -151,7 +154,7 @@ def report(
     console.print(str(path.absolute()), soft_wrap=True)
 
 
-for command in (calibrate, plan, search, audit, ledger):
+for command in (calibrate, plan, search, audit, ledger, export):
     app.command(cls=Command)(command)
 app.command(name="settings", cls=Command)(list_settings)
 

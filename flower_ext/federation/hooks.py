@@ -36,7 +36,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.plan import Aggregate
+from flower_ext.privacy.plan import Aggregate, by_examples
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task
@@ -204,8 +204,12 @@ class MethodHooks(RunLoop):
         RoundDiscarded
             Too few of them arrived.
         """
+        uploads = [update.arrays for update in updates.values()]
+        if self.accounted.weighs_examples:
+            sizes = [update.metrics["num-examples"] for update in updates.values()]
+            uploads = by_examples(uploads, sizes)
         return self.accounted.aggregate(
-            [update.arrays for update in updates.values()],
+            uploads,
             cohort_size=len(self.cohort.asked),
             noise=self._noise("server-noise", self.participations.rounds),
             like=self.sent,

@@ -132,11 +132,21 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
 
 
 def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:
-    """The final model, what protects people, and how each client fared."""
+    """The final model, how clients use it, what protects people, and how each client fared."""
     run.save_model(result.arrays.to_torch_state_dict())
     run.save_guarantees(strategy.guarantees())
     run.save_client_metrics(
         [{**scores, "partition": i} for i, scores in sorted(strategy.client_metrics.items())]
+    )
+    asked = strategy.evaluation_records()
+    run.save_use(
+        {
+            "method": strategy.client.name,
+            "clients": strategy.population.num_nodes,
+            "records": {name: dict(record) for name, record in asked.items()},
+            "remembered": strategy.remembered,
+            "frozen": strategy.frozen,
+        }
     )
     status: Status = "budget-exhausted" if strategy.stopped else "completed"
     run.finish(status, strategy.stopped, refused=len(strategy.refusals))

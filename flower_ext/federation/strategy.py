@@ -199,15 +199,24 @@ class FederatedStrategy(MethodHooks):
         if server_round % self.evaluate_every and server_round != self._last_round:
             return []
         self._meet(grid)
-        last = max(1, self.participations.rounds)
         content: Content = {
             records.MODEL: records.to_record(records.shared_arrays(self.shared(arrays))),
-            records.ROUND: self._facts(last, {"training-loss": self.training_loss}),
             records.CONFIG: config,
-            **records.training_records(rounds.in_round(self.evaluation_training, last)),
+            **self.evaluation_records(),
         }
         everyone = dict.fromkeys(self.exchange.nodes, content)
         return self.exchange.ask("evaluate", everyone, server_round)
+
+    def evaluation_records(self) -> dict[str, ConfigRecord]:
+        """Return what an evaluation tells every client besides the model, but for the user's own.
+
+        With it a client makes the model that it would use of the shared one.
+        """
+        last = max(1, self.participations.rounds)
+        return {
+            records.ROUND: self._facts(last, {"training-loss": self.training_loss}),
+            **records.training_records(rounds.in_round(self.evaluation_training, last)),
+        }
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

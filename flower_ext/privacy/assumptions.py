@@ -23,8 +23,8 @@ LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where one record must not show in whether its client answers."""
 TELLS = (
     "the server's log and all of the run directory but the model tell it (metrics.jsonl, "
-    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, checkpoints, report and figures) "
-    "and stay with the server"
+    "missing.jsonl, ledger.jsonl, guarantee.json, clients.csv, use.json, checkpoints, report and "
+    "figures) and stay with the server"
 )
 HIDDEN_DRAW = (
     "neither who was drawn nor how many is known to the adversary: who is asked learns how many, "

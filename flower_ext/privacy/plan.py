@@ -6,17 +6,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import array_api_compat as api
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.protections import Protection
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import Sampling
-from flower_ext.privacy.updates import Update, total
+from flower_ext.privacy.updates import Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -80,6 +81,14 @@ class PrivacyPlan(ABC):
     @property
     def needs_sizes(self) -> bool:
         """Whether ε depends on them."""
+        return False
+
+    @property
+    def weighs_examples(self) -> bool:
+        """Whether an upload counts in the mean as often as its client has examples, which it tells.
+
+        Never under a plan that protects: how many they are is data.
+        """
         return False
 
     @abstractmethod
@@ -192,10 +201,52 @@ class NonPrivatePlan(PlainAverage):
     """Plain averaging, without clipping or noise: promises nothing.
 
     For the comparison of a private method with itself.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    weighting : {"clients", "examples"}
+        In the mean all clients count alike, as under every plan that protects, or each by the
+        number of its training examples, as in FedAvg.
     """
+
+    weighting: Literal["clients", "examples"] = "clients"
 
     delta = None
 
+    def __post_init__(self) -> None:
+        if self.weighting not in ("clients", "examples"):
+            raise InvalidValue(f"weighting={self.weighting!r}: expected 'clients' or 'examples'")
+
+    @property
+    def weighs_examples(self) -> bool:
+        """As ``weighting`` says."""
+        return self.weighting == "examples"
+
+    def check(self, method: MethodTraits) -> None:
+        """Refuse weights where the server does not take the mean.
+
+        Raises
+        ------
+        ValueError
+            The method makes something else of the single updates.
+        """
+        if self.weighs_examples and method.needs_each_update:
+            raise InvalidValue(
+                f"weighting='examples': expected 'clients', as {method.name} weighs single "
+                "updates by a rule of its own"
+            )
+
     def describe(self) -> str:
         """For the log."""
-        return f"{self.sampling.describe()} · no privacy"
+        by = ", weighted by examples" if self.weighs_examples else ""
+        return f"{self.sampling.describe()} · no privacy{by}"
+
+
+def by_examples(uploads: Sequence[Update], sizes: Sequence[float]) -> list[dict[str, Any]]:
+    """Return uploads whose plain mean is the mean of ``uploads`` weighted by ``sizes``."""
+    every = sum(sizes)
+    return [
+        {name: as_float64(array) * (len(sizes) * size / every) for name, array in upload.items()}
+        for upload, size in zip(uploads, sizes, strict=True)
+    ]

@@ -3,7 +3,8 @@
 ``run.json`` (configuration, versions, starts, status), ``metrics.jsonl`` (one line a round),
 ``missing.jsonl`` (who was asked and gave no usable answer),
 ``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
-silo), ``model.safetensors``, what a later start goes on from (``checkpoints/``), and the report.
+silo), ``model.safetensors``, ``use.json`` (how a client makes its own model of that), what a later
+start goes on from (``checkpoints/``), and the report.
 
 All but the model is for the server's user alone (mode 0600): it tells who was drawn and how many,
 and what clients reported un-noised.
@@ -41,7 +42,7 @@ _BEFORE_A_RUN = (_LOCK, ".run.json.draft")
 """What a run leaves that was ended before its ``run.json`` was there."""
 _FACTS = {"config", "status", "started", "versions"}
 """What every ``run.json`` holds."""
-_RENEWED = ("guarantee.json", "clients.csv", "users.csv")
+_RENEWED = ("guarantee.json", "clients.csv", "users.csv", "use.json")
 """What a run writes anew whenever it ends or begins."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
@@ -283,6 +284,22 @@ class RunDirectory:
             for name, value in params.items()
         }
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
+
+    def save_use(self, facts: Mapping[str, Any]) -> None:
+        """Write ``use.json``: method, clients, their memory, and what an evaluation asks of them."""
+        self._write_json("use.json", dict(facts))
+
+    def use(self) -> dict[str, Any]:
+        """How a client makes its own model of the shared one; empty where nothing was saved."""
+        path = self.path / "use.json"
+        if not path.exists():
+            return {}
+        with _reading(path):
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def note(self, **facts: str) -> None:
+        """Add to ``run.json`` what is known only outside the run."""
+        self._write_json("run.json", {**self.facts, **facts})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
         """Record how the run ended, and whether its guarantees speak of all of it."""

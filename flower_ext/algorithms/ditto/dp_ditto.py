@@ -73,6 +73,9 @@ def drawn(start: Params, work: ClientWork) -> Params:
 class DPDitto(FederatedStrategy):
     """Ditto with noise on what clients upload, or without.
 
+    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
+    number of examples, as where Ditto rests on FedAvg.
+
     Parameters
     ----------
     plan : PrivacyPlan

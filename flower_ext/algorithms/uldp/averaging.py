@@ -216,6 +216,8 @@ def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> floa
 class UldpAvg(OnePhase):
     """Federated averaging over silos with user-level DP.
 
+    Users count alike, whatever their records; ``weighting`` divides a user among the silos.
+
     Parameters
     ----------
     plan : ReleasePlan

@@ -89,6 +89,8 @@ def kept(work: ClientWork) -> Examples:
 class UldpGroup(FederatedStrategy):
     """Record-level DP inside the silos, and group privacy for the records of a user.
 
+    In the mean all silos count alike.
+
     The limits need every silo's histogram in the clear; no guarantee covers that.
 
     Parameters

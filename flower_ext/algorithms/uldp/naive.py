@@ -43,6 +43,8 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 class UldpNaive(OnePhase):
     """Each silo's update is clipped as a whole; its noise is scaled for users in every silo.
 
+    In the mean all silos count alike.
+
     What is provable counts 2C for what one user can do to a silo's clipped update, as is on the
     ledger; the paper counts C (see `uldp_naive_guarantees`).
 

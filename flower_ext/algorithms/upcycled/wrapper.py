@@ -62,6 +62,8 @@ class Upcycled(Strategy):
     the extrapolation. A strategy of your own that keeps one has to take the ``arrays`` of every
     `configure_train` instead.
 
+    Clients count in the mean as they do in ``base``.
+
     Parameters
     ----------
     base : Strategy

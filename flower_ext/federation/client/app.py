@@ -16,11 +16,19 @@ from flower_ext.training import (
 )
 
 
+class MethodsApp(CohortApp):
+    """A ClientApp that answers for methods; their client sides are in ``sides``, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides: dict[str, ClientSide] = {}
+
+
 def client_app(
     *methods: ClientMethod,
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
-) -> CohortApp:
+) -> MethodsApp:
     """A ClientApp that answers for one or several methods.
 
     Parameters
@@ -33,14 +41,14 @@ def client_app(
         seed can take the noise off again. The owner of a SuperNode forbids it in any case with
         ``--node-config "require-secure-noise=true"``.
     """
-    app = CohortApp()
+    app = MethodsApp()
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
         return tell_partition(message, context.node_config.get(PARTITION))
 
     for method in methods:
-        side = ClientSide(method, task, allow_seeded_noise)
+        side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise)
         app.together |= {f"train.{method.name}": side.train, f"evaluate.{method.name}": side.score}
 
         @app.train(method.name)

@@ -152,15 +152,7 @@ class ClientSide:
     ) -> list[RecordDict | Exception]:
         """Evaluate the model that each client would use; or its error."""
         requests, works = self._unpack(messages, contexts, alone=True)
-        runs = each(self.method.local_model, works)
-
-        def finish(index: int, model: Params) -> Params:
-            work = works[index]
-            assert isinstance(work, ClientWork)
-            check_whole(model, work.task)
-            return model
-
-        models = side_by_side(runs, finish, memory_limit=memory_limit)
+        models = self._used(works, memory_limit)
         tests = each(lambda work: work.data.test, works)
         every = _scores(works, models, tests, memory_limit=memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
@@ -170,6 +162,20 @@ class ClientSide:
             every = each(_with_training_loss, every, trained)
         return each(_scores_record, works, every)
 
+    def used(self, message: Message, context: Context) -> Params:
+        """Return the model that this client would use: the one that `score` evaluates.
+
+        Raises
+        ------
+        Exception
+            The one that `score` would answer with.
+        """
+        _, works = self._unpack([message], [context], alone=True)
+        (model,) = self._used(works, MEMORY_LIMIT)
+        if isinstance(model, Exception):
+            raise model
+        return model
+
     def tell(self, message: Message, context: Context) -> Message:
         """Answer a question of the method."""
         check_addressee(message, context)
@@ -177,7 +183,7 @@ class ClientSide:
             raise tellable(InvalidValue(f"{self.method.name} answers no questions"))
         partition, content = partition_of(context.node_config), message.content
         question = Question(
-            data=self._task(context).data(partition),
+            data=self.task_of(context).data(partition),
             partition=partition,
             asked=dict(content.config_records[records.QUESTION]),
             arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
@@ -198,7 +204,7 @@ class ClientSide:
         memory = ClientMemory(context, self.method.name, str(facts["run"]))
         told = {"version": memory.newest(before) if memory.load(before) is not None else 0}
         if facts.get("report-size"):
-            data = self._task(context).data(partition_of(context.node_config))
+            data = self.task_of(context).data(partition_of(context.node_config))
             told["num-examples"] = len(data.train)
         answer = records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
@@ -209,7 +215,7 @@ class ClientSide:
         Says nothing of the data but their shape.
         """
         check_addressee(message, context)
-        task = self._task(context)
+        task = self.task_of(context)
         data = task.data(partition_of(context.node_config)).train
         trainings = records.read_trainings(message.content).values()
         apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
@@ -226,7 +232,7 @@ class ClientSide:
         """
         check_addressee(message, context)
         expected = message.content.config_records[records.FROZEN]["fingerprint"]
-        if (own := self._task(context).fingerprint) != expected:
+        if (own := self.task_of(context).fingerprint) != expected:
             raise tellable(
                 InvalidValue(
                     f"the frozen part of this node's model has the fingerprint {own!r}: "
@@ -236,10 +242,25 @@ class ClientSide:
         answer = records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
+    def _used(
+        self, works: Sequence[ClientWork | Exception], memory_limit: int
+    ) -> list[Params | Exception]:
+        """The whole model that each client would use, or its error."""
+
+        def finish(index: int, model: Params) -> Params:
+            work = works[index]
+            assert isinstance(work, ClientWork)
+            check_whole(model, work.task)
+            return model
+
+        runs = each(self.method.local_model, works)
+        return side_by_side(runs, finish, memory_limit=memory_limit)
+
     def _policy(self, context: Context) -> NodePolicy:
         return NodePolicy(context, self.allow_seeded_noise)
 
-    def _task(self, context: Context) -> Task:
+    def task_of(self, context: Context) -> Task:
+        """The task, on the device that the node's owner names."""
         task = self.task if isinstance(self.task, Task) else _built(self.task, context)
         device = _device_of(context)  # the node's owner has the last word
         return task if device is None else replace(task, device=device)
@@ -253,7 +274,7 @@ class ClientSide:
             return [*errors], [*errors]
         # All in one process have one task: that of the first with a device is good for all.
         sound = [not isinstance(device, Exception) for device in devices]
-        task = self._task(contexts[sound.index(True)])
+        task = self.task_of(contexts[sound.index(True)])
         read = reader(task)
 
         def own(message: Message, context: Context, device: str | None) -> Request:

@@ -1,0 +1,306 @@
+"""``flower-ext export``: the shared model of a run, or the one that a client uses, as a file.
+
+A client's model is what its method evaluates: the method's own function builds it from the shared
+model, from what the client remembers and, where it trains before use, from the client's records.
+The guarantee beside it speaks of that very file: no ε covers the records that trained a personal
+part, which never left the client and was never noised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from flwr.app import ConfigRecord, Context, RecordDict
+from safetensors.torch import load_file, save
+
+from flower_ext.cli.launch import checked_settings
+from flower_ext.cli.screen import console
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import ClientMemory, InProcessGrid, records
+from flower_ext.federation.client.app import MethodsApp
+from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.engines.run_app import load_app
+from flower_ext.federation.state.folder import read_key
+from flower_ext.privacy import AdversaryView
+from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.files import write_whole
+from flower_ext.training import Params, Task, clone
+
+_SUFFIXES = (".safetensors", ".pt")
+_FINISHED = ("completed", "budget-exhausted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What is written, and what is known of it.
+
+    ``personal`` names what differs from the shared model, ``trained`` says whether a record of the
+    client had a part in that, ``drawn`` is None where the client's method remembers nothing.
+    """
+
+    params: Params
+    client: int | None = None
+    personal: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    fingerprint: str = ""
+    trained: bool = False
+    drawn: bool | None = None
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    client: Annotated[
+        int | None,
+        typer.Option(help="Whose model; without it the part that clients share, as the run left."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="New file: .safetensors, or .pt for torch.load.")
+    ] = None,
+    app: Annotated[
+        Path | None, typer.Option(help="Folder of the Flower app, where the run does not know it.")
+    ] = None,
+    state_folder: Annotated[
+        Path | None, typer.Option(help="Where the client keeps its memory; by default the run's.")
+    ] = None,
+    state_key_file: Annotated[
+        Path | None, typer.Option(help="With which that folder's files are encrypted.")
+    ] = None,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Frozen parts and copies of tied parameters as well.")
+    ] = False,
+) -> None:
+    """Write a client's model, or the shared one, for use, and beside it what protects whom.
+
+    Example: flower-ext export runs/20260101-120000-dp2-fedsam-digits --client 7
+    """
+    found = RunDirectory.open(run)
+    whose = "model" if client is None else f"client-{client}"
+    file = output or Path(f"{run.resolve().name}-{whose}.safetensors")
+    beside = file.with_suffix(".guarantee.json")
+    _check_output(file, beside)
+    _check_finished(found)
+    made = _made(found, client, app, state_folder, state_key_file, whole=whole)
+    promise = _promise(found, made, file.name)
+    content = _as_bytes(made, found.id, file.suffix)
+    # In this order: no model is ever without its guarantee.
+    write_whole(beside, json.dumps(promise, indent=2, ensure_ascii=False).encode())
+    write_whole(file, content, private=client is not None)
+    for line in (f"Model: {file}", f"Guarantee: {beside}", *promise["statements"]):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _check_output(*files: Path) -> None:
+    if files[0].suffix not in _SUFFIXES:
+        raise InvalidValue(f"output={files[0]}: expected a name in {' or '.join(_SUFFIXES)}")
+    for file in files:
+        if file.exists():
+            raise InvalidValue(f"output: {file} is there already: expected a name of a new file")
+
+
+def _check_finished(run: RunDirectory) -> None:
+    status = run.facts["status"]
+    if status not in _FINISHED or not (run.path / "model.safetensors").is_file():
+        raise InvalidValue(
+            f"run={run.path}: its status is {status!r}; expected a run that came to its end: go on "
+            "with it by flower-ext run APP --resume"
+        )
+
+
+def _made(
+    run: RunDirectory,
+    client: int | None,
+    app: Path | None,
+    folder: Path | None,
+    key: Path | None,
+    *,
+    whole: bool,
+) -> _Model:
+    """The model that is asked for."""
+    shared, use = load_file(run.path / "model.safetensors"), run.use()
+    if client is None and not whole:
+        return _Model(params=shared, fingerprint=str(use.get("frozen", "")))
+    if not use:
+        raise InvalidValue(
+            f"run={run.path}: it holds no use.json, which says how a client makes a model of the "
+            "shared one: flower-ext run APP --resume writes it, without another round"
+        )
+    if client is not None and not 0 <= client < use["clients"]:
+        raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
+    side, grid = _parts(run, use, app)
+    context = [*grid.contexts.values()][client or 0]
+    task = side.task_of(context)
+    if use["frozen"] not in ("", task.fingerprint):
+        raise InvalidValue(
+            f"the frozen part of the app's model has the fingerprint {task.fingerprint!r}: "
+            f"expected {use['frozen']!r}, the run's; install the base model that it had"
+        )
+    if client is None:
+        made = _Model(params=shared, fingerprint=task.fingerprint)
+    else:
+        context.node_config.update(_state(run, folder, key))
+        made = _clients_model(side, grid, context, shared, use, run.id)
+    return _completed(made, task) if whole else made
+
+
+def _parts(
+    run: RunDirectory, use: Mapping[str, Any], app: Path | None
+) -> tuple[ClientSide, InProcessGrid]:
+    """The client side of the run's method, and a grid of the run's clients."""
+    named = app or run.facts.get("app")
+    if named is None:
+        raise InvalidValue("app: the run does not say which app made it: name its folder by --app")
+    checked_settings(Path(named), ())
+    _, client_app = load_app(Path(named).absolute())
+    sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
+    if use["method"] not in sides:
+        raise InvalidValue(
+            f"app={named}: its ClientApp knows no method {use['method']!r}: expected the app that "
+            "made the run, with a client_app of flower_ext.federation"
+        )
+    return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
+
+
+def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
+    """Where the client's memory is, as a node config says it."""
+    named = run.config.get("state-folder", "")
+    inside = run.path / "state"  # may have moved with the run
+    found = folder or (inside if inside.is_dir() or not named else Path(str(named)))
+    if key is not None:
+        try:
+            read_key(key.expanduser())
+        except PermissionError as error:
+            raise InvalidValue(str(error)) from error
+    return {"state-folder": str(found)} | ({} if key is None else {"state-key-file": str(key)})
+
+
+def _clients_model(
+    side: ClientSide,
+    grid: InProcessGrid,
+    context: Context,
+    shared: Params,
+    use: Mapping[str, Any],
+    run_id: str,
+) -> _Model:
+    """The model that a client uses after the run's last round."""
+    client, asked = int(context.node_config["partition-id"]), use["records"]
+    drawn = None
+    if side.method.keeps_memory:
+        drawn = _remembers(side, context, use, run_id)
+    content = RecordDict({name: ConfigRecord(facts) for name, facts in asked.items()})
+    content[records.MODEL] = records.to_record(shared)
+    kind = f"evaluate.{side.method.name}"
+    model = side.used(grid.create_message(content, kind, context.node_id, "1"), context)
+    own = clone({name: value.cpu() for name, value in model.items()})
+    trains = any(name.startswith(records.TRAINING) for name in asked)
+    return _Model(
+        params=own,
+        client=client,
+        personal=tuple(n for n in own if n not in shared or not torch.equal(own[n], shared[n])),
+        fingerprint=side.task_of(context).fingerprint,
+        trained=trains or bool(drawn),
+        drawn=drawn,
+    )
+
+
+def _remembers(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
+    """Whether the client ever took part; refuses to take a lost memory for that of a beginner."""
+    client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
+    last = use["records"][records.ROUND]["number"]
+    newest = ClientMemory(context, side.method.name, run_id).newest(last + 1)
+    needed = use["remembered"].get(str(client), 0)
+    if newest < needed or not Path(str(folder)).is_dir():
+        raise InvalidValue(
+            f"state-folder={folder}: it does not hold what client {client} left in round {needed}: "
+            "name the folder by --state-folder. Memory outlives a run where SuperNodes, or a "
+            "simulation's settings, name a state-folder before it begins"
+        )
+    return newest > 0
+
+
+def _completed(made: _Model, task: Task) -> _Model:
+    """The same with all that the module's ``state_dict()`` names."""
+    found = {name: tuple(value.shape) for name, value in made.params.items()}
+    if missing := sorted(task.shapes.keys() - found.keys()):
+        raise InvalidValue(
+            f"--whole: {missing} are no part of the shared model, each client has its own: name "
+            "one by --client"
+        )
+    if found != dict(task.shapes):
+        raise InvalidValue("--whole: the app's model has other parameters than the run's")
+    module = task.model()
+    module.load_state_dict(made.params, strict=False)
+    state = module.state_dict()
+    own = {state[name].data_ptr() for name in made.personal}  # those of tied copies, too
+    return replace(
+        made,
+        params=clone(state),
+        personal=tuple(name for name, value in state.items() if value.data_ptr() in own),
+        frozen=tuple(name for name in state if name in task.blueprint.frozen),
+    )
+
+
+def _as_bytes(made: _Model, run_id: str, suffix: str) -> bytes:
+    tensors = {name: value.cpu().contiguous() for name, value in made.params.items()}
+    if suffix == ".safetensors":
+        return save(tensors, {"run": run_id, "frozen": made.fingerprint})
+    stream = BytesIO()
+    torch.save(tensors, stream)
+    return stream.getvalue()
+
+
+def _promise(run: RunDirectory, made: _Model, name: str) -> dict[str, Any]:
+    """What is promised of this file, in words and as the run's guarantees have it."""
+    every = run.guarantees()
+    # Where only uploads are spoken of, models follow from them.
+    holding = [g for g in every if g.view is AdversaryView.RELEASED_MODELS] or every
+    rest = [g.statement() for g in holding] or [
+        "The run promised nothing: no ε covers anybody's records in this file."
+    ]
+    alone = bool(made.personal) or made.drawn is False
+    return {
+        "file": name,
+        "run": run.id,
+        "client": made.client,
+        "for": f"client {made.client} alone" if alone else "whoever may have the run's models",
+        "statements": [*_of_the_client(made), *rest],
+        "parameters": {
+            "shared": [n for n in made.params if n not in (*made.personal, *made.frozen)],
+            "personal": list(made.personal),
+            "frozen": list(made.frozen),
+        },
+        "frozen": made.fingerprint,
+        "guarantees": [g.to_dict() for g in holding],
+    }
+
+
+def _of_the_client(made: _Model) -> list[str]:
+    who, own = f"client {made.client}", ", ".join(made.personal)
+    if made.personal and made.trained:
+        when = ", and when the client took part" if made.drawn else ""
+        return [
+            f"This file holds parameters trained on {who}'s records without noise: no ε covers "
+            f"them; it is for {who} alone. They are: {own}.",
+            f"Of all others it shows what the run's released models show{when}: for them holds "
+            f"what follows, and not for {who}.",
+        ]
+    if made.drawn is False:
+        values = f"; {own} are the initial values" if own else ""
+        return [
+            f"Client {made.client} never took part, and none of its records is in this file"
+            f"{values}. That it was not drawn is a secret on which an ε may rest: this file is "
+            f"for {who} alone.",
+            "Of all others it shows what the run's released models show: for them holds what "
+            "follows.",
+        ]
+    same = "" if made.client is None else f", which {who} uses as it is"
+    return [
+        f"This file holds the model that clients share{same}: the last of the run's released "
+        "models, for which holds what follows."
+    ]

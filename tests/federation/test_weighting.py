@@ -1,0 +1,111 @@
+"""Without privacy clients may count by their examples; wherever something protects, all alike."""
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+
+from flower_ext import algorithms
+from flower_ext.algorithms import Apple, DP2FedSAM, DPDitto, DPFedAvg, FedAMP, FedDyn, Scaffold
+from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import records
+from flower_ext.privacy import (
+    FullParticipation,
+    NonPrivatePlan,
+    PerturbationPlan,
+    PrivacyPlan,
+    RecordLevelPlan,
+    ReleasePlan,
+)
+from flower_ext.training import LocalTraining, Task
+from tests.support.travelling import Recorder, Tampering
+from tests.support.worlds import Net, client_data
+
+SIZES = (3, 10, 29)
+ALL = FullParticipation(len(SIZES))
+BY_EXAMPLES = NonPrivatePlan(sampling=ALL, weighting="examples")
+SGD = LocalTraining(epochs=1, batch_size=5, learning_rate=0.3)
+
+
+def unequal(client: int) -> ClientData:
+    own = client_data(client)
+    return ClientData(train=own.train.subset(np.arange(SIZES[client])), test=own.test)
+
+
+TASK = Task(model=Net, data=unequal, device="cpu")
+
+
+def run(strategy, grid=Recorder):
+    own = grid(type(strategy).client_app(TASK), num_clients=len(SIZES))
+    initial = TASK.initial_params(0)
+    result = strategy.start(own, ArrayRecord(initial), num_rounds=1)
+    return own, initial, result.arrays.to_torch_state_dict()
+
+
+METHODS = [
+    DPFedAvg(plan=BY_EXAMPLES, local=SGD, seed=1),
+    DP2FedSAM(plan=BY_EXAMPLES, extractor=SGD, head=SGD, seed=1),
+    DPDitto(plan=BY_EXAMPLES, local=SGD, seed=1),
+]
+
+
+@pytest.mark.parametrize("strategy", METHODS, ids=lambda strategy: type(strategy).__name__)
+def test_the_model_moves_by_the_mean_of_updates_weighted_by_examples(strategy):
+    grid, initial, model = run(strategy)
+    replies = [r for r in grid.received if r.metadata.message_type.startswith("train")]
+    updates = {
+        r.metadata.src_node_id - 1_000: records.to_arrays(r.content[records.UPDATE])
+        for r in replies
+    }
+    assert len(updates) == len(SIZES)
+    for name, value in model.items():
+        own = [updates[client][name].astype(np.float64) for client in range(len(SIZES))]
+        step = np.average(own, axis=0, weights=SIZES)
+        np.testing.assert_allclose(value, initial[name].numpy() + step, rtol=1e-5, atol=1e-7)
+        assert not np.allclose(step, np.mean(own, axis=0), rtol=1e-2)
+
+
+def test_clients_count_alike_unless_examples_are_asked_for():
+    assert not NonPrivatePlan(sampling=ALL).weighs_examples
+    assert NonPrivatePlan(sampling=ALL) == NonPrivatePlan(sampling=ALL, weighting="clients")
+    assert "weighted by examples" in BY_EXAMPLES.describe()
+    assert "weighted" not in NonPrivatePlan(sampling=ALL).describe()
+
+
+def test_a_reply_without_its_number_of_examples_is_refused():
+    def silent(reply):
+        del reply.content[records.METRICS]
+        return [reply]
+
+    class Silent(Tampering):
+        tamper = {1: silent}
+
+    strategy = DPFedAvg(plan=BY_EXAMPLES, local=SGD, seed=1)
+    run(strategy, Silent)
+    assert len(strategy.refusals) == 1
+    assert "num-examples" in strategy.refusals[0]
+
+
+@pytest.mark.parametrize("plan", [ReleasePlan, RecordLevelPlan, PerturbationPlan])
+def test_no_plan_that_protects_takes_the_weights(plan):
+    with pytest.raises(TypeError, match="weighting"):
+        plan(sampling=ALL, weighting="examples")
+    assert plan.weighs_examples is PrivacyPlan.weighs_examples
+
+
+def test_another_word_is_refused():
+    with pytest.raises(InvalidValue, match="weighting='records': expected 'clients' or 'examples'"):
+        NonPrivatePlan(sampling=ALL, weighting="records")
+
+
+@pytest.mark.parametrize("method", [Scaffold, FedDyn, FedAMP, Apple])
+def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
+    with pytest.raises(InvalidValue, match="weighting='examples'.* expected 'clients'"):
+        method(plan=BY_EXAMPLES, local=SGD)
+
+
+@pytest.mark.parametrize("method", algorithms.__all__)
+def test_every_method_says_how_clients_count(method):
+    words = ("count alike", "counts every client alike", "weighted by", "Clients count")
+    known = [c.__doc__ or "" for c in getattr(algorithms, method).__mro__]
+    assert any(word in " ".join(doc.split()) for doc in known for word in words), method
