@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+AUDITED = "tests/auditing/test_mechanisms.py"
 AUDITS = {
     "algorithms/uldp": "uldp",
     "algorithms/ditto": "ditto",
@@ -74,20 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not files:
         print("no Python file differs: nothing to check")
         return 0
-    tests = sorted({str(test) for file in files for test in chosen_tests(file)})
-    commands = [
-        ["ruff", "format", "--check", "."],
-        ["ruff", "check", "."],
-        ["mypy"],
-        ["lint-imports"],
-        ["pytest", *tests],
-        ["pytest", "tests/auditing/test_mechanisms.py", "-k", chosen_audits(files)],
-    ]
+    tests = {str(test) for file in files for test in chosen_tests(file)}
+    audits = chosen_audits(files)
+    lint = [["ruff", "format", "--check", "."], ["ruff", "check", "."], ["mypy"], ["lint-imports"]]
+    chosen = [*sorted(tests | {AUDITED}), "-k", f"not test_mechanisms or {audits}"]
+    tested = chosen if audits else sorted(tests)
+    commands = [*lint, *([["pytest", *tested]] if tested else [])]
     print("changed:", *files, sep="\n  ")
     failed = []
     for command in commands:
-        if (command[0] == "pytest" and not all(command[1:])) or command == ["pytest"]:
-            continue
         print("$", *command, flush=True)
         done = subprocess.run(
             [str(Path(sys.executable).parent / command[0]), *command[1:]], cwd=ROOT
