@@ -1,0 +1,69 @@
+"""With a frozen base below it, what trains is protected as printed; and faults still show."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flower_ext.algorithms import DPFedAvg
+from flower_ext.auditing import audit
+from flower_ext.auditing.experiment import World, projected
+from flower_ext.auditing.mechanisms import HUGE, MECHANISMS, SIZE, Turns, pulls
+from flower_ext.data import ClientData
+from flower_ext.training import Task
+from tests.support import planted_faults as faults
+
+CONFIDENCE = 0.999
+
+
+class Based(nn.Module):
+    """A frozen layer with statistics, and one that trains above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.BatchNorm1d(SIZE))
+        self.base[0].weight.data.copy_(torch.eye(SIZE))
+        self.base.requires_grad_(False)
+        self.head = nn.Linear(SIZE, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x))
+
+
+def client(feature: float) -> ClientData:
+    return ClientData(train=pulls(feature), test=pulls(feature))
+
+
+def experiment(noise: float = 1.0):
+    """`client-noise`, whose plan and strategy it has, with a base below its model."""
+    plain, turns = MECHANISMS["client-noise"](noise=noise), Turns()
+
+    def world(canary: float) -> World:
+        data = [client(canary), client(0.0)]
+        task = Task(model=Based, data=data.__getitem__, loss=turns.loss, metrics={}, device="cpu")
+        return replace(plain.without, client_app=DPFedAvg.client_app(task))
+
+    return replace(
+        plain,
+        name="client noise above a frozen base",
+        without=world(0.0),
+        present=world(HUGE),
+        initial=ArrayRecord({"head.weight": torch.zeros(1, SIZE)}),
+        score=projected({"head.weight": np.eye(1, SIZE)}, partitions=[0]),
+        on_round=turns.begin,
+    )
+
+
+def test_no_bound_exceeds_what_is_printed():
+    found = audit(experiment(), trials=200, confidence=CONFIDENCE)
+    assert not found.broken, found.to_dict()
+    assert all(view.printed_epsilon > 0 for view in found.views)
+
+
+@pytest.mark.parametrize("plant", [faults.clipping_off, faults.less_noise(8)], ids=["clip", "σ/8"])
+def test_a_planted_fault_is_found(plant, monkeypatch):
+    found = audit(plant(monkeypatch, experiment(noise=2.0)), trials=200, confidence=CONFIDENCE)
+    assert found.broken, found.to_dict()
