@@ -19,10 +19,12 @@ from flower_ext.training import (
     evaluate_many,
     train_groups,
     train_many,
+    train_surely,
 )
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.grouping import alike
 from flower_ext.training.batched.many import trains_apart
+from flower_ext.training.scoring import evaluate_each
 from tests.support.jobs import SGD, WAYS, one_by_one, problem, same
 from tests.support.trees import (
     FORMS,
@@ -104,6 +106,25 @@ def test_users_of_a_silo_train_each_on_their_own_rows():
         own = data.subset(np.flatnonzero(owners == user))
         expected = trained(PACKED, job(own, seed=user))
         assert all(torch.equal(rows[name][0], p) for name, p in expected.items())
+
+
+@pytest.mark.parametrize("odd", ["a label out of range", "a name that is missing"])
+def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
+    def models(wrong):
+        users = [as_mapping(packed(6, seed)) for seed in range(5)]
+        if wrong and odd == "a label out of range":
+            users[2].targets[1] = 99
+        elif wrong:
+            users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
+        jobs = [lambda user=user, own=own: job(own, seed=user) for user, own in enumerate(users)]
+        found = train_surely(PARTED, jobs)
+        return {user: rows for group, rows in found for user in group}
+
+    ours, theirs = models(True), models(False)
+    assert isinstance(ours.pop(2), Exception)
+    assert sorted(ours) == [0, 1, 3, 4]
+    for user, rows in ours.items():
+        assert all(torch.equal(p, theirs[user][name]) for name, p in rows.items())
 
 
 def test_the_exact_minimiser_of_a_tree_is_that_of_a_packed_tensor():
@@ -218,10 +239,13 @@ def test_an_output_without_a_row_an_example_is_named_where_mini_batches_are_join
 
 
 def test_an_error_of_one_client_of_trees_is_its_own():
-    params = PACKED.initial_params(1)
-    wrong = Examples({"words": torch.zeros(3, 5, dtype=torch.long)}, torch.zeros(3).long())
-    with pytest.raises(TypeError, match="unexpected keyword argument 'words'"):
-        evaluate_many(PARTED, [params] * 2, [as_mapping(packed(4)), wrong])
+    params, own = PACKED.initial_params(1), as_mapping(packed(4))
+    wrong = Examples({"words": own.features["tokens"]}, own.targets)
+    mislabelled = replace(own, targets=own.targets + 7)
+    scores = evaluate_each(PARTED, [params] * 4, [own, wrong, mislabelled, own])
+    assert scores[0] == scores[3] == evaluate(PARTED, params, own)
+    assert "unexpected keyword argument 'words'" in str(scores[1])
+    assert isinstance(scores[2], IndexError)
 
 
 def test_accuracy_of_an_object_says_what_to_name():
