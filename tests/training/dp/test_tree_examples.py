@@ -126,6 +126,26 @@ def test_a_record_with_an_odd_leaf_counts_as_zero_and_moves_no_other_by_a_bit(bu
     assert said.levelname == "WARNING"
 
 
+@pytest.mark.parametrize("which", ["tuple", "mapping", "in a loop, mapping"])
+def test_a_word_out_of_range_counts_as_zero_and_moves_no_other_by_a_bit(which):
+    task, form = WAYS[which]
+    params = PACKED.initial_params(1)
+
+    def found(word=None, label=None):
+        data = packed(70)
+        if word is not None:
+            data.features[3, 0, 2] = word
+        if label is not None:
+            data.targets[3] = label
+        summed, _ = gradient(task, params, form(data))
+        return summed
+
+    ours, theirs, every = found(word=99), found(label=7), found()
+    for name in params:
+        assert torch.equal(ours[name], theirs[name])
+        assert not torch.equal(ours[name], every[name])
+
+
 @pytest.mark.parametrize("which", WAYS)
 def test_one_tree_moves_the_sum_by_at_most_the_clipping_norm(which):
     task, form = WAYS[which]
