@@ -126,18 +126,28 @@ def test_a_record_with_an_odd_leaf_counts_as_zero_and_moves_no_other_by_a_bit(bu
     assert said.levelname == "WARNING"
 
 
-@pytest.mark.parametrize("which", ["tuple", "mapping", "in a loop, mapping"])
-def test_a_word_out_of_range_counts_as_zero_and_moves_no_other_by_a_bit(which):
-    task, form = WAYS[which]
-    params = PACKED.initial_params(1)
+class LookedUp(Weighed):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(self, x, weight):
+        return super().forward(self.embedding(x), weight)
+
+
+def test_a_word_out_of_range_counts_as_zero_and_moves_no_other_by_a_bit():
+    draw = torch.Generator().manual_seed(2)
+    words, weight = torch.randint(9, (70,), generator=draw), torch.rand(70, 5, generator=draw)
+    labels = torch.randint(3, (70,), generator=draw)
+    task = problem(LookedUp)
+    params = task.initial_params(0)
 
     def found(word=None, label=None):
-        data = packed(70)
-        if word is not None:
-            data.features[3, 0, 2] = word
-        if label is not None:
-            data.targets[3] = label
-        summed, _ = gradient(task, params, form(data))
+        own, aims = words.clone(), labels.clone()
+        own[3] = own[3] if word is None else word
+        aims[3] = aims[3] if label is None else label
+        summed, how = gradient(task, params, Examples((own, weight), aims))
+        assert how.by_vmap
         return summed
 
     ours, theirs, every = found(word=99), found(label=7), found()
