@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flower_ext.algorithms.one_phase import one_by_one, own_model
 from flower_ext.checks import require_positive
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
@@ -120,7 +121,7 @@ def minimise_envelope(
         w, theta = clone(problem.start), clone(problem.start)
         near = Proximal(weight=job.attraction, anchor=w)
 
-        def envelope(point: Params, x: Tensor, y: Tensor) -> Tensor:
+        def envelope(point: Params, x: Tree, y: Tree) -> Tensor:
             return problem.loss_at(point, x, y) + near(point)
 
         for x, y in batches(job.examples.to(problem.device), job.training, job.generator):

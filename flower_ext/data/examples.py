@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
 from flower_ext.data.users import choose
 from flower_ext.errors import InvalidValue
 
 
 @dataclass(frozen=True)
 class Examples:
-    """``features`` (n, …) and ``targets`` (n,), row by row."""
+    """Features and targets, row by row.
 
-    features: Tensor
-    targets: Tensor
+    Parameters
+    ----------
+    features : Tensor, tuple or Mapping of str
+        A tensor (n, …), which a model is given as ``model(features)``; or a tuple or mapping of
+        such tensors, which it is given as ``model(*features)`` or ``model(**features)``.
+    targets : Tensor, tuple or Mapping of str
+        A tensor (n, …), or a tuple or mapping of such tensors: what loss and metrics read.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Names the part that is no tensor, or has not as many rows as the others.
+    """
+
+    features: Tree
+    targets: Tree
 
     def __post_init__(self) -> None:
-        for name, rows in (("features", self.features), ("targets", self.targets)):
-            if not isinstance(rows, Tensor):
-                raise TypeError(f"{name} of type {type(rows).__name__}: expected a torch.Tensor")
+        leaves: list[tuple[str, Tensor]] = []
+        for name in ("features", "targets"):
+            tree = trees.checked(name, getattr(self, name))
+            object.__setattr__(self, name, tree)
+            leaves += trees.named(name, tree)
+        for name, rows in leaves:
             if rows.dim() == 0:
                 raise InvalidValue(f"{name} are a single number: expected a row an example")
-        if self.features.shape[:1] != self.targets.shape[:1]:
-            raise InvalidValue(f"{len(self.features)} features but {len(self.targets)} targets")
+        first, most = leaves[0][0], len(leaves[0][1])
+        for name, rows in leaves:
+            if len(rows) != most:
+                raise InvalidValue(f"{most} {first} but {len(rows)} {name}")
 
     def __len__(self) -> int:
-        return int(self.targets.shape[0])
+        return trees.length(self.targets)
 
     @property
-    def form(self) -> tuple[torch.Size, torch.dtype, torch.Size, torch.dtype]:
+    def plain(self) -> bool:
+        """Whether features are one tensor, and targets are."""
+        return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
+
+    @property
+    def form(self) -> tuple[Hashable, ...]:
         """Shape and type of one example: of its features, and of its target."""
-        features, targets = self.features, self.targets
-        return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
+        features, targets = trees.form(self.features), trees.form(self.targets)
+        return (*features, *targets) if self.plain else (features, targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """The rows at ``indices``, in their order.
@@ -52,11 +78,11 @@ class Examples:
                 f"indices of type {rows.dtype}: expected integers (np.flatnonzero(mask))"
             )
         chosen = torch.from_numpy(rows.astype(np.int64))
-        return Examples(self.features[chosen], self.targets[chosen])
+        return Examples(*trees.rows((self.features, self.targets), chosen))
 
     def to(self, device: torch.device) -> Examples:
         """The same examples on ``device``."""
-        return Examples(self.features.to(device), self.targets.to(device))
+        return Examples(*trees.to((self.features, self.targets), device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +135,8 @@ class SiloData(ClientData):
         order = torch.argsort(self.owners, stable=True)
         users, counts = torch.unique_consecutive(self.owners[order], return_counts=True)
         parts = (
-            torch.split(rows[order.to(rows.device)], counts.tolist())
-            for rows in (self.train.features, self.train.targets)
+            trees.split(trees.rows(part, order), counts.tolist())
+            for part in (self.train.features, self.train.targets)
         )
         return {
             user: Examples(features, targets)

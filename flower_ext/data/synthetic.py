@@ -216,10 +216,19 @@ def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
     Objective perturbation asks for features of norm at most 1. Each record is scaled by its own
     norm alone, so that changing one record changes no other. What is scaled ends 1e-6 inside the
     ball, which keeps rounding from putting it outside.
+
+    Raises
+    ------
+    ValueError
+        Features are no single tensor.
     """
 
     def scaled(examples: Examples) -> Examples:
         features = examples.features
+        if not isinstance(features, torch.Tensor):
+            raise InvalidValue(
+                "features are no single tensor: expected one vector a record, whose norm counts"
+            )
         norms = torch.linalg.vector_norm(features.flatten(1).double(), dim=1)
         divisors = torch.where(norms > 1, norms * (1 + 1e-6), 1.0)
         divisors = divisors.view(-1, *[1] * (features.dim() - 1))

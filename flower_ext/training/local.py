@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_ext.checks import require_not_negative, require_positive, require_rate
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.newton import newton
@@ -167,11 +169,11 @@ def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) 
 
 def batches(
     examples: Examples, training: LocalTraining, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tree, Tree]]:
     """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for."""
     for rows in batch_rows(len(examples), training, generator):
-        chosen = rows.to(examples.targets.device)
-        yield examples.features[chosen], examples.targets[chosen]
+        chosen = rows.to(trees.first(examples.targets).device)
+        yield trees.rows(examples.features, chosen), trees.rows(examples.targets, chosen)
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
@@ -181,7 +183,7 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
     return [scale * g for g in gradient]
 
 
-def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tensor) -> Params:
+def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
     """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     slopes = torch.autograd.grad(
@@ -191,7 +193,7 @@ def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data
 
 
 def minimise(
-    loss_at: Callable[[Params, Tensor, Tensor], Tensor],
+    loss_at: Callable[[Params, Tree, Tree], Tensor],
     start: Mapping[str, Tensor],
     examples: Examples,
     training: LocalTraining,
@@ -238,7 +240,7 @@ class LocalProblem:
     """What one client minimises: loss plus terms, over the trained part of a model."""
 
     start: Params
-    loss_at: Callable[[Params, Tensor, Tensor], Tensor]
+    loss_at: Callable[[Params, Tree, Tree], Tensor]
     rest: Params
     device: torch.device
 
@@ -279,8 +281,8 @@ def local_problem(
     # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
-    def loss_at(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
-        value = task.loss(functional_call(model, {**rest, **chosen}, (spared(task, x),)), y)
+    def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
+        value = task.loss(call(model, {**rest, **chosen}, spared(task, x)), y)
         for term in terms:
             value = value + term(chosen)
         return value
@@ -288,11 +290,25 @@ def local_problem(
     return LocalProblem(start=start, loss_at=loss_at, rest=rest, device=device)
 
 
-def spared(task: Task, x: Tensor, batched: int = 1) -> Tensor:
+def call(model: nn.Module, params: Params, x: Tree) -> Any:
+    """Return what a model with these parameters (and its own, where there are none) makes of x.
+
+    That is ``model(x)`` of a tensor, ``model(*x)`` of a tuple, and ``model(**x)`` of a mapping.
+    """
+    if isinstance(x, Tensor):
+        return functional_call(model, params, (x,))
+    if isinstance(x, tuple):
+        return functional_call(model, params, x)
+    return functional_call(model, params, (), dict(x))
+
+
+def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
     """What the model may be given without harm to ``x``: a copy, if it writes into features.
 
     The first ``batched`` dimensions are not those of an example.
     """
+    if not isinstance(x, Tensor):
+        return trees.mapped(Tensor.clone, x)
     return x.clone() if _writes(task.model, x.shape[batched:], x.dtype) else x
 
 

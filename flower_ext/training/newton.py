@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params
 
@@ -26,7 +27,7 @@ class NotConverged(ArithmeticError):
 
 
 def newton(
-    loss_at: Callable[[Params, Tensor, Tensor], Tensor],
+    loss_at: Callable[[Params, Tree, Tree], Tensor],
     start: Mapping[str, Tensor],
     examples: Examples,
     *,
@@ -56,8 +57,7 @@ def newton(
             f"tolerance above 0 with {sum(sizes)} parameters: Newton's method takes at most "
             f"{MOST_PARAMETERS}; train by SGD (tolerance=0)"
         )
-    features = examples.features
-    x = features.double() if features.is_floating_point() else features
+    x = trees.double(examples.features)
 
     def parts(flat: Tensor) -> Params:
         cut = torch.split(flat, sizes)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
-from flower_ext.training.local import spared
+from flower_ext.training.local import call, spared
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 
@@ -23,26 +24,66 @@ R = TypeVar("R")
 def evaluate(
     task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
 ) -> dict[str, float]:
-    """Mean loss and the task's metrics of a model on ``examples``."""
+    """Mean loss and the task's metrics of a model on ``examples``.
+
+    Raises
+    ------
+    ValueError
+        As `predict`.
+    """
     outputs = predict(task, params, examples.features, batch_size=batch_size)
-    return score(task, outputs, examples.targets.to(outputs.device))
+    return score(task, outputs, trees.to(examples.targets, task.torch_device()))
 
 
 @torch.no_grad()
 def predict(
-    task: Task, params: Mapping[str, Tensor], features: Tensor, *, batch_size: int = 1024
-) -> Tensor:
-    """What a model puts out, on the task's device."""
+    task: Task, params: Mapping[str, Tensor], features: Tree, *, batch_size: int = 1024
+) -> Any:
+    """What a model puts out, on the task's device.
+
+    Outputs of several mini-batches are joined: tensors, and tuples, lists, mappings and dataclasses
+    of them, whose parts may be None.
+
+    Raises
+    ------
+    ValueError
+        Outputs of several mini-batches have a part without a row an example; names it.
+    """
     device = task.torch_device()
     model: nn.Module = task.model().to(device).eval()
     weights = to_device(params, device)
-    parts = torch.split(features, batch_size)
-    return torch.cat(
-        [functional_call(model, weights, (spared(task, x.to(device)),)) for x in parts]
+    parts = trees.split(features, batch_size)
+    return _joined(
+        [call(model, weights, spared(task, trees.to(x, device))) for x in parts],
+        [trees.length(x) for x in parts],
     )
 
 
-def score(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The outputs of mini-batches of these sizes as those of one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if all(isinstance(output, Tensor) and output.dim() for output in outputs):
+        return torch.cat([*outputs])
+    for output, size in zip(outputs, sizes, strict=True):
+        for name, leaf in trees.named("outputs", output):
+            rows = leaf.shape[:1] if isinstance(leaf, Tensor) else None
+            if leaf is not None and rows != (size,):
+                found = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
+                raise InvalidValue(
+                    f"{name} of {found} for a mini-batch of {size} examples: expected a row an "
+                    f"example, as {sum(sizes)} examples are evaluated in {len(sizes)} mini-batches "
+                    "whose outputs are joined: let the model put out tensors such as logits, and "
+                    "loss and metrics read these"
+                )
+    return trees.mapped(_cat, *outputs)
+
+
+def _cat(*leaves: Any) -> Any:
+    return None if leaves[0] is None else torch.cat(leaves)
+
+
+def score(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
     """Mean loss and the task's metrics."""
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     return {"loss": float(task.loss(outputs, targets)), **scores}
@@ -80,15 +121,18 @@ def evaluate_each(
     """What `evaluate` returns for each model on its own examples, or the error that it raises.
 
     Examples of one form, of clients that share one model (the same object), go through it together,
-    as many as fit into ``memory_limit`` bytes, if it looks at each example alone. Scores of one do
-    not depend on the values of another, nor on its error.
+    as many as fit into ``memory_limit`` bytes, if it looks at each example alone, which is a
+    tensor, as its output is. Scores of one do not depend on the values of another, nor on its
+    error.
     """
     sharing = defaultdict(list)
     for index, (model, data) in enumerate(zip(models, examples, strict=True)):
         sharing[id(model), data.form].append(index)
     scores: dict[int, dict[str, float] | Exception] = {}
-    for (_, (shape, dtype, *_)), members in sharing.items():
-        if not _looks_at_each_alone(task.model, shape, dtype):
+    for members in sharing.values():
+        like = examples[members[0]].features
+        single = isinstance(like, Tensor)
+        if not (single and _looks_at_each_alone(task.model, like.shape[1:], like.dtype)):
             scores |= {i: _or_error(evaluate, task, models[i], examples[i]) for i in members}
             continue
         for part in _portions(
@@ -100,7 +144,7 @@ def evaluate_each(
                 if isinstance(output, Exception):
                     scores[index] = output
                 else:
-                    targets = one.targets.to(output.device)
+                    targets = trees.to(one.targets, output.device)
                     scores[index] = _or_error(score, task, output, targets)
     return [scores[index] for index in range(len(models))]
 
@@ -152,6 +196,8 @@ def _looks_at_each_alone(
             model = build().eval()
             model.load_state_dict(shaken(dict(model.named_parameters()), random), strict=False)
             together, each = model(x.clone()), [model(x[i : i + 1].clone()) for i in range(3)]
+            if not isinstance(together, Tensor):
+                return False
             return len(together) == 3 and torch.allclose(torch.cat(each), together, 1e-3, 1e-4)
         except Exception:  # whatever a model makes of random examples
             return False

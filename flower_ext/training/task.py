@@ -24,8 +24,15 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     Raises
     ------
     ValueError
-        Targets are no numbers of classes.
+        Outputs or targets are no single tensor, or targets are no numbers of classes.
     """
+    for name, tree in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(tree, Tensor):
+            raise InvalidValue(
+                f"accuracy with {name} of type {type(tree).__name__}: expected one tensor; name "
+                "what reads yours in Task(metrics={...}), as lambda outputs, targets: "
+                "accuracy(outputs.logits, targets)"
+            )
     if targets.is_floating_point():
         raise InvalidValue(
             f"accuracy with targets of type {targets.dtype}: expected numbers of classes; name "
@@ -42,17 +49,20 @@ class Task:
     ----------
     model : Callable[[], nn.Module]
         Builds a fresh model, always of one kind: what is found out about the first is not asked of
-        others, so that other settings want another function. Parameter names matter: ``personal``
-        prefixes refer to them. Parameters without ``requires_grad`` are frozen: they neither train
-        nor travel nor count in a norm, every node has them from its own ``model()``, and the
-        buffers beside them stay as they are.
+        others, so that other settings want another function. It is given features as `Examples`
+        says. Parameter names matter: ``personal`` prefixes refer to them. Parameters without
+        ``requires_grad`` are frozen: they neither train nor travel nor count in a norm, every node
+        has them from its own ``model()``, and the buffers beside them stay as they are.
     data : Callable[[int], ClientData]
         Training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
-        Mean loss of a batch, from model outputs and targets. One that is no mean over examples has
-        a third parameter ``present``: booleans that tell examples from padding (see `cox_loss`).
-    metrics : Mapping[str, Callable[[Tensor, Tensor], float]]
-        Named quality measures over all test outputs of one client.
+        Mean loss of a batch, from what the model puts out, whatever that is, and targets. One that
+        is no mean over examples has a third parameter ``present``: booleans that tell examples from
+        padding (see `cox_loss`).
+    metrics : Mapping[str, Callable[[Any, Any], float]]
+        Named quality measures over all test outputs of one client, and targets. Of more examples
+        than one mini-batch, outputs must be tensors with a row an example, or tuples, mappings or
+        dataclasses of them (see `predict`).
     device : str
         ``"auto"`` takes a CUDA device where there is one.
     trainable : Sequence[str], optional
@@ -63,7 +73,7 @@ class Task:
     model: Callable[[], nn.Module]
     data: Callable[[int], ClientData]
     loss: Callable[..., Tensor] = functional.cross_entropy
-    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] = field(
+    metrics: Mapping[str, Callable[[Any, Any], float]] = field(
         default_factory=lambda: {"accuracy": accuracy}
     )
     device: str = "auto"

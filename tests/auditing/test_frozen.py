@@ -60,7 +60,7 @@ def experiment(noise: float = 1.0):
 def test_no_bound_exceeds_what_is_printed():
     found = audit(experiment(), trials=200, confidence=CONFIDENCE)
     assert not found.broken, found.to_dict()
-    assert all(view.printed_epsilon > 0 for view in found.views)
+    assert all(view.printed > 0 for view in found.views)
 
 
 @pytest.mark.parametrize("plant", [faults.clipping_off, faults.less_noise(8)], ids=["clip", "σ/8"])

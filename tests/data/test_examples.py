@@ -16,6 +16,12 @@ def test_features_and_targets_must_have_as_many_rows():
         Examples(torch.zeros(3, 1), torch.zeros(2))
     with pytest.raises(ValueError, match="targets are a single number"):
         Examples(torch.zeros(1, 1), torch.tensor(0))
+    with pytest.raises(ValueError, match=r"3 features\['a'\] but 2 features\['b'\]"):
+        Examples({"a": torch.zeros(3, 1), "b": torch.zeros(2)}, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"3 features\[0\] but 2 targets\['y'\]"):
+        Examples((torch.zeros(3, 1),), {"y": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"features\['b'\] are a single number"):
+        Examples({"a": torch.zeros(3, 1), "b": torch.tensor(1)}, torch.zeros(3))
 
 
 @pytest.mark.parametrize("indices", [[3, 0, 3], (3, 0, 3), np.array([3, 0, 3])])
@@ -126,3 +132,40 @@ def test_what_is_no_tensor_and_no_examples_is_named():
         ClientData(train=Examples(x, y), test=None)
     with pytest.raises(TypeError, match="train of type tuple: expected Examples"):
         SiloData(train=(x, y), test=Examples(x, y), owners=torch.zeros(2, dtype=torch.long))
+
+
+def tree(count: int = 6) -> Examples:
+    """Examples whose parts all say which row they are of."""
+    rows = torch.arange(count)
+    return Examples({"a": rows, "b": (rows.float().unsqueeze(1),)}, (rows, {"y": rows}))
+
+
+def rows_of(data: Examples) -> list[int]:
+    """The rows, if all parts agree on them."""
+    kept = data.features["a"]
+    assert torch.equal(data.features["b"][0], kept.float().unsqueeze(1))
+    assert torch.equal(data.targets[0], kept)
+    assert torch.equal(data.targets[1]["y"], kept)
+    return kept.tolist()
+
+
+def test_rows_of_a_tree_stay_together():
+    assert len(tree()) == 6
+    assert rows_of(tree().subset([3, 0, 3])) == [3, 0, 3]
+    assert len(tree().subset([])) == 0
+    moved = tree().to(torch.device("meta"))
+    assert moved.features["b"][0].device.type == moved.targets[1]["y"].device.type == "meta"
+    data = SiloData(train=tree(), test=tree(2), owners=torch.tensor([4, 0, 4, 2, 0, 4]))
+    by_user = {user: rows_of(own) for user, own in data.by_user().items()}
+    assert by_user == {0: [1, 4], 2: [3], 4: [0, 2, 5]}
+    kept = data.limited(np.array([1, 0, 0, 0, 2]), np.random.default_rng(0))
+    counts = {user: len(rows_of(own)) for user, own in kept.by_user().items()}
+    assert counts == {0: 1, 4: 2}
+
+
+def test_form_is_of_plain_tensors_as_it_was_and_of_trees_by_name():
+    x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    assert Examples(x, y).form == (x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+    assert Examples({"a": x, "b": y}, y).form == Examples({"b": y, "a": x}, y).form
+    splits = {Examples((x, x), (x,)).form, Examples((x,), (x, x)).form, Examples((x, x), x).form}
+    assert len(splits) == 3

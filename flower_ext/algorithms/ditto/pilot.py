@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from flower_ext.checks import require_positive
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import PilotEstimates, estimate_problem
 from flower_ext.training.local import gradient, local_problem
@@ -102,7 +102,4 @@ def pilot_run(
 def _double(examples: Examples, device: torch.device) -> Examples:
     """Floating-point features in double precision; others, such as words, stay as they are."""
     examples = examples.to(device)
-    features = examples.features
-    if not features.is_floating_point():
-        return examples
-    return Examples(features=features.double(), targets=examples.targets)
+    return Examples(features=trees.double(examples.features), targets=examples.targets)

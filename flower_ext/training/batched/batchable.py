@@ -56,6 +56,9 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
 
     If ``steady``, also where a model is not known to round alike in every batch.
     """
+    for part in ("features", "targets"):
+        if not isinstance(getattr(jobs[0].examples, part), Tensor):
+            return f"{part} are no single tensor"
     if any(job.training.tolerance for job in jobs):
         return "exact minimisers are found one by one"
     if any(job.training.optimizer != SGD for job in jobs):

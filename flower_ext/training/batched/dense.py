@@ -188,7 +188,7 @@ def _is_usual(job: Job) -> bool:
     numbers = (features, *job.params.values())
     if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
         return False
-    return targets.dtype == torch.int64 and targets.dim() == 1 and targets.is_cpu
+    return bool(targets.dtype == torch.int64 and targets.dim() == 1 and targets.is_cpu)
 
 
 def _order(job: Job) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched import dense
 from flower_ext.training.batched.batchable import why_apart
@@ -195,7 +195,8 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
     """
     rows = min(training.batch_size, _TYPICAL_ROWS)
     features, targets = (
-        part.new_zeros((rows, *part.shape[1:])) for part in (example.features, example.targets)
+        trees.mapped(lambda leaf: leaf.new_zeros((rows, *leaf.shape[1:])), part)
+        for part in (example.features, example.targets)
     )
     job = Job(
         params=task.initial_params(0),

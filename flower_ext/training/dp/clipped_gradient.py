@@ -2,7 +2,8 @@
 
 What goes in and out of every layer gives the norm of each example's gradient and the sum of the
 clipped ones in one pass (`per_example`); examples pass in small groups that stay in the caches.
-Where a model might mix them, each example's gradient is found by vmap, or in a loop.
+Where a model might mix them, or features or outputs are no single tensor, each example's gradient
+is found by vmap, or in a loop.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from logging import ERROR, WARNING, getLogger
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn import functional
 
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.dp.per_example import Parts, Rows, gradients, is_known
-from flower_ext.training.local import spared
+from flower_ext.training.local import call, spared
 from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
 
@@ -39,7 +43,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 """Modules that do something else each time."""
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tree], Tensor]
 
 
 class ClippedGradient:
@@ -91,16 +95,16 @@ class ClippedGradient:
         written = any(type(layer) is not nn.Linear for layer in self.layers.values())
         self.together = _TOGETHER if written else 16 * _TOGETHER
 
-    def __call__(self, params: Mapping[str, Tensor], features: Tensor, targets: Tensor) -> Params:
+    def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
         """At ``params`` (the whole model), on (examples, …); zero for no examples."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
-        if len(features) == 0:
+        if trees.length(features) == 0:
             return summed
         for name, own in self.params.items():
             own.copy_(params[name])
         self._choose(features, targets)
         size, some = self.together if self.in_one_pass else _TOGETHER, False
-        for x, y in zip(torch.split(features, size), torch.split(targets, size), strict=True):
+        for x, y in trees.split((features, targets), size):
             for parts, there in self._gradients(x, y):
                 self._add(summed, parts, there)
                 some = some or bool(there.any())
@@ -119,34 +123,40 @@ class ClippedGradient:
         for name, part in parts.items():
             summed[name] += part.total(factors).view_as(summed[name])
 
-    def _gradients(self, x: Tensor, y: Tensor) -> Iterator[tuple[Parts, Tensor]]:
+    def _gradients(self, x: Tree, y: Tree) -> Iterator[tuple[Parts, Tensor]]:
         """Yield examples' gradients, and which of them are there."""
         if self.in_one_pass or self.by_vmap:
-            there = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            count, device = trees.length(x), trees.first(x).device
+            there = torch.ones(count, dtype=torch.bool, device=device)
             with suppress(Exception):  # whatever a model or a loss makes of a record
                 yield self._together(x, y, there)
                 return
-            own = [self._own(self.task.loss, *pair) is not None for pair in zip(x, y, strict=True)]
-            there = torch.tensor(own, device=x.device)
+            own = [self._own(self.task.loss, *pair) is not None for pair in trees.each((x, y))]
+            there = torch.tensor(own, device=device)
             # Another in its place keeps the shapes, and with them how all others are rounded.
-            rows = torch.arange(len(x), device=x.device)
+            rows = torch.arange(count, device=device)
             rows = rows.where(there, there.int().argmax())
             with suppress(Exception):
-                yield self._together(x[rows], y[rows], there)
+                others = trees.rows((x, y), rows)
+                yield self._together(others[0], others[1], there)
                 return
-        for pair in zip(torch.split(x, _TOGETHER), torch.split(y, _TOGETHER), strict=True):
+        for pair in trees.split((x, y), _TOGETHER):
             yield self._in_a_loop(*pair)
 
-    def _together(self, x: Tensor, y: Tensor, there: Tensor) -> tuple[Parts, Tensor]:
+    def _together(self, x: Tree, y: Tree, there: Tensor) -> tuple[Parts, Tensor]:
         """Return gradients of examples that pass together, in a number that was tried out."""
         if not self.in_one_pass:
             return self._by_vmap(spared(self.task, x), y, self.task.loss), there
         more = _room(len(x)) - len(x)
-        x, y = (torch.cat([part, part[:1].expand(more, *part.shape[1:])]) for part in (x, y))
+
+        def widened(leaf: Tensor) -> Tensor:
+            return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
+
+        x, y = trees.mapped(widened, (x, y))
         there = functional.pad(there, (0, more))
         return self._in_one_pass(spared(self.task, x), y, self.task.loss), there
 
-    def _choose(self, features: Tensor, targets: Tensor) -> None:
+    def _choose(self, features: Tree, targets: Tree) -> None:
         """Find out how to get at the gradients of as many examples.
 
         One pass finds every example's own gradient, unless a layer sees patches or times as rows,
@@ -155,28 +165,32 @@ class ClippedGradient:
         random examples, so that it depends on nobody's data.
         """
         if self._known is None:
-            form = features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
-            kind = self.task.model, self.task.loss, features.device, *form
+            form = trees.form(features), trees.form(targets)
+            kind = self.task.model, self.task.loss, trees.first(features).device, *form
             self._known = _known(*kind, sizes(self.params), tuple(self.names))
         if self._known.by_vmap is None:
             self.by_vmap = _holds(self._vmap_follows, features, targets)
             if self.in_one_pass is None:
-                self.in_one_pass = self.by_vmap and _holds(self._tells_apart, features)
+                one = isinstance(features, Tensor) and self.by_vmap
+                self.in_one_pass = one and _holds(self._tells_apart, features)
             if not self.in_one_pass:
                 how = "by vmap" if self.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
         else:
             self.by_vmap, self.in_one_pass = self._known.by_vmap, self._known.in_one_pass
-        most = min(len(features), self.together)
-        for room in {_room(most), _room(len(features) % most or most)} - self._known.tried:
+        count = trees.length(features)
+        most = min(count, self.together)
+        for room in {_room(most), _room(count % most or most)} - self._known.tried:
             self._known.tried.add(room)
             self.in_one_pass = self.in_one_pass and _holds(self._is_like, features, room, _PIECE)
         self._known.by_vmap, self._known.in_one_pass = self.by_vmap, self.in_one_pass
 
-    def _vmap_follows(self, features: Tensor, targets: Tensor) -> bool:
+    def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
         """Tell whether there is no branch on values, nor an operation that vmap does not know."""
-        x = _random(features, _TRIED, torch.Generator().manual_seed(0))
-        self._by_vmap(x, targets.new_zeros((_TRIED, *targets.shape[1:])), self.task.loss)
+        generator = torch.Generator().manual_seed(0)
+        x = trees.mapped(lambda leaf: _random(leaf, _TRIED, generator), features)
+        y = trees.mapped(lambda leaf: leaf.new_zeros((_TRIED, *leaf.shape[1:])), targets)
+        self._by_vmap(x, y, self.task.loss)
         return True
 
     def _tells_apart(self, features: Tensor) -> bool:
@@ -240,7 +254,7 @@ class ClippedGradient:
             shape = self.model(x[:1].clone()).shape[1:]
         return x, torch.randn(count, *shape, generator=generator).to(x.device)
 
-    def _in_one_pass(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
+    def _in_one_pass(self, x: Tensor, y: Tree, loss: Loss) -> Parts:
         came_in: dict[str, Tensor] = {}
         went_out: dict[str, Tensor] = {}
 
@@ -264,31 +278,32 @@ class ClippedGradient:
                 parts[f"{layer}.{leaf}".removeprefix(".")] = part
         return {name: parts[name] for name in self.names}
 
-    def _by_vmap(self, x: Tensor, y: Tensor, loss: Loss) -> Parts:
+    def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
 
-        def alone(chosen: Params, x: Tensor, y: Tensor) -> Tensor:
+        def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
             return _alone(self.followed, {**self.params, **chosen}, loss, x, y)
 
         each = vmap(grad(alone), in_dims=(None, 0, 0), randomness="different")(chosen, x, y)
         return {name: Rows(gradient) for name, gradient in each.items()}
 
-    def _in_a_loop(self, x: Tensor, y: Tensor) -> tuple[Parts, Tensor]:
+    def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
         """Every example's own gradient, for any model at all; and for which there is one."""
-        every = [self._own(self.task.loss, *pair) for pair in zip(x, y, strict=True)]
+        every = [self._own(self.task.loss, *pair) for pair in trees.each((x, y))]
         nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
         found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
-        there = torch.tensor([own is not None for own in every], device=x.device)
+        there = torch.tensor([own is not None for own in every], device=trees.first(x).device)
         return {name: Rows(gradient) for name, gradient in found.items()}, there
 
-    def _own(self, loss: Loss, x: Tensor, y: Tensor) -> Params | None:
+    def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """The gradient of one example; None if it raises."""
         # A model may write into its inputs and buffers, which the next example is not to see.
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         leaves = {name: self.params[name].detach().requires_grad_() for name in self.names}
         try:
-            value = _alone(self.model, {**self.params, **buffers, **leaves}, loss, x.clone(), y)
+            point, x = {**self.params, **buffers, **leaves}, trees.mapped(Tensor.clone, x)
+            value = _alone(self.model, point, loss, x, y)
             slopes = torch.autograd.grad(
                 value, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
@@ -350,11 +365,10 @@ def _holds(check: Callable[..., bool], *facts: object) -> bool:
         return False
 
 
-def _alone(
-    model: nn.Module, params: Mapping[str, Tensor], loss: Loss, x: Tensor, y: Tensor
-) -> Tensor:
+def _alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
     """The loss of one example, without the dimension of examples."""
-    return loss(functional_call(model, dict(params), (x.unsqueeze(0),)), y.unsqueeze(0))
+    x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
+    return loss(call(model, params, x), y)
 
 
 def _room(count: int) -> int:
@@ -379,13 +393,13 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
     return bool(largest.any()) and bool(agree.all())
 
 
-def _summed(loss: Loss, outputs: Tensor, y: Tensor) -> Tensor:
+def _summed(loss: Loss, outputs: Tensor, y: Tree) -> Tensor:
     """Σ loss of one example alone: a mean may weigh examples by what the others are."""
     if loss is functional.cross_entropy and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")
 
-    def alone(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output.unsqueeze(0), target.unsqueeze(0))
+    def alone(output: Tensor, target: Tree) -> Tensor:
+        return loss(output.unsqueeze(0), trees.mapped(lambda leaf: leaf.unsqueeze(0), target))
 
     return vmap(alone)(outputs, y).sum()
 

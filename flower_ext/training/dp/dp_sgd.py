@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flower_ext.checks import require_positive
-from flower_ext.data import Examples
+from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
@@ -100,7 +100,7 @@ def train_dp_sgd(
         drawn = np.flatnonzero(sampling.random(len(data)) < training.sampling_rate)
         rows = torch.from_numpy(drawn).to(problem.device)
         point = {**problem.rest, **weights}
-        slope = clipped_gradient(point, data.features[rows], data.targets[rows])
+        slope = clipped_gradient(point, *trees.rows((data.features, data.targets), rows))
         for name, noised in noise.add_gaussian(slope, stddev).items():
             weights[name].sub_(noised, alpha=training.learning_rate / training.batch_size)
     return problem.whole(weights, like=params)

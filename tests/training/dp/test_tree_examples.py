@@ -1,0 +1,233 @@
+"""DP-SGD on trees: it equals a loop over packed records, and an odd leaf moves no other bit."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import Examples
+from flower_ext.privacy import SeededNoise
+from flower_ext.training import (
+    ClippedGradient,
+    ClippedJob,
+    DpSgdTraining,
+    StepNoise,
+    train_clipped_steps,
+    train_dp_sgd,
+)
+from tests.support.jobs import SGD, problem
+from tests.support.reference.clipped_gradient import by_loop
+from tests.support.trees import (
+    FORMS,
+    PACKED,
+    PARTED,
+    Sentences,
+    as_mapping,
+    as_tuple,
+    packed,
+)
+
+
+class Branching(Sentences):
+    """What vmap does not follow."""
+
+    def forward(self, tokens, mask):
+        return super().forward(tokens, mask if mask.sum() > -1 else -mask)
+
+
+WAYS = {
+    **FORMS,
+    "in a loop, tuple": (problem(Branching), as_tuple),
+    "in a loop, mapping": (problem(Branching), as_mapping),
+}
+
+
+def gradient(task, params, data, clipping_norm=0.4):
+    clipped = ClippedGradient(task, list(params), clipping_norm=clipping_norm)
+    return clipped(params, data.features, data.targets), clipped
+
+
+@pytest.mark.parametrize("clipping_norm", [0.3, 1e6], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("count", [0, 1, 7, 70])
+@pytest.mark.parametrize("which", WAYS)
+def test_the_sum_of_clipped_gradients_of_trees_is_that_of_a_loop_over_packed_records(
+    which, count, clipping_norm
+):
+    task, form = WAYS[which]
+    params, data = PACKED.initial_params(1), packed(count)
+    ours, how = gradient(task, params, form(data), clipping_norm)
+    theirs = by_loop(PACKED, params, data, clipping_norm, list(params))
+    for name in params:
+        assert ours[name].any() == (count > 0)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5 * (1 + count))
+    assert not how.in_one_pass
+    assert how.by_vmap == (None if count == 0 else not which.startswith("in a loop"))
+
+
+class Weighed(nn.Module):
+    """Two tensors of numbers, of which either may be odd."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x, weight):
+        return self.head(torch.tanh(self.layer(x)) * weight)
+
+
+class WeighedInALoop(Weighed):
+    def forward(self, x, weight):
+        return super().forward(x, weight if weight.max() != 7 else -weight)
+
+
+def weighed(outputs, targets):
+    """Of targets with two leaves."""
+    losses = cross_entropy(outputs, targets["label"], reduction="none")
+    return (losses * targets["share"]).mean()
+
+
+@pytest.mark.parametrize("leaf", ["x", "weight", "share"])
+@pytest.mark.parametrize("build", [Weighed, WeighedInALoop])
+def test_a_record_with_an_odd_leaf_counts_as_zero_and_moves_no_other_by_a_bit(build, leaf, caplog):
+    """A leaf that is no number is held against a loss that raises, which leaves shapes alike."""
+    draw = torch.Generator().manual_seed(2)
+    features = {"x": torch.randn(70, 4, generator=draw), "weight": torch.ones(70, 1)}
+    targets = {"label": torch.randint(3, (70,), generator=draw), "share": torch.rand(70)}
+    task = problem(build, weighed)
+    params = task.initial_params(0)
+
+    def found(value=None, label=None):
+        own = {name: part.clone() for name, part in features.items()}
+        aims = {name: part.clone() for name, part in targets.items()}
+        if value is not None:
+            ({**own, **aims}[leaf])[3] = value
+        if label is not None:
+            aims["label"][3] = label
+        return gradient(task, params, Examples(own, aims))
+
+    raises, how = found(label=7)
+    assert how.by_vmap == (build is Weighed)
+    ours, _ = found(math.nan)
+    infinite, _ = found(math.inf)
+    for name in params:
+        assert ours[name].any()
+        assert torch.equal(ours[name], raises[name])
+        assert torch.isfinite(infinite[name]).all()
+    without = [row for row in range(70) if row != 3]
+    rest = Examples(features, targets).subset(without)
+    expected, _ = gradient(task, params, rest)
+    for name in params:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+    (said,) = [r for r in caplog.records if "counts as zero" in r.message]
+    assert said.levelname == "WARNING"
+
+
+class LookedUp(Weighed):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(self, x, weight):
+        return super().forward(self.embedding(x), weight)
+
+
+def test_a_word_out_of_range_counts_as_zero_and_moves_no_other_by_a_bit():
+    draw = torch.Generator().manual_seed(2)
+    words, weight = torch.randint(9, (70,), generator=draw), torch.rand(70, 5, generator=draw)
+    labels = torch.randint(3, (70,), generator=draw)
+    task = problem(LookedUp)
+    params = task.initial_params(0)
+
+    def found(word=None, label=None):
+        own, aims = words.clone(), labels.clone()
+        own[3] = own[3] if word is None else word
+        aims[3] = aims[3] if label is None else label
+        summed, how = gradient(task, params, Examples((own, weight), aims))
+        assert how.by_vmap
+        return summed
+
+    ours, theirs, every = found(word=99), found(label=7), found()
+    for name in params:
+        assert torch.equal(ours[name], theirs[name])
+        assert not torch.equal(ours[name], every[name])
+
+
+@pytest.mark.parametrize("which", WAYS)
+def test_one_tree_moves_the_sum_by_at_most_the_clipping_norm(which):
+    task, form = WAYS[which]
+    params, data = PACKED.initial_params(1), packed(20)
+    every, _ = gradient(task, params, form(data), 0.05)
+    for row in (0, 11):
+        others = data.subset([other for other in range(20) if other != row])
+        less, _ = gradient(task, params, form(others), 0.05)
+        moved = sum(float((every[name] - less[name]).square().sum()) for name in params)
+        assert math.sqrt(moved) <= 0.05 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("which", WAYS)
+def test_dp_sgd_and_clipped_steps_on_trees_are_those_on_packed_records(which):
+    task, form = WAYS[which]
+    start, data = PACKED.initial_params(1), packed(30)
+    training = DpSgdTraining(
+        steps=4,
+        sampling_rate=0.5,
+        batch_size=15,
+        learning_rate=0.5,
+        clipping_norm=0.4,
+        noise_multiplier=0.1,
+    )
+
+    def private(own, examples):
+        draws, noise = np.random.default_rng(3), SeededNoise(4)
+        return train_dp_sgd(own, start, examples, training, sampling=draws, noise=noise)
+
+    def stepped(own, examples):
+        job = ClippedJob(
+            params=start,
+            examples=examples,
+            training=SGD,
+            generator=torch.Generator().manual_seed(5),
+            noise=StepNoise(clipping_norm=0.4, stddev=0.01, source=SeededNoise(6)),
+        )
+        return train_clipped_steps(own, [job])[0]
+
+    for train in (private, stepped):
+        ours, theirs = train(task, form(data)), train(PACKED, data)
+        for name in start:
+            assert not torch.equal(ours[name], start[name])
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def test_targets_of_several_tensors_go_with_features_of_one():
+    data = packed(40)
+    aims = {"label": data.targets, "share": torch.rand(40)}
+    task = problem(PACKED.model, weighed)
+    params = PACKED.initial_params(1)
+    ours, _ = gradient(task, params, replace(data, targets=aims), 0.3)
+    summed = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
+    for row in range(40):
+        share = float(aims["share"][row])
+
+        def scaled(outputs, targets, share=share):
+            return cross_entropy(outputs, targets) * share
+
+        own = by_loop(problem(PACKED.model, scaled), params, data.subset([row]), 0.3, list(params))
+        for name, part in own.items():
+            summed[name] += part
+    for name in params:
+        torch.testing.assert_close(ours[name], summed[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_tree_is_left_as_it_is_by_a_model_that_writes_into_it():
+    class Overwriting(Sentences):
+        def forward(self, tokens, mask):
+            return super().forward(tokens.remainder_(7), mask.mul_(0))
+
+    data = as_mapping(packed(9))
+    before = {name: leaf.clone() for name, leaf in data.features.items()}
+    gradient(problem(Overwriting), PARTED.initial_params(1), data)
+    assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())

@@ -1,0 +1,254 @@
+"""A model of several inputs trains and is scored as the same model of one packed tensor."""
+
+from collections import namedtuple
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import Examples, SiloData
+from flower_ext.errors import InvalidValue
+from flower_ext.training import (
+    Job,
+    LocalTraining,
+    Proximal,
+    accuracy,
+    evaluate,
+    evaluate_many,
+    train_groups,
+    train_many,
+    train_surely,
+)
+from flower_ext.training.batched.batchable import why_apart
+from flower_ext.training.batched.grouping import alike
+from flower_ext.training.batched.many import trains_apart
+from flower_ext.training.scoring import evaluate_each
+from tests.support.jobs import SGD, WAYS, one_by_one, problem, same
+from tests.support.trees import (
+    FORMS,
+    OWN_LOSS,
+    PACKED,
+    PARTED,
+    Output,
+    Sentences,
+    as_mapping,
+    as_tuple,
+    of_output,
+    packed,
+    with_labels,
+)
+
+
+def job(data, training=SGD, seed=1):
+    start = PACKED.initial_params(seed)
+    terms = [Proximal(weight=0.1, anchor=PACKED.initial_params(9))]
+    draws = torch.Generator().manual_seed(seed)
+    return Job(params=start, examples=data, training=training, generator=draws, terms=terms)
+
+
+def trained(task, own):
+    (model,) = one_by_one(task, [own])
+    return model
+
+
+@pytest.mark.parametrize("which", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tree_trains_to_the_bits_of_a_packed_tensor(which, way):
+    task, form = FORMS[which]
+    ours = trained(task, job(form(packed(21)), WAYS[way][0]))
+    theirs = trained(PACKED, job(packed(21), WAYS[way][0]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    moved = any(not torch.equal(p, PACKED.initial_params(1)[n]) for n, p in ours.items())
+    assert moved or way == "nothing to do"
+
+
+@pytest.mark.parametrize("which", FORMS)
+@pytest.mark.parametrize("steady", [False, True])
+def test_many_trees_train_as_packed_tensors_in_a_batch(which, steady):
+    task, form = FORMS[which]
+    sizes = [16, 9, 16, 16, 3, 16, 16]
+    jobs = [job(form(packed(size, size)), seed=k) for k, size in enumerate(sizes)]
+    theirs = [job(packed(size, size), seed=k) for k, size in enumerate(sizes)]
+    found = train_groups(task, jobs, steady=steady)
+    ours = {group[0]: {n: p[0] for n, p in rows.items()} for group, rows in found}
+    same([ours[index] for index in range(len(sizes))], train_many(PACKED, theirs))
+    assert trains_apart(task, jobs[0].examples, SGD)
+
+
+def test_trees_are_grouped_by_form_whatever_the_order_of_their_names():
+    tokens, mask = packed(4).features.unbind(1)
+    targets = torch.zeros(4, dtype=torch.long)
+    several = [
+        Examples({"tokens": tokens, "mask": mask}, targets),
+        Examples({"mask": mask, "tokens": tokens}, targets),
+        Examples({"mask": mask[:, :3], "tokens": tokens[:, :3]}, targets),
+        Examples((tokens, mask), targets),
+        packed(4),
+    ]
+    assert alike([job(data) for data in several]) == [[0, 1], [2], [3], [4]]
+
+
+def test_why_trees_train_apart_is_said():
+    data = packed(4)
+    assert why_apart(PARTED, [job(as_tuple(data))]) == "features are no single tensor"
+    aims = replace(data, targets={"label": data.targets})
+    assert why_apart(PACKED, [job(aims)]) == "targets are no single tensor"
+
+
+def test_users_of_a_silo_train_each_on_their_own_rows():
+    data, owners = packed(30), torch.arange(30) % 4
+    silo = SiloData(train=as_mapping(data), test=as_mapping(packed(2)), owners=owners)
+    by_user = silo.by_user()
+    jobs = [job(own, seed=user) for user, own in by_user.items()]
+    for (user,), rows in train_groups(PARTED, jobs, steady=True):
+        own = data.subset(np.flatnonzero(owners == user))
+        expected = trained(PACKED, job(own, seed=user))
+        assert all(torch.equal(rows[name][0], p) for name, p in expected.items())
+
+
+@pytest.mark.parametrize("odd", ["a label out of range", "a name that is missing"])
+def test_a_user_whose_tree_raises_moves_no_other_by_a_bit(odd):
+    def models(wrong):
+        users = [as_mapping(packed(6, seed)) for seed in range(5)]
+        if wrong and odd == "a label out of range":
+            users[2].targets[1] = 99
+        elif wrong:
+            users[2] = Examples({"tokens": users[2].features["tokens"]}, users[2].targets)
+        jobs = [lambda user=user, own=own: job(own, seed=user) for user, own in enumerate(users)]
+        found = train_surely(PARTED, jobs)
+        return {user: rows for group, rows in found for user in group}
+
+    ours, theirs = models(True), models(False)
+    assert isinstance(ours.pop(2), Exception)
+    assert sorted(ours) == [0, 1, 3, 4]
+    for user, rows in ours.items():
+        assert all(torch.equal(p, theirs[user][name]) for name, p in rows.items())
+
+
+def test_the_exact_minimiser_of_a_tree_is_that_of_a_packed_tensor():
+    exact = LocalTraining(tolerance=1e-9, proximal_weight=1.0)
+    ours = trained(PARTED, job(as_mapping(packed(12)), exact))
+    theirs = trained(PACKED, job(packed(12), exact))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class Overwriting(Sentences):
+    def forward(self, tokens, mask):
+        return super().forward(tokens.remainder_(7), mask.mul_(0))
+
+
+def test_a_model_that_writes_into_its_inputs_leaves_a_tree_as_it_is():
+    data = as_mapping(packed(8))
+    before = {name: leaf.clone() for name, leaf in data.features.items()}
+    task = problem(Overwriting)
+    own = replace(job(data), training=replace(SGD, batch_size=100))
+    trained(task, own)
+    evaluate(task, own.params, data)
+    assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())
+
+
+def total(outputs, targets):
+    """Of two heads with a target each."""
+    return sum(cross_entropy(outputs[name], targets[name]) for name in targets)
+
+
+class TwoHeads(Sentences):
+    def forward(self, tokens, mask):
+        logits = super().forward(tokens, mask)
+        return {"label": logits, "again": -logits, 3: None}
+
+
+def test_targets_may_be_a_mapping_as_outputs_may():
+    data = packed(9)
+    aims = {"label": data.targets, "again": data.targets.flip(0)}
+    task = replace(problem(TwoHeads, total), metrics={})
+    own = job(Examples(as_tuple(data).features, aims))
+
+    model = trained(task, own)
+    outputs = torch.func.functional_call(PACKED.model(), model, (data.features,))
+    expected = cross_entropy(outputs, aims["label"]) + cross_entropy(-outputs, aims["again"])
+    for size in (1024, 4):
+        found = evaluate(task, model, own.examples, batch_size=size)
+        assert found["loss"] == pytest.approx(float(expected))
+    assert found["loss"] < evaluate(task, own.params, own.examples)["loss"]
+
+
+@pytest.mark.parametrize("which", FORMS)
+def test_a_tree_is_scored_as_a_packed_tensor(which):
+    task, form = FORMS[which]
+    models = [PACKED.initial_params(seed) for seed in (1, 2, 3)]
+    models[2] = models[0]
+    data = [packed(size, size) for size in (7, 12, 5)]
+    theirs = evaluate_many(PACKED, models, data)
+    ours = evaluate_many(task, models, [form(own) for own in data])
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other)
+        assert set(one) == {"loss", "accuracy"}
+
+
+@dataclass
+class Found:
+    logits: torch.Tensor
+    aside: list
+
+
+Named = namedtuple("Named", ["aside", "logits"])
+MAKERS = {
+    "dataclass": lambda logits: Found(logits=logits, aside=[logits.exp()]),
+    "ModelOutput": lambda logits: Output(logits=logits, hidden=(logits, 2 * logits)),
+    "named tuple": lambda logits: Named(aside=None, logits=logits),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("size", [1024, 4, 1])
+def test_outputs_of_mini_batches_are_joined_in_the_type_that_the_model_puts_out(kind, size):
+    class Model(Sentences):
+        def forward(self, tokens, mask):
+            return MAKERS[kind](super().forward(tokens, mask))
+
+    seen = []
+
+    def read(outputs, targets):
+        seen.append(outputs)
+        return accuracy(outputs.logits, targets)
+
+    task = replace(problem(Model, of_output(cross_entropy)), metrics={"accuracy": read})
+    data, params = packed(10), PACKED.initial_params(1)
+    ours = evaluate(task, params, as_mapping(data), batch_size=size)
+    assert ours == pytest.approx(evaluate(PACKED, params, data))
+    (outputs,) = seen
+    assert type(outputs) is type(MAKERS[kind](torch.zeros(1, 3)))
+    if kind == "ModelOutput":
+        assert list(outputs) == ["logits", "hidden"]
+        assert outputs.loss is None
+        assert torch.equal(outputs["hidden"][1], 2 * outputs.logits)
+
+
+def test_an_output_without_a_row_an_example_is_named_where_mini_batches_are_joined():
+    data, params = with_labels(packed(10)), PACKED.initial_params(1)
+    assert set(evaluate(OWN_LOSS, params, data)) == {"loss", "accuracy"}
+    said = r"outputs\['loss'\] of shape \(\) for a mini-batch of 4 examples: .* such as logits"
+    with pytest.raises(InvalidValue, match=said):
+        evaluate(OWN_LOSS, params, data, batch_size=4)
+    logits_alone = replace(OWN_LOSS, loss=of_output(cross_entropy))
+    found = evaluate(logits_alone, params, as_mapping(packed(10)), batch_size=4)
+    assert found == pytest.approx(evaluate(OWN_LOSS, params, data))
+
+
+def test_an_error_of_one_client_of_trees_is_its_own():
+    params, own = PACKED.initial_params(1), as_mapping(packed(4))
+    wrong = Examples({"words": own.features["tokens"]}, own.targets)
+    mislabelled = replace(own, targets=own.targets + 7)
+    scores = evaluate_each(PARTED, [params] * 4, [own, wrong, mislabelled, own])
+    assert scores[0] == scores[3] == evaluate(PARTED, params, own)
+    assert "unexpected keyword argument 'words'" in str(scores[1])
+    assert isinstance(scores[2], IndexError)
+
+
+def test_accuracy_of_an_object_says_what_to_name():
+    task = replace(OWN_LOSS, metrics={"accuracy": accuracy})
+    with pytest.raises(InvalidValue, match="outputs of type Output: .*accuracy.outputs.logits"):
+        evaluate(task, PACKED.initial_params(1), with_labels(packed(4)))
