@@ -37,8 +37,8 @@ RUNS = [
     (ULDP_FL, {"method": "uldp-naive", "user-sampling-rate": 1.0}),
 ]
 
-DAILY = ("dp2-fedsam", "dp-pfedme", "scaffold", "uldp-avg-w")
-"""Heads, personal models, controls of clients, and no memory."""
+DAILY = ("dp2-fedsam", "dp-pfedme", "scaffold")
+"""Heads, personal models, and controls of clients."""
 
 
 def trial(app, folder, **settings):

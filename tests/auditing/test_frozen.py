@@ -15,6 +15,7 @@ from flower_ext.auditing.mechanisms import HUGE, MECHANISMS, SIZE, Turns, pulls
 from flower_ext.data import ClientData
 from flower_ext.training import Task
 from tests.support import planted_faults as faults
+from tests.support.grids import grid
 
 CONFIDENCE = 0.999
 
@@ -63,7 +64,16 @@ def test_no_bound_exceeds_what_is_printed():
     assert all(view.printed > 0 for view in found.views)
 
 
-@pytest.mark.parametrize("plant", [faults.clipping_off, faults.less_noise(8)], ids=["clip", "σ/8"])
+@pytest.mark.parametrize(
+    "plant",
+    grid(
+        [
+            pytest.param(faults.clipping_off, id="clip"),
+            pytest.param(faults.less_noise(8), id="σ/8"),
+        ],
+        lambda fault: fault == "clip",
+    ),
+)
 def test_a_planted_fault_is_found(plant, monkeypatch):
     found = audit(plant(monkeypatch, experiment(noise=2.0)), trials=200, confidence=CONFIDENCE)
     assert found.broken, found.to_dict()

@@ -30,6 +30,7 @@ from flower_ext.training import (
     train_groups,
 )
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from tests.support.grids import grid
 from tests.support.worlds import CLASSES as CLASSES_OF_CLIENTS
 from tests.support.worlds import FEATURES, client_data
 
@@ -132,7 +133,7 @@ def with_a_record_that_raises(method):
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", grid(METHODS, ("uldp-avg", "ditto-steps").__contains__))
 def test_a_record_that_raises_moves_no_more_than_its_own_part(method):
     experiment = with_a_record_that_raises(method)
     found = audit(experiment, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
@@ -157,7 +158,7 @@ def errors_of_one_are_errors_of_all(patch):
     patch.setattr(ClippedGradient, "_own", unguarded)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", grid(METHODS, ("uldp-avg", "ditto-steps").__contains__))
 def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
     errors_of_one_are_errors_of_all(monkeypatch)
     experiment = with_a_record_that_raises(method)

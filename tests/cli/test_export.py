@@ -257,6 +257,7 @@ def test_a_run_that_has_not_ended_is_refused(finished, tmp_path):
     assert "--resume" in done.output
 
 
+@pytest.mark.full
 def test_what_is_frozen_stays_with_the_base_model_unless_all_is_asked_for(tmp_path):
     folder = shutil.copytree(OWN.folder, tmp_path / "app")
     package = (folder / "own").rename(folder / "frozen_base")

@@ -308,7 +308,7 @@ def told_by_the_sum(rate, sigma, rounds, delta):
     return bound
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("accountant", grid(["pld", "rdp"], lambda accountant: accountant == "rdp"))
 def test_no_rounding_takes_epsilon_below_what_the_sum_of_all_outputs_tells(accountant):
     noises, rates = (1.0, 1e3, 1e7), (1e-6, 1e-2, 0.3)
     seen = set()

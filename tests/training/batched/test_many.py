@@ -366,7 +366,7 @@ def sharp():
 @pytest.mark.parametrize(
     ("model", "batch_size", "threads"),
     # Two threads wait for one another where tests run side by side.
-    grid(product([pooled, sharp], [4, 32], [1, 2]), lambda c: c[2] == 1 or c == (pooled, 32, 2)),
+    grid(product([pooled, sharp], [4, 32], [1, 2]), lambda c: c[2] == 1),
 )
 def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, batch_size, threads):
     task = problem(model)
