@@ -41,7 +41,7 @@ MORE_NOISE = 2.0
 def planted():
     """(mechanism, fault, how to plant it, rounds, trials)."""
     for name in MECHANISMS:
-        trials = 400 if name in (*POISSON, "objective-perturbation") else 100
+        trials = 800 if name in POISSON else 400 if name == "objective-perturbation" else 100
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
             yield name, "a number unnoised", faults.part_unnoised, 1, trials
