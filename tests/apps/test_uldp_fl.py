@@ -30,7 +30,7 @@ def run(path, **overrides):
 @pytest.mark.report
 @pytest.mark.parametrize(
     "method",
-    grid(METHODS, lambda method: method in ("uldp-avg-w", "uldp-avg-private", "uldp-group")),
+    grid(METHODS, lambda method: method in ("uldp-avg-w", "uldp-group")),
 )
 def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
     run_ = run(tmp_path / "run", method=method)

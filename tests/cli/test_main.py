@@ -40,6 +40,7 @@ def calibrated():
     return json.loads(done.output)
 
 
+@pytest.mark.full
 def test_calibrate_gives_each_accounting_its_noise_and_none_overshoots(calibrated):
     facts = calibrated
     assert (facts["unit"], facts["delta"]) == ("client", 0.01)
@@ -323,6 +324,7 @@ def test_calibrate_never_prints_less_than_an_epsilon(epsilon, printed):
     assert epsilon_text(epsilon) == printed
 
 
+@pytest.mark.full
 def test_the_cohort_that_uploads_are_accounted_for_is_named(calibrated):
     (row,) = (row for row in calibrated["rows"] if row["calibrated by"] == "uploads known")
     assert row["adversary sees"] == "each upload, every round, cohorts of 10"
@@ -402,6 +404,7 @@ def test_a_bound_beyond_any_number_is_null_in_json_and_its_plan_has_no_rounds(tm
     assert found["curves"][-1]["provable"]["bound"] > 0
 
 
+@pytest.mark.full
 def test_drawn_federations_have_the_provable_unfairness_and_not_the_published_one(tmp_path):
     rows = json.loads(plan(tmp_path, *linear(), "--worlds", "400", "--json").output)["worlds"]
     assert {row["noise"] for row in rows} == {"published", "provable"}

@@ -148,6 +148,7 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
 HIDDEN = replace(SMALL, draw_choices=5)
 
 
+@pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Who that was only a test can tell, which is all parties at once."""
     rounds, weigh = {}, private_silo.WeightingSilo.weigh

@@ -184,6 +184,7 @@ def test_strides_in_memory_change_no_gradient(padding, layout):
     assert_is_like_a_loop(build, data, in_one_pass=True)
 
 
+@pytest.mark.full
 def test_loading_opacus_leaves_the_root_logger_as_it_was():
     script = """
 import logging, sys
