@@ -94,7 +94,8 @@ class DP2FedSAM(FederatedStrategy):
     ----------
     plan : PrivacyPlan
     personal : Sequence[str]
-        Module names of the head h; by the paper's choice the last linear layer.
+        Names of the modules that are the head h, where ``*`` stands for any part; by the paper's
+        choice the last linear layer.
     head : LocalTraining
         SGD on h. The paper's rate is 0.1 or 0.005: its text names the two rates the other way
         round than its symbols do.

@@ -39,7 +39,7 @@ _FINISHED = ("completed", "budget-exhausted")
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """What is written, and what is known of it.
+    """A model that is written to a file, with the facts that its guarantee rests on.
 
     ``personal`` names what differs from the shared model, ``trained`` says whether a record of the
     client had a part in that, ``drawn`` is None where the client's method remembers nothing.
@@ -210,7 +210,7 @@ def _clients_model(
 
 
 def _remembers(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
-    """Whether the client ever took part; refuses to take a lost memory for that of a beginner."""
+    """Return True if the client ever took part; refuse a lost memory, which looks as if not."""
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
     newest = ClientMemory(context, side.method.name, run_id).newest(last + 1)
@@ -256,7 +256,7 @@ def _as_bytes(made: _Model, run_id: str, suffix: str) -> bytes:
 
 
 def _promise(run: RunDirectory, made: _Model, name: str) -> dict[str, Any]:
-    """What is promised of this file, in words and as the run's guarantees have it."""
+    """Return the promise that goes with this file, in words and as the run's guarantees say it."""
     every = run.guarantees()
     # Where only uploads are spoken of, models follow from them.
     holding = [g for g in every if g.view is AdversaryView.RELEASED_MODELS] or every

@@ -55,7 +55,7 @@ class Examples:
 
     @property
     def plain(self) -> bool:
-        """Whether features are one tensor, and targets are."""
+        """True where features are one tensor, and targets are one too."""
         return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property

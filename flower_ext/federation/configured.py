@@ -52,7 +52,7 @@ from flower_ext.privacy import (
 from flower_ext.privacy.guarantee import Basis
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
 
 BASES: tuple[Basis, ...] = get_args(Basis)
@@ -74,14 +74,15 @@ def sampling(config: UserConfig) -> Sampling:
 def training(config: UserConfig, **changes: Any) -> LocalTraining:
     """Return the training of ``local-epochs``, ``batch-size`` and ``learning-rate``.
 
-    Reads ``learning-rate-decay`` and ``momentum`` where the app has them; ``changes`` are fields
-    of `LocalTraining` that come before all settings.
+    Reads ``learning-rate-decay``, ``momentum``, ``optimizer`` and ``weight-decay`` where the app
+    has them; ``changes`` are fields of `LocalTraining` that come before all settings.
     """
     facts = {
         "epochs": integer(config, "local-epochs", least=1),
         "batch_size": integer(config, "batch-size"),
         "learning_rate": number(config, "learning-rate"),
-        **_those_there(config, number, "learning-rate-decay", "momentum"),
+        **_those_there(config, number, "learning-rate-decay", "momentum", "weight-decay"),
+        **_those_there(config, text, "optimizer"),
     }
     return LocalTraining(**{**facts, **changes})
 
@@ -103,6 +104,16 @@ def dp_sgd(config: UserConfig) -> DpSgdTraining:
     )
 
 
+def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
+    """Return the plan of a mean over what `sampling` draws, without privacy.
+
+    Reads ``weighting`` where the app has it; ``changes`` are fields of `NonPrivatePlan` that come
+    before all settings.
+    """
+    told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
+    return NonPrivatePlan(**{"sampling": changes.get("sampling") or sampling(config), **told})
+
+
 def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
     """Return the plan of a noised sum over what `sampling` draws.
 
@@ -112,6 +123,7 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
     provably, or as published where ``calibration`` says so. ``changes`` are fields of
     `ReleasePlan`, but its noise, that come before all settings.
     """
+    _refuse_weights(config)
     facts: dict[str, Any] = {
         "sampling": changes.get("sampling") or sampling(config),
         "clipping_norm": number(config, "clipping-norm"),
@@ -133,6 +145,14 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         sampling_rate=facts["sampling"].sampling_rate,
     )
     return ReleasePlan(noise_multiplier=multiplier, **facts)
+
+
+def _refuse_weights(config: UserConfig) -> None:
+    if config.get("weighting", "clients") != "clients":
+        raise UnfitSetting(
+            f"run-config weighting={config['weighting']!r} with method={config.get('method')!r}: "
+            "expected 'clients', as all count alike where privacy is promised"
+        )
 
 
 def _target(config: UserConfig) -> float | None:
@@ -174,7 +194,7 @@ def perturbation_plan(
     perturbation: OutputPerturbation | ObjectivePerturbation
     match choice(config, "perturbation", ("none", "output", "objective")):
         case "none":
-            return NonPrivatePlan(sampling=sampling(config))
+            return non_private_plan(config)
         case "output":
             perturbation = OutputPerturbation(
                 clipping_norm=number(config, "clipping-norm"),
@@ -196,6 +216,7 @@ def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) 
     Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon``,
     ``delta``, and for noise in steps ``gradient-clipping-norm``.
     """
+    _refuse_weights(config)
     size, steps = integer(config, "examples-per-client"), None
     if choice(config, "noise", ("upload", "steps")) == "steps":
         steps = ClippedSteps(

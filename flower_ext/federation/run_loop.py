@@ -307,7 +307,10 @@ class RunLoop(Strategy):
             # Layers of other numbers are alike as well, and the server's model may lack this one.
             letters = prefix.translate(_NO_DIGITS)
             near = get_close_matches(prefix, modules)
-            if alike := [name for name in near if name.translate(_NO_DIGITS) != letters]:
+            alike = [name for name in near if name.translate(_NO_DIGITS) != letters]
+            if any(f".{prefix}." in f".{name}." for name in names):
+                alike = [f"*.{prefix}"]
+            if alike:
                 raise InvalidValue(
                     f"personal={prefix!r} names no part of the model: did you mean {alike[0]!r}? "
                     "A part that is not named is shared"

@@ -44,7 +44,8 @@ class FederatedStrategy(MethodHooks):
     plan : PrivacyPlan
         What is sampled, clipped, noised and accounted.
     personal : Sequence[str]
-        Module names that never leave the client; dropped from the initial arrays.
+        Names of modules that never leave the client; dropped from the initial arrays. ``*`` stands
+        for any part of a name, as in ``"*.classifier"``.
     server_learning_rate : float
         Factor on the averaged update.
     stragglers : Stragglers, optional

@@ -40,8 +40,8 @@ class Blueprint:
     factory : Callable[[], nn.Module]
         Builds a model. Where it draws random numbers, it does so from torch's own generator.
     trainable : Sequence[str], optional
-        Names of the modules and parameters that train; all others are frozen. None leaves it to
-        each parameter's ``requires_grad``.
+        Names of the modules and parameters that train, where ``*`` stands for any part; all
+        others are frozen. None leaves it to each parameter's ``requires_grad``.
 
     Raises
     ------

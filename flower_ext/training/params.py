@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -72,19 +73,28 @@ def part(params: Mapping[str, Tensor], tag: str) -> Params:
     return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}
 
 
-def matches(name: str, prefixes: Sequence[str]) -> bool:
-    """Whether a parameter belongs to one of the modules (or parameters) named by ``prefixes``."""
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return True if a parameter belongs to one of the modules (or parameters) of ``patterns``.
+
+    A pattern is a name, in which ``*`` stands for any part: ``"*.lora_B"`` for each module
+    ``lora_B``, wherever it is.
+    """
+    for pattern in patterns:
+        if name == pattern or name.startswith(f"{pattern}."):
+            return True
+        if "*" in pattern and (fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")):
+            return True
+    return False
 
 
-def require_modules(option: str, prefixes: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse an option that names modules of which one has no parameter among ``names``."""
+def require_modules(option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
+    """Refuse an option of which one pattern matches no parameter among ``names``."""
     names = list(names)
-    for prefix in prefixes:
-        if not any(matches(name, [prefix]) for name in names):
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
-                f"{option}={prefix!r} names no parameter of this model; its modules are {modules}"
+                f"{option}={pattern!r} names no parameter of this model; its modules are {modules}"
             )
 
 
@@ -94,7 +104,7 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     Raises
     ------
     ValueError
-        A prefix names no parameter, or nothing is left to share.
+        A name is that of no parameter, or nothing is left to share.
     """
     require_modules("personal", personal, params)
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}

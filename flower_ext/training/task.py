@@ -66,8 +66,9 @@ class Task:
     device : str
         ``"auto"`` takes a CUDA device where there is one.
     trainable : Sequence[str], optional
-        Names of modules or parameters: these train and all others are frozen, whatever their
-        ``requires_grad``.
+        Names of modules or parameters, where ``*`` stands for any part: these train and all others
+        are frozen, whatever their ``requires_grad``. FFA-LoRA (Sun et al. 2024), say, which trains
+        the second matrices of adapters alone, is ``("*.lora_B", "*.modules_to_save")``.
     """
 
     model: Callable[[], nn.Module]

@@ -53,6 +53,21 @@ def test_training_is_that_of_the_settings_but_for_changes():
     assert (full.epochs, full.momentum, full.sam_radius) == (1, 0.5, 0.1)
 
 
+def test_another_optimizer_is_one_setting():
+    own = configured.training({**TRAINING, "optimizer": "AdamW", "weight-decay": 0.1})
+    assert (own.optimizer, own.weight_decay) == ("AdamW", 0.1)
+    with pytest.raises(InvalidValue, match="optimizer='Adamw': expected one of .*AdamW"):
+        configured.training({**TRAINING, "optimizer": "Adamw"})
+
+
+def test_clients_count_by_their_examples_where_nothing_is_promised():
+    plan = configured.non_private_plan({**RELEASE, "weighting": "examples"})
+    assert plan.weighs_examples
+    assert not configured.non_private_plan(RELEASE).weighs_examples
+    with pytest.raises(UnfitSetting, match="weighting='examples'.*expected 'clients'"):
+        configured.release_plan({**RELEASE, "epsilon": 2.0, "weighting": "examples"})
+
+
 @pytest.mark.parametrize("changes", [{}, {"sensitivity": 2.0}], ids=["one part", "two parts"])
 @pytest.mark.parametrize("given", [{}, {"noise-multiplier": 0.0, "calibration": "provable"}])
 def test_noise_is_the_least_for_epsilon_where_none_is_set(given, changes):

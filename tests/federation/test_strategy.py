@@ -588,6 +588,14 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
         strategy.start(grid_of(), initial(), num_rounds=1)
 
 
+def test_a_personal_name_without_the_modules_around_it_is_refused_with_a_star():
+    """Hugging Face's classifier lies below ``base_model.model``."""
+    model = ArrayRecord({f"base.{n}": p for n, p in task().initial_params(0).items()})
+    strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("head",))
+    with pytest.raises(ValueError, match=r"personal='head'.* did you mean '\*\.head'"):
+        strategy.start(grid_of(), model, num_rounds=1)
+
+
 @pytest.mark.parametrize("name", ["last", "head2"])
 def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=(name,))

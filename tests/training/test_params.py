@@ -27,6 +27,16 @@ def test_nothing_left_to_share_is_an_error():
         split(MODEL, ["extractor", "head", "header"])
 
 
+def test_a_star_stands_for_any_part_of_a_name():
+    model = {f"base.{layer}.lora_{part}.default.weight" for layer in (0, 1) for part in "AB"}
+    found = {name for name in model if matches(name, ["*.lora_B"])}
+    assert found == {"base.0.lora_B.default.weight", "base.1.lora_B.default.weight"}
+    assert matches("base.classifier.bias", ["*.classifier"])
+    assert not matches("base.classifiers.bias", ["*.classifier"])
+    with pytest.raises(ValueError, match=r"'\*\.lora_C' names no parameter"):
+        split(MODEL, ["*.lora_C"])
+
+
 def test_a_single_parameter_may_be_named():
     assert matches("head.bias", ["head.bias"])
     assert not matches("head.weight", ["head.bias"])

@@ -36,9 +36,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
-    """What is sampled, clipped, noised and accounted."""
+    """Return the plan that samples cohorts, clips and noises updates, and accounts for them."""
     if config["method"] in WITHOUT_PRIVACY:
-        return NonPrivatePlan(sampling=configured.sampling(config))
+        return configured.non_private_plan(config)
     return configured.release_plan(config)
 
 

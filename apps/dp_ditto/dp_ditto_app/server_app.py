@@ -42,9 +42,10 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan:
-    """Who takes part, and what is clipped and noised: uploads, or the local steps behind them."""
+    """Return the plan of ``rounds`` rounds with all clients, which clips uploads or local steps."""
     if config["method"] in WITHOUT_PRIVACY:
-        return NonPrivatePlan(sampling=FullParticipation(integer(config, "clients")))
+        everyone = FullParticipation(integer(config, "clients"))
+        return configured.non_private_plan(config, sampling=everyone)
     return configured.record_level_plan(config, local_training(config), rounds=rounds)
 
 

@@ -52,7 +52,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan | None:
-    """What is sampled, clipped, noised and accounted; None where the method has its own plan."""
+    """Return the plan of whom a round samples and how it noises; None if a method has its own."""
     if config["method"] == "default":
         return NonPrivatePlan(sampling=FullParticipation(integer(config, "num-silos")))
     if config["method"] == "uldp-group":

@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
-    """Who takes part, and how local models are perturbed."""
+    """Return the plan that samples devices and perturbs their local models."""
     return configured.perturbation_plan({"sampling": "fixed-size", **config}, loss_of(config))
 
 

@@ -67,7 +67,10 @@ def model_name(config: UserConfig) -> str:
 
 
 def loss_of(config: UserConfig) -> LocalObjective:
-    """What is known of the model's loss: its bounds hold for features of norm 1 at most."""
+    """Return the properties of the model's loss that objective perturbation needs.
+
+    Its bounds hold for features of norm 1 at most, so only with ``unit-features`` are there any.
+    """
     loss = LOSSES.get(model_name(config), LocalObjective())
     if flag(config, "unit-features"):
         return loss

@@ -23,7 +23,7 @@ PILOT = (
     "a pilot run without noise on the clients' training records, which chose the number of rounds "
     "and left its constants in pilot.json (planner=bound or none turns this off)"
 )
-"""What a pilot run shows of the clients' data: no guarantee covers it."""
+"""Names, for a run's report, the release of a pilot run, which no guarantee covers."""
 
 
 def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
