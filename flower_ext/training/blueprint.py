@@ -22,13 +22,13 @@ from flower_ext.training.params import Params, clone, matches, require_modules, 
 
 
 class _Facts(NamedTuple):
-    """What is frozen and what travels; and a model where others have something in common with it.
+    """The frozen part of a model, the parts that travel, and a model that others take parts of.
 
     Of tied parameters the first one travels.
     """
 
     frozen: Params
-    travelling: tuple[str, ...]
+    travelling: Mapping[str, tuple[torch.Size, torch.dtype]]
     template: nn.Module | None
 
 
@@ -54,6 +54,7 @@ class Blueprint:
         self, factory: Callable[[], nn.Module], trainable: Sequence[str] | None = None
     ) -> None:
         self.factory, self.trainable = factory, trainable
+        self._last: tuple[int, Params] | None = None
 
     def __call__(self) -> nn.Module:
         """Return a model of one's own: only frozen parameters are those of others, too."""
@@ -65,11 +66,17 @@ class Blueprint:
         return deepcopy(template, {id(weight): weight for weight in weights})
 
     def initial(self, seed: int) -> Params:
-        """Return what travels of a fresh model: its trained parameters, and its buffers."""
-        names = self._facts.travelling
+        """Return the parts of a fresh model that travel: trained parameters, and buffers."""
+        if self._facts.template is None:
+            return self._initial(seed)
+        if self._last is None or self._last[0] != seed:  # a pretrained model is slow to load
+            self._last = seed, self._initial(seed)
+        return clone(self._last[1])
+
+    def _initial(self, seed: int) -> Params:
         with seeded(seed, devices=torch.cuda.is_available()):
             state = self._built().state_dict()
-        return clone({name: state[name] for name in names})
+        return clone({name: state[name] for name in self.travelling})
 
     def like_initial(self, seed: int) -> Params:
         """As `initial`, but for trials: a model that may take long to build is not built anew."""
@@ -79,6 +86,11 @@ class Blueprint:
         state = template.state_dict()
         moved = {name: state[name].detach() for name in self._facts.travelling}
         return clone(shaken(moved, torch.Generator().manual_seed(seed)))
+
+    @property
+    def travelling(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Shapes and types of all that travels, by name."""
+        return self._facts.travelling
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
@@ -115,7 +127,11 @@ class Blueprint:
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tied -= {name for name, _ in model.named_parameters()}
         state = model.state_dict()
-        travelling = tuple(name for name in state if name not in frozen and name not in tied)
+        travelling = {
+            name: (value.shape, value.dtype)
+            for name, value in state.items()
+            if name not in frozen and name not in tied
+        }
         # Buffers that do not travel are drawn once, as what is frozen is: each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         return _Facts(frozen, travelling, model if constant else None)

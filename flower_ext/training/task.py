@@ -109,12 +109,12 @@ class Task:
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of what travels of the model, parameters and buffers, by name."""
-        return {name: tuple(p.shape) for name, p in self.initial_params(0).items()}
+        return {name: tuple(shape) for name, (shape, _) in self.blueprint.travelling.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Types of what travels of the model, parameters and buffers, by name."""
-        return {name: p.dtype for name, p in self.initial_params(0).items()}
+        return {name: dtype for name, (_, dtype) in self.blueprint.travelling.items()}
 
     def torch_device(self) -> torch.device:
         """The device on which this process trains."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from flower_ext.cli.main import app as cli
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
-from tests.support.apps import DP2_FEDSAM, DP_DITTO, FOREIGN, ULDP_FL, UPCYCLED_FL, App
+from tests.support.apps import DP2_FEDSAM, DP_DITTO, FOREIGN, TEXTS, ULDP_FL, UPCYCLED_FL, App
 from tests.support.grids import grid
+from tests.support.pretrained import text_settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -179,6 +181,25 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)
     flower.run(DP2_FEDSAM, "loopback", run_directory=tmp_path / "run")
     same_run(RunDirectory.open(tmp_path / "run"), in_process(DP2_FEDSAM, tmp_path / "reference"))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tmp_path):
+    """The user's project of `test_text_project`; every process loads the model by itself."""
+    settings = {"seeded-noise": True, "rounds": 1, **text_settings(tmp_path)}
+    app = replace(TEXTS, small=settings)
+    if where == "superlink":
+        flower.deploy(nodes=3)
+    places = ["loopback"] if where == "superlink" else []
+    flower.run(app, *places, run_directory=tmp_path / "run", personal_head=True)
+    reference = in_process(app, tmp_path / "reference", **{"personal-head": True})
+    same_run(RunDirectory.open(tmp_path / "run"), reference)
 
 
 @pytest.mark.full

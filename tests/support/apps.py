@@ -90,4 +90,5 @@ DP_DITTO = App(
     },
 )
 OWN = App(folder=Path(__file__).parent / "own_app", small={})
+TEXTS = App(folder=Path(__file__).parent / "text_project", small={})
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

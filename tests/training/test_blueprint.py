@@ -249,3 +249,21 @@ def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
     expected = by_loop(own, params, data, 0.3, [*params])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+
+
+def test_a_model_with_a_frozen_base_is_loaded_once_for_itself_and_once_for_its_first_weights():
+    """A pretrained one takes seconds, and every message has a task of its own."""
+    loaded = []
+
+    def load() -> nn.Module:
+        loaded.append(True)
+        return Backbone()
+
+    for _ in range(3):
+        own = Task(model=load, data=lambda client: None)
+        first, again = own.initial_params(1), own.initial_params(1)
+        again["head.weight"].zero_()
+        assert own.shapes["head.weight"] == (3, 6)
+        assert own.initial_params(1)["head.weight"].equal(first["head.weight"])
+        own.model()
+    assert len(loaded) == 2

@@ -1,0 +1,1 @@
+"""Texts and their classes, for a pretrained model with adapters."""
