@@ -1,0 +1,163 @@
+"""Every family trains LoRA adapters of a Hugging Face model as they are, with FFA-LoRA too."""
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.algorithms import (
+    Centaur,
+    DP2FedSAM,
+    DPDitto,
+    DPFedAvg,
+    UldpAvg,
+    UldpGroup,
+    Upcycled,
+)
+from flower_ext.algorithms.upcycled import Constant
+from flower_ext.data import Examples, SiloData
+from flower_ext.federation import InProcessGrid
+from flower_ext.privacy import FullParticipation, NonPrivatePlan, PrivacyUnit, ReleasePlan
+from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training.task import accuracy
+
+CLIENTS, WORDS, LENGTH, RECORDS = 3, 30, 6, 8
+HEAD = {
+    f"base_model.model.classifier.modules_to_save.default.{leaf}" for leaf in ("weight", "bias")
+}
+LAYERS = [f"base_model.model.bert.encoder.layer.0.attention.self.{n}" for n in ("query", "value")]
+FIRST, SECOND = (
+    {f"{layer}.lora_{matrix}.default.weight" for layer in LAYERS} for matrix in ("A", "B")
+)
+SGD = LocalTraining(epochs=1, batch_size=4, learning_rate=0.1)
+FFA = ("*.lora_B", "*.modules_to_save")
+
+
+def build() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    return get_peft_model(BertForSequenceClassification(config), lora)
+
+
+def silo(number: int) -> SiloData:
+    """Texts of users 0 … 5, each with records in every silo; half of a text's words is padding."""
+    generator = torch.Generator().manual_seed(number)
+    words = torch.randint(1, WORDS, (RECORDS + 4, LENGTH), generator=generator)
+    mask = torch.ones_like(words)
+    mask[::2, LENGTH // 2 :] = 0
+    labels = (words[:, 0] > WORDS // 2).long()
+    everything = Examples({"input_ids": words, "attention_mask": mask}, labels)
+    return SiloData(
+        train=everything.subset(range(RECORDS)),
+        test=everything.subset(range(RECORDS, RECORDS + 4)),
+        owners=torch.arange(RECORDS) % 6,
+    )
+
+
+def task(trainable=None) -> Task:
+    return Task(
+        model=build,
+        data=silo,
+        loss=lambda outputs, labels: cross_entropy(outputs.logits, labels),
+        metrics={"accuracy": lambda outputs, labels: accuracy(outputs.logits, labels)},
+        device="cpu",
+        trainable=trainable,
+    )
+
+
+def plan(**changes) -> ReleasePlan:
+    facts = {"clipping_norm": 0.5, "noise_multiplier": 0.1, "rounds": 2, "delta": 0.1}
+    return ReleasePlan(**{"sampling": FullParticipation(CLIENTS), **facts, **changes})
+
+
+def users() -> ReleasePlan:
+    return plan(sampling=FullParticipation(6), unit=PrivacyUnit.USER)
+
+
+def run(strategy, own: Task, rounds: int = 2):
+    base = getattr(strategy, "base", strategy)
+    base.frozen = own.fingerprint
+    grid = InProcessGrid(type(base).client_app(own), num_clients=CLIENTS)
+    result = strategy.start(grid, ArrayRecord(own.initial_params(0)), num_rounds=rounds)
+    assert base.refusals == []
+    return result.arrays.to_torch_state_dict()
+
+
+PERSONAL = {"head": SGD, "extractor": SGD, "personal": ("*.classifier",)}
+DP_SGD = DpSgdTraining(
+    steps=2,
+    sampling_rate=0.5,
+    batch_size=4,
+    learning_rate=0.1,
+    clipping_norm=0.5,
+    noise_multiplier=1.0,
+)
+METHODS = {
+    "dp-fedavg": lambda: DPFedAvg(plan=plan(), local=SGD, seed=1),
+    "centaur": lambda: Centaur(plan=plan(), **PERSONAL, seed=1),
+    "dp2-fedsam": lambda: DP2FedSAM(
+        plan=plan(),
+        **{**PERSONAL, "extractor": LocalTraining(batch_size=4, sam_radius=0.05)},
+        seed=1,
+    ),
+    "dp-ditto": lambda: DPDitto(plan=plan(), local=SGD, personal_training=SGD, seed=1),
+    "uldp-avg-w": lambda: UldpAvg(
+        plan=users(), num_silos=CLIENTS, weighting="by-records", local=SGD, seed=1
+    ),
+    "uldp-group": lambda: UldpGroup(
+        num_users=6, num_silos=CLIENTS, group_size=2, local=DP_SGD, delta=0.1, seed=1
+    ),
+    "upcycled": lambda: Upcycled(DPFedAvg(plan=plan(), local=SGD, seed=1), Constant(0.5)),
+}
+
+
+@pytest.mark.parametrize(
+    "trainable",
+    [pytest.param(None, id="LoRA"), pytest.param(FFA, id="FFA-LoRA", marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_shares_adapters_and_leaves_the_base_where_it_was(method, trainable):
+    own = task(trainable)
+    base = {name: value.clone() for name, value in own.blueprint.frozen.items()}
+    start = own.initial_params(0)
+    end = run(METHODS[method](), own)
+    head = set() if method in ("centaur", "dp2-fedsam") else HEAD
+    assert set(end) == head | (SECOND if trainable else FIRST | SECOND)
+    assert all(not end[name].equal(start[name]) for name in end)
+    assert all(value.equal(base[name]) for name, value in own.blueprint.frozen.items())
+
+
+def test_a_round_is_the_mean_of_what_hugging_faces_own_loss_and_torchs_optimizer_make():
+    own, rate = task(), 0.05
+    local = LocalTraining(epochs=2, batch_size=RECORDS, learning_rate=rate, optimizer="AdamW")
+    everyone = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    end = run(DPFedAvg(plan=everyone, local=local, seed=1), own, rounds=1)
+    total: dict[str, torch.Tensor] = {}
+    for client in range(CLIENTS):
+        model = own.model()
+        model.load_state_dict(own.initial_params(0), strict=False)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        steps = torch.optim.AdamW(trained.values(), lr=rate)
+        examples = silo(client).train
+        for _ in range(2):
+            steps.zero_grad()
+            model(**examples.features, labels=examples.targets).loss.backward()
+            steps.step()
+        for name, p in trained.items():
+            total[name] = total.get(name, 0) + p.detach() / CLIENTS
+    assert set(end) == set(total)
+    for name, mean in total.items():
+        torch.testing.assert_close(end[name], mean, atol=1e-5, rtol=0)
