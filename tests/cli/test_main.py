@@ -1,3 +1,4 @@
+import ast
 import json
 import os
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flower_ext.cli import main as cli
+from flower_ext.cli import run as run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.launch import LaunchFailed
@@ -234,7 +235,7 @@ def test_runs_go_where_the_environment_says(command):
 
 def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monkeypatch):
     asked = []
-    monkeypatch.setattr(cli, "launch", lambda *_, runs, **__: asked.append(str(runs)))
+    monkeypatch.setattr(run_command, "launch", lambda *_, runs, **__: asked.append(str(runs)))
     monkeypatch.setenv("FLOWER_EXT_RUNS", "/there")
     call("run", "somewhere")
     call("run", "somewhere", "--runs", "/here")
@@ -264,7 +265,7 @@ def test_messages_with_brackets_arrive_whole(monkeypatch):
     def fail(*args, **options):
         raise LaunchFailed("pip install 'flower-ext[vision]'")
 
-    monkeypatch.setattr(cli, "launch", fail)
+    monkeypatch.setattr(run_command, "launch", fail)
     assert "flower-ext[vision]" in call("run", "somewhere").stderr
 
 
@@ -557,6 +558,22 @@ def test_the_help_of_plan_explains_its_symbols():
     text = call("plan", "--help").output
     for word in ("δ; by default", "Example", "0 (local) to 2 (global)", "Ψ₁", "full-gradient"):
         assert word in text
+
+
+def test_the_list_of_commands_is_shown_without_loading_any():
+    code = (
+        "import sys; from flower_ext.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: print([*sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Run a Flower app, show its log" in done.stdout
+    loaded = {name.partition(".")[0] for name in ast.literal_eval(done.stdout.splitlines()[-1])}
+    assert not loaded & {"torch", "numpy", "flwr", "ray", "scipy", "matplotlib"}
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest():
+    assert "Did you mean 'ledger'" in call("leger").output
 
 
 def test_what_a_terminal_cannot_show_ends_no_command():
