@@ -21,12 +21,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from flower_ext.cli.screen import console
 from flower_ext.data import FOLDER_VARIABLE
 from flower_ext.errors import FlowerExtError
 from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
 from flower_ext.runs.report import write_report
-from flower_ext.runs.settings import PATHS, clients_setting, num_nodes
+from flower_ext.runs.settings import PATHS, clients_setting, integer, num_nodes
 
 _ENGINE = "flower_ext.federation.engines.run_app"
 """The program of a run in one process; apart from this one, so that Ctrl-C leaves it time."""
@@ -101,7 +102,7 @@ def launch(
     config = ChainMap(changes, defaults)
     setting = clients_setting(defaults)
     if nodes is not None and setting is not None:
-        changes.setdefault(setting, nodes * int(config.get("clients-per-node", 1)))
+        changes.setdefault(setting, nodes * (config.get("clients-per-node") or 1))
     if clients is not None:
         if setting is None:
             raise LaunchFailed(
@@ -121,6 +122,9 @@ def launch(
         changes.setdefault("state-folder", _state_in(path))  # for --resume
     if in_process and "clients-per-node" in config:
         changes["clients-per-node"] = 1
+    if superlink is None and config.get("clients-per-node") == 0:
+        changes["clients-per-node"] = per_node = clients_per_node(config)
+        console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
     count = num_nodes(config)
     if in_process:
         if count is None:
@@ -167,6 +171,19 @@ def launch(
         _note_failure(path, reason)
         raise LaunchFailed(reason)
     return path
+
+
+def clients_per_node(config: Mapping[str, Any]) -> int:
+    """Return the number of clients on each node, the same for all, with at most a node a core."""
+    clients = integer(config, "clients", least=1)
+    nodes = range(min(clients, _cores()), 0, -1)
+    return next(clients // count for count in nodes if clients % count == 0)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _exit_status(engine: Sequence[str], config: str) -> int:

@@ -91,6 +91,8 @@ def _is_a(value: Any, kind: Any) -> bool:
 def num_nodes(config: Mapping[str, Any]) -> int | None:
     """Return the number of nodes that an app's settings ask for; None where they do not say.
 
+    With ``clients-per-node=0``, which leaves the choice to ``flower-ext run``, each is one client.
+
     Raises
     ------
     UnfitSetting
@@ -100,7 +102,7 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     if setting is None:
         return None
     count = integer(config, setting)
-    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=1)
+    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
     if count % per_node:
         raise UnfitSetting(
             f"run-config clients-per-node={per_node}: expected an integer that divides "

@@ -121,13 +121,15 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
     ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto"],
 )
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
-    flower.run(app, run_directory=tmp_path / "run")
+    alone = {} if app is ULDP_FL else {"clients_per_node": 1}
+    flower.run(app, run_directory=tmp_path / "run", **alone)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
 
 
 @pytest.mark.full
 def test_several_clients_on_a_node_of_ray_are_the_same_run(flower, tmp_path):
-    flower.run(DP_DITTO, run_directory=tmp_path / "run", clients_per_node=3)
+    flower.run(DP_DITTO, run_directory=tmp_path / "run")
+    assert RunDirectory.open(tmp_path / "run").config["clients-per-node"] > 1
     same_run(RunDirectory.open(tmp_path / "run"), in_process(DP_DITTO, tmp_path / "reference"))
 
 

@@ -110,6 +110,27 @@ def test_a_number_of_clients_is_the_value_of_the_setting_that_the_app_has_for_it
     assert [(one.get("clients"), one.get("num-silos")) for one in given] == [(7, None), (None, 7)]
 
 
+@pytest.mark.parametrize(
+    ("cores", "clients", "nodes"), [(2, 50, 2), (16, 100, 10), (4, 7, 1), (8, 3, 3), (1, 9, 1)]
+)
+def test_a_simulation_has_no_more_nodes_than_cores_and_says_so(
+    cores, clients, nodes, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(module, "_cores", lambda: cores)
+    config = overrides(monkeypatch, runs=tmp_path, settings=[f"clients={clients}"])
+    assert int(config["clients-per-node"]) * nodes == clients
+    assert f"Ray: {nodes} nodes with {clients // nodes} clients each" in capsys.readouterr().out
+
+
+def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
+    monkeypatch, tmp_path
+):
+    far = overrides(monkeypatch, runs=tmp_path, superlink="far")
+    assert "clients-per-node" not in far
+    own = overrides(monkeypatch, runs=tmp_path, settings=["clients-per-node=1"])
+    assert own["clients-per-node"] == "1"
+
+
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
     with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many .*add"):
         launch(FOREIGN.folder, runs=tmp_path, clients=7)

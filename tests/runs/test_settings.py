@@ -65,7 +65,8 @@ def test_a_number_of_nodes_that_is_none_is_refused_by_name():
     assert num_nodes({"clients": 6, "clients-per-node": 3}) == 2
     with pytest.raises(UnfitSetting, match="num-silos='5': expected an integer"):
         num_nodes({"num-silos": "5"})
-    with pytest.raises(UnfitSetting, match="clients-per-node=0: expected an integer >= 1"):
-        num_nodes({"clients": 6, "clients-per-node": 0})
+    assert num_nodes({"clients": 6, "clients-per-node": 0}) == 6
+    with pytest.raises(UnfitSetting, match="clients-per-node=-1: expected an integer >= 0"):
+        num_nodes({"clients": 6, "clients-per-node": -1})
     with pytest.raises(UnfitSetting, match="clients-per-node=4: expected .* divides clients=6"):
         num_nodes({"clients": 6, "clients-per-node": 4})

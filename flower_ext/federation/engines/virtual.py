@@ -132,8 +132,8 @@ def _answered(
 
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:
-    """The clients of an app: ``clients-per-node`` of them on each of its nodes."""
-    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=1)
+    """Return the clients of an app: ``clients-per-node`` (0: one) of them on each of its nodes."""
+    per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
     return grid if per_node == 1 else VirtualGrid(grid, per_node)
 
 
