@@ -12,7 +12,6 @@ errors, and not on whether they are there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.data import ClientData, Examples
+from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
@@ -33,6 +32,7 @@ from flower_ext.federation.client.method import (
     Question,
 )
 from flower_ext.federation.client.requests import Request, reader
+from flower_ext.federation.client.scores import scores_of
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each
@@ -55,14 +55,12 @@ from flower_ext.training import (
     Params,
     Task,
     difference,
-    evaluate_each,
     trains_apart,
 )
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 log = getLogger("flwr")
 
-_LOSSES = ("loss", "training_loss")
 _OF_UPLOADS = "client-noise"
 """Names the noise that protects an upload, on it or in the training that leads to it."""
 
@@ -153,14 +151,8 @@ class ClientSide:
         """Evaluate the model that each client would use; or its error."""
         requests, works = self._unpack(messages, contexts, alone=True)
         models = self._used(works, memory_limit)
-        tests = each(lambda work: work.data.test, works)
-        every = _scores(works, models, tests, memory_limit=memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
-        if True in wanted:
-            own = each(lambda work: work.data.train, works)
-            trained = _scores(works, models, own, memory_limit=memory_limit)
-            every = each(_with_training_loss, every, trained)
-        return each(_scores_record, works, every)
+        return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use: the one that `score` evaluates.
@@ -366,42 +358,6 @@ class ClientSide:
         if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
             _go_back(memory, request.facts["remembered"])
         return memory.load(before=request.round + (request.kind == "evaluate"))
-
-
-def _scores(
-    works: Sequence[ClientWork | Exception],
-    models: Sequence[Params | Exception],
-    examples: Sequence[Examples | Exception],
-    *,
-    memory_limit: int,
-) -> list[dict[str, float] | Exception]:
-    """What `evaluate_each` returns; nothing for a model without examples."""
-    scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
-    some: list[tuple[int, Params, Examples]] = []
-    task: Task | None = None
-    for index, (work, model, own) in enumerate(zip(works, models, examples, strict=True)):
-        if isinstance(work, Exception) or isinstance(model, Exception):
-            continue
-        if not isinstance(own, Exception) and len(own):
-            task = work.task
-            some.append((index, model, own))
-    if task is not None:
-        places, chosen, tests = zip(*some, strict=True)
-        found = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
-        for index, one in zip(places, found, strict=True):
-            scores[index] = one
-    return scores
-
-
-def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> dict[str, float]:
-    return {**scores, "training_loss": trained["loss"]} if trained else scores
-
-
-def _scores_record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
-    # A metric may be undefined for these examples; a loss that is no number has diverged.
-    told = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
-    told["num-examples"] = float(len(work.data.test))
-    return RecordDict({records.METRICS: records.metrics_record(told)})
 
 
 def _as_params(

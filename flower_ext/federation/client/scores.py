@@ -1,0 +1,72 @@
+"""Scores that clients report of the models they would use: on their own examples, un-noised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flwr.app import RecordDict
+
+from flower_ext.data import Examples
+from flower_ext.federation import records
+from flower_ext.federation.client.method import ClientWork
+from flower_ext.federation.failures import each
+from flower_ext.training import MEMORY_LIMIT, Params, Task, evaluate_each
+
+_LOSSES = ("loss", "training_loss")
+
+
+def scores_of(
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    *,
+    also_training: bool,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[RecordDict | Exception]:
+    """Return each model's scores on its client's test examples; or the error of either.
+
+    With ``also_training`` its loss on the training examples is one of them.
+    """
+    tests = each(lambda work: work.data.test, works)
+    every = _scores(works, models, tests, memory_limit=memory_limit)
+    if also_training:
+        own = each(lambda work: work.data.train, works)
+        trained = _scores(works, models, own, memory_limit=memory_limit)
+        every = each(_with_training_loss, every, trained)
+    return each(_record, works, every)
+
+
+def _scores(
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    examples: Sequence[Examples | Exception],
+    *,
+    memory_limit: int,
+) -> list[dict[str, float] | Exception]:
+    """Return what `evaluate_each` does; nothing for a model without examples."""
+    scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
+    some: list[tuple[int, Params, Examples]] = []
+    task: Task | None = None
+    for index, (work, model, own) in enumerate(zip(works, models, examples, strict=True)):
+        if isinstance(work, Exception) or isinstance(model, Exception):
+            continue
+        if not isinstance(own, Exception) and len(own):
+            task = work.task
+            some.append((index, model, own))
+    if task is not None:
+        places, chosen, tests = zip(*some, strict=True)
+        found = evaluate_each(task, chosen, tests, memory_limit=memory_limit)
+        for index, one in zip(places, found, strict=True):
+            scores[index] = one
+    return scores
+
+
+def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> dict[str, float]:
+    return {**scores, "training_loss": trained["loss"]} if trained else scores
+
+
+def _record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
+    # A metric may be undefined for these examples; a loss that is no number has diverged.
+    told = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
+    told["num-examples"] = float(len(work.data.test))
+    return RecordDict({records.METRICS: records.metrics_record(told)})
