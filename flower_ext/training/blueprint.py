@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
 
+_PARTS = "train real and imaginary parts as two parameters"
+_MENDS = {
+    torch.bfloat16: "build the model in float32 (model.float())",
+    torch.complex64: _PARTS,
+    torch.complex128: _PARTS,
+}
+"""Types that cannot travel, and what to do."""
+
 
 class _Facts(NamedTuple):
     """What is frozen and what travels; and a model where others have something in common with it.
@@ -46,8 +54,8 @@ class Blueprint:
     Raises
     ------
     ValueError
-        A name of ``trainable`` is none of the model's, or all parameters are frozen; once a model
-        is built.
+        A name of ``trainable`` is none of the model's, all parameters are frozen, or what travels
+        is of a type that cannot (bfloat16, complex numbers); once a model is built.
     """
 
     def __init__(
@@ -116,6 +124,12 @@ class Blueprint:
         tied -= {name for name, _ in model.named_parameters()}
         state = model.state_dict()
         travelling = tuple(name for name in state if name not in frozen and name not in tied)
+        for name in travelling:
+            if mend := _MENDS.get(state[name].dtype):
+                raise InvalidValue(
+                    f"{name!r} is of type {state[name].dtype}, in which nothing is sent or noised: "
+                    f"expected float32 or float64; {mend}. What is frozen may be of any type"
+                )
         # Buffers that do not travel are drawn once, as what is frozen is: each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         return _Facts(frozen, travelling, model if constant else None)
@@ -131,11 +145,16 @@ class Blueprint:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return a model in training mode, but for statistics that belong to frozen layers."""
+    """Return a model in training mode, but for statistics that belong to frozen layers.
+
+    Gradients of embeddings are as dense as all others, with which they are added up.
+    """
     model.train()
     for module in model.modules():
         if is_frozen(module):
             module.training = False
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
     return model
 
 

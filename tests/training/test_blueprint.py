@@ -249,3 +249,14 @@ def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
     expected = by_loop(own, params, data, 0.3, [*params])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.complex64], ids=str)
+def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
+    def build(trains):
+        base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
+        return nn.Sequential(base, nn.Linear(4, 2))
+
+    with pytest.raises(ValueError, match=r"'0.weight' is of type .*: expected float32 or float64"):
+        blueprint(lambda: build(True)).initial(0)
+    assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]
