@@ -20,6 +20,14 @@ from torch import Tensor, nn
 from flower_ext.errors import InvalidValue
 from flower_ext.training.params import Params, clone, matches, require_modules, shaken
 
+_PARTS = "train real and imaginary parts as two parameters"
+_MENDS = {
+    torch.bfloat16: "build the model in float32 (model.float())",
+    torch.complex64: _PARTS,
+    torch.complex128: _PARTS,
+}
+"""Types that cannot travel, and what to do."""
+
 
 class _Facts(NamedTuple):
     """The frozen part of a model, the parts that travel, and a model that others take parts of.
@@ -46,8 +54,8 @@ class Blueprint:
     Raises
     ------
     ValueError
-        A name of ``trainable`` is none of the model's, or all parameters are frozen; once a model
-        is built.
+        A name of ``trainable`` is none of the model's, all parameters are frozen, or what travels
+        is of a type that cannot (bfloat16, complex numbers); once a model is built.
     """
 
     def __init__(
@@ -132,6 +140,12 @@ class Blueprint:
             for name, value in state.items()
             if name not in frozen and name not in tied
         }
+        for name, (_, dtype) in travelling.items():
+            if mend := _MENDS.get(dtype):
+                raise InvalidValue(
+                    f"{name!r} is of type {dtype}, in which nothing is sent or noised: expected "
+                    f"float32 or float64; {mend}. What is frozen may be of any type"
+                )
         # Buffers that do not travel are drawn once, as what is frozen is: each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         return _Facts(frozen, travelling, model if constant else None)
@@ -147,11 +161,16 @@ class Blueprint:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return a model in training mode, but for statistics that belong to frozen layers."""
+    """Return a model in training mode, but for statistics that belong to frozen layers.
+
+    Gradients of embeddings are as dense as all others, with which they are added up.
+    """
     model.train()
     for module in model.modules():
         if is_frozen(module):
             module.training = False
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
     return model
 
 

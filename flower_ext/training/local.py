@@ -294,12 +294,38 @@ def call(model: nn.Module, params: Params, x: Tree) -> Any:
     """Return what a model with these parameters (and its own, where there are none) makes of x.
 
     That is ``model(x)`` of a tensor, ``model(*x)`` of a tuple, and ``model(**x)`` of a mapping.
+
+    Raises
+    ------
+    UnlikeTypes
+        The model raises, and features are of another type than its numbers.
     """
-    if isinstance(x, Tensor):
-        return functional_call(model, params, (x,))
-    if isinstance(x, tuple):
-        return functional_call(model, params, x)
-    return functional_call(model, params, (), dict(x))
+    given, named = (
+        ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
+    )
+    try:
+        return functional_call(model, params, given, named)
+    except RuntimeError as error:
+        if "type" in str(error):
+            _say_unlike(params, x, error)
+        raise
+
+
+class UnlikeTypes(InvalidValue):
+    """Features are of another type than the model's numbers."""
+
+
+def _say_unlike(params: Params, x: Tree, error: Exception) -> None:
+    """Say which features are of another type than all parameters, where some are."""
+    types = {p.dtype for p in params.values() if p.is_floating_point()}
+    for name, leaf in trees.named("features", x):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
+            kind = min(types, key=str)
+            raise UnlikeTypes(
+                f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers are; "
+                f"give Examples(features.to({kind}), …), or build the model with "
+                f"model.to({leaf.dtype})"
+            ) from error
 
 
 def spared(task: Task, x: Tree, batched: int = 1) -> Tree:

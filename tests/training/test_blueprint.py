@@ -267,3 +267,14 @@ def test_a_model_with_a_frozen_base_is_loaded_once_for_itself_and_once_for_its_f
         assert own.initial_params(1)["head.weight"].equal(first["head.weight"])
         own.model()
     assert len(loaded) == 2
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.complex64], ids=str)
+def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
+    def build(trains):
+        base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
+        return nn.Sequential(base, nn.Linear(4, 2))
+
+    with pytest.raises(ValueError, match=r"'0.weight' is of type .*: expected float32 or float64"):
+        blueprint(lambda: build(True)).initial(0)
+    assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]

@@ -26,7 +26,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.dp.per_example import Parts, Rows, gradients, is_known
-from flower_ext.training.local import call, spared
+from flower_ext.training.local import UnlikeTypes, call, spared
 from flower_ext.training.params import Params, clone, shaken, sizes
 from flower_ext.training.task import Task
 
@@ -63,7 +63,7 @@ class ClippedGradient:
     ------
     ValueError
         The loss compares examples, the model has batch normalisation, or trained parameters are of
-        half precision.
+        half precision; once it is called: features are of another type than the model's numbers.
     """
 
     def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
@@ -173,6 +173,8 @@ class ClippedGradient:
             if self.in_one_pass is None:
                 one = isinstance(features, Tensor) and self.by_vmap
                 self.in_one_pass = one and _holds(self._tells_apart, features)
+            if not self.by_vmap:
+                self._say_unlike_types(features, targets)
             if not self.in_one_pass:
                 how = "by vmap" if self.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
@@ -185,12 +187,25 @@ class ClippedGradient:
             self.in_one_pass = self.in_one_pass and _holds(self._is_like, features, room, _PIECE)
         self._known.by_vmap, self._known.in_one_pass = self.by_vmap, self.in_one_pass
 
-    def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
-        """Tell whether there is no branch on values, nor an operation that vmap does not know."""
+    def _say_unlike_types(self, features: Tree, targets: Tree) -> None:
+        """Raise what would let each example count as zero: here no record's values are known."""
+        x, y = self._random(features, targets)
+        try:
+            _alone(self.model, self._point(), self.task.loss, *trees.each((x, y))[0])
+        except UnlikeTypes:
+            raise
+        except Exception:
+            log.debug("a random example raises", exc_info=True)
+
+    def _random(self, features: Tree, targets: Tree) -> tuple[Tree, Tree]:
+        """Return a few random examples, and zeros for targets."""
         generator = torch.Generator().manual_seed(0)
         x = trees.mapped(lambda leaf: _random(leaf, _TRIED, generator), features)
-        y = trees.mapped(lambda leaf: leaf.new_zeros((_TRIED, *leaf.shape[1:])), targets)
-        self._by_vmap(x, y, self.task.loss)
+        return x, trees.mapped(lambda leaf: leaf.new_zeros((_TRIED, *leaf.shape[1:])), targets)
+
+    def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
+        """Tell whether there is no branch on values, nor an operation that vmap does not know."""
+        self._by_vmap(*self._random(features, targets), self.task.loss)
         return True
 
     def _tells_apart(self, features: Tensor) -> bool:
@@ -298,12 +313,10 @@ class ClippedGradient:
 
     def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
         """The gradient of one example; None if it raises."""
-        # A model may write into its inputs and buffers, which the next example is not to see.
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         leaves = {name: self.params[name].detach().requires_grad_() for name in self.names}
         try:
-            point, x = {**self.params, **buffers, **leaves}, trees.mapped(Tensor.clone, x)
-            value = _alone(self.model, point, loss, x, y)
+            x = trees.mapped(Tensor.clone, x)  # a model may write into it
+            value = _alone(self.model, {**self._point(), **leaves}, loss, x, y)
             slopes = torch.autograd.grad(
                 value, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
@@ -312,6 +325,10 @@ class ClippedGradient:
             log.debug("an example's loss raises", exc_info=True)
             return None
         return dict(zip(leaves, slopes, strict=True))
+
+    def _point(self) -> Params:
+        """Return all of the model, with copies of its buffers: the next example sees no change."""
+        return {**self.params, **clone(dict(self.model.named_buffers()))}
 
     def _tell(self, level: int, what: str) -> None:
         """Say it once, to who has the data: who gets the sum learns nothing of it."""
@@ -344,13 +361,11 @@ def _built(task: Task) -> nn.Module:
             )
         if getattr(module, "inplace", False):  # it would overwrite what a layer put out
             module.inplace = False
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            if module.max_norm is not None:
-                raise InvalidValue(
-                    f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, as "
-                    "an example would rewrite rows that others look up"
-                )
-            module.sparse = False  # it could not be added up with others
+        if getattr(module, "max_norm", None) is not None:
+            raise InvalidValue(
+                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, as an "
+                "example would rewrite rows that others look up"
+            )
         if isinstance(module, nn.Conv2d):  # faster on a CPU, for pooling above all
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

@@ -533,7 +533,8 @@ def test_models_of_half_precision_are_refused_with_what_to_change(kind):
     task = problem(lambda: dense().to(kind))
     with pytest.raises(ValueError, match=r"0.weight.*expected float32.*model.float\(\)"):
         ClippedGradient(task, list(task.initial_params(0)), clipping_norm=1.0)
-    frozen = problem(lambda: nn.Sequential(dense().to(kind), nn.Identity(), nn.Linear(3, 3)))
+    base = dense().to(kind).requires_grad_(False)
+    frozen = problem(lambda: nn.Sequential(base, nn.Identity(), nn.Linear(3, 3)))
     ClippedGradient(frozen, ["2.weight", "2.bias"], clipping_norm=1.0)
 
 

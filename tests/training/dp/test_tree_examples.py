@@ -231,3 +231,13 @@ def test_a_tree_is_left_as_it_is_by_a_model_that_writes_into_it():
     before = {name: leaf.clone() for name, leaf in data.features.items()}
     gradient(problem(Overwriting), PARTED.initial_params(1), data)
     assert all(torch.equal(data.features[name], leaf) for name, leaf in before.items())
+
+
+@pytest.mark.parametrize("build", [Weighed, WeighedInALoop])
+def test_features_of_another_type_than_the_model_are_refused_by_name_with_what_to_change(build):
+    """For every record alike: in silence they would all count as zero."""
+    features = {"x": torch.zeros(4, 4).double(), "weight": torch.ones(4, 1)}
+    task = problem(build)
+    words = r"features\['x'\] of type torch.float64: expected torch.float32.*features.to\("
+    with pytest.raises(ValueError, match=words):
+        gradient(task, task.initial_params(0), Examples(features, torch.zeros(4).long()))

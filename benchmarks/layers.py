@@ -1,0 +1,431 @@
+"""Kinds of layers, and what becomes of a model that has one: trained, in a batch, and by DP-SGD.
+
+    python -m benchmarks.layers docs/layers.md
+
+Every cell is found by running it: a model with that layer is trained next to a plain loop of
+PyTorch, among other clients, and example by example next to PyTorch's own gradient of each example.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from flower_ext.data import ClientData, Examples
+from flower_ext.runs.report import table
+from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
+from flower_ext.training.batched.many import train_groups
+from flower_ext.training.local import own_draws
+
+WORDS, CLASSES, CLIENTS = 11, 3, 8
+ALIKE = 1e-4
+"""How far off rounding may be, and the margin by which DP-SGD clips a little more."""
+
+
+class Under(nn.Module):
+    """A body, and a head above all that the body puts out for an example."""
+
+    def __init__(self, body: nn.Module, like: Tensor) -> None:
+        super().__init__()
+        self.body = body
+        with torch.no_grad():
+            self.head = nn.Linear(self._of_body(like).shape[1], CLASSES)
+
+    def _of_body(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        one: Tensor = out[0] if isinstance(out, tuple) else out
+        return one.flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self._of_body(x)))
+        return out
+
+
+class Pairs(nn.Module):
+    """Every example with itself, backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(4, 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, x.flip(1))
+        return out
+
+
+class Bag(nn.Module):
+    """Words of a text, added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.EmbeddingBag(WORDS, 4, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Tied(nn.Module):
+    """The rows that are looked up are also those of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
+        self.out.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.tanh(self.layer(x)).mean(dim=1))
+        return out
+
+
+class Attentive(nn.Module):
+    """Words that look at each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, x, x, need_weights=False)[0]
+        return out
+
+
+class Stepwise(nn.Module):
+    """A cell along a sequence."""
+
+    def __init__(self, kind: type[nn.GRUCell] | type[nn.LSTMCell]) -> None:
+        super().__init__()
+        self.layer = kind(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for one in x.unbind(1):
+            state = self.layer(one, state)
+        last: Tensor = state[0] if isinstance(state, tuple) else state
+        return last
+
+
+class Placed(nn.Module):
+    """A parameter of the model itself, in no layer: what each place of a sequence adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.places
+
+
+class Experts(nn.Module):
+    """Each example goes to one of three experts; to the last one none goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        out = x.new_zeros(len(x), 5)
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().squeeze(1)
+            if len(mine):
+                out = out.index_add(0, mine, expert(x[mine]))
+        return out
+
+
+class Waves(nn.Module):
+    """Complex numbers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table.
+
+    Parameters
+    ----------
+    body : Callable[[], nn.Module]
+        Has the layer.
+    shape : tuple of int
+        Of an example; of words, where ``words`` is true.
+    whole : bool
+        ``body`` is the whole model.
+    """
+
+    body: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    words: bool = False
+    whole: bool = False
+    model_type: torch.dtype = torch.float32
+    features_type: torch.dtype = torch.float32
+
+    def features(self, count: int, seed: int) -> Tensor:
+        """Draw examples."""
+        draw = torch.Generator().manual_seed(seed)
+        if self.words:
+            return torch.randint(WORDS, (count, *self.shape), generator=draw)
+        return torch.randn(count, *self.shape, generator=draw).to(self.features_type)
+
+    def build(self) -> nn.Module:
+        """Return a model."""
+        like = self.features(2, 0)
+        model = self.body() if self.whole else Under(self.body(), like.to(self._inner(like)))
+        return model.to(self.model_type) if self.model_type != torch.float32 else model
+
+    def _inner(self, like: Tensor) -> torch.dtype:
+        return torch.float32 if like.is_floating_point() else like.dtype
+
+    def examples(self, count: int, seed: int) -> Examples:
+        """Draw examples with their classes."""
+        draw = torch.Generator().manual_seed(seed + 1)
+        return Examples(
+            self.features(count, seed), torch.randint(CLASSES, (count,), generator=draw)
+        )
+
+
+def _words(*settings: int, **more: object) -> Callable[[], nn.Module]:
+    return partial(nn.Embedding, WORDS, 4, *settings, **more)  # type: ignore[arg-type]
+
+
+KINDS: Mapping[str, Kind] = {
+    "Linear": Kind(partial(nn.Linear, 4, 5), (4,)),
+    "Linear over sequences": Kind(partial(nn.Linear, 4, 5), (6, 4)),
+    "Bilinear": Kind(Pairs, (4,)),
+    "Conv1d": Kind(partial(nn.Conv1d, 4, 6, 3), (4, 8)),
+    "Conv2d": Kind(partial(nn.Conv2d, 4, 6, 3), (4, 6, 6)),
+    "Conv3d": Kind(partial(nn.Conv3d, 2, 4, 2), (2, 4, 4, 4)),
+    "Conv2d with groups": Kind(partial(nn.Conv2d, 4, 6, 3, groups=2), (4, 6, 6)),
+    "ConvTranspose2d": Kind(partial(nn.ConvTranspose2d, 4, 2, 2), (4, 3, 3)),
+    "Embedding": Kind(_words(), (6,), words=True),
+    "Embedding with padding_idx": Kind(_words(padding_idx=0), (6,), words=True),
+    "EmbeddingBag": Kind(Bag, (6,), words=True),
+    "Embedding tied to a Linear": Kind(Tied, (6,), words=True, whole=True),
+    "Embedding with max_norm": Kind(_words(max_norm=1.0), (6,), words=True),
+    "Embedding with sparse=True": Kind(_words(sparse=True), (6,), words=True),
+    "LayerNorm": Kind(partial(nn.LayerNorm, 4), (6, 4)),
+    "GroupNorm": Kind(partial(nn.GroupNorm, 2, 4), (4, 6, 6)),
+    "InstanceNorm": Kind(partial(nn.InstanceNorm2d, 4, affine=True), (4, 6, 6)),
+    "RMSNorm": Kind(partial(nn.RMSNorm, 4), (6, 4)),
+    "BatchNorm": Kind(partial(nn.BatchNorm1d, 4), (4,)),
+    "PReLU": Kind(partial(nn.PReLU, 4), (4,)),
+    "MultiheadAttention": Kind(Attentive, (6, 4)),
+    "TransformerEncoderLayer": Kind(
+        partial(nn.TransformerEncoderLayer, 4, 2, 8, dropout=0.0, batch_first=True), (6, 4)
+    ),
+    "GRU": Kind(partial(nn.GRU, 4, 5, batch_first=True), (6, 4)),
+    "LSTM": Kind(partial(nn.LSTM, 4, 5, batch_first=True), (6, 4)),
+    "GRUCell": Kind(partial(Stepwise, nn.GRUCell), (6, 4)),
+    "LSTMCell": Kind(partial(Stepwise, nn.LSTMCell), (6, 4)),
+    "Dropout": Kind(lambda: nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5)), (4,)),
+    "a parameter in no layer": Kind(Placed, (6, 4)),
+    "experts, of which each example takes one": Kind(Experts, (4,)),
+    "weight_norm": Kind(lambda: parametrizations.weight_norm(nn.Linear(4, 5)), (4,)),
+    "spectral_norm": Kind(lambda: parametrizations.spectral_norm(nn.Linear(4, 5)), (4,)),
+    "a model of bfloat16": Kind(
+        partial(nn.Linear, 4, 5), (4,), model_type=torch.bfloat16, features_type=torch.bfloat16
+    ),
+    "features of float64, a model of float32": Kind(
+        partial(nn.Linear, 4, 5), (4,), features_type=torch.float64
+    ),
+    "complex parameters": Kind(Waves, (4,)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of a model: the most that any number is off, relative to how far it moved.
+
+    ``how`` says in which way it went, or why it was refused.
+    """
+
+    how: str
+    off: float = 0.0
+    refused: bool = False
+
+
+TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.2)
+
+
+def task_of(kind: Kind) -> Task:
+    """Return a task without data of its own."""
+
+    def no_data(partition: int) -> ClientData:
+        raise LookupError(partition)
+
+    return Task(model=kind.build, data=no_data, device="cpu")
+
+
+def trained(kind: Kind) -> Cell:
+    """Train one client's model, and PyTorch's own in a plain loop."""
+    task, data = task_of(kind), kind.examples(10, 5)
+    try:
+        start = task.initial_params(1)
+        draw = torch.Generator().manual_seed(7)
+        ours = train(task, start, data, TRAINING, generator=draw)
+    except ValueError as error:
+        return Cell(str(error), refused=True)
+    theirs = by_pytorch(kind, start, data, torch.Generator().manual_seed(7))
+    return Cell("equal", _off(ours, theirs, start))
+
+
+def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator) -> Params:
+    """Train as anyone would."""
+    with own_draws(draw, torch.device("cpu")):
+        model = kind.build()
+        model.load_state_dict(start, strict=False)  # tied parameters travel once
+        model.train()
+        steps = torch.optim.SGD(model.parameters(), TRAINING.learning_rate)
+        for _ in range(TRAINING.epochs):
+            for rows in torch.split(torch.randperm(len(data), generator=draw), TRAINING.batch_size):
+                steps.zero_grad()
+                outputs = model(data.features[rows])
+                nn.functional.cross_entropy(outputs, data.targets[rows]).backward()  # type: ignore[no-untyped-call]
+                steps.step()
+    return {name: p.detach() for name, p in model.state_dict().items()}
+
+
+def in_a_batch(kind: Kind) -> Cell:
+    """Train several clients' models at once, and PyTorch's own one by one."""
+    task = task_of(kind)
+    try:
+        starts = [task.initial_params(client) for client in range(CLIENTS)]
+        jobs = [
+            Job(
+                params=start,
+                examples=kind.examples(10, client),
+                training=TRAINING,
+                generator=torch.Generator().manual_seed(client),
+            )
+            for client, start in enumerate(starts)
+        ]
+        found = [*train_groups(task, jobs)]
+    except ValueError as error:
+        return Cell(str(error), refused=True)
+    off = 0.0
+    for group, rows in found:
+        for place, client in enumerate(group):
+            draw = torch.Generator().manual_seed(client)
+            theirs = by_pytorch(kind, starts[client], jobs[client].examples, draw)
+            own = {name: part[place] for name, part in rows.items()}
+            off = max(off, _off(own, theirs, starts[client]))
+    together = max(len(group) for group, _ in found) > 1
+    return Cell("equal" if together else "equal, one by one", off)
+
+
+def by_dp_sgd(kind: Kind) -> Cell:
+    """Sum clipped gradients of examples, and PyTorch's own of each."""
+    task, data = task_of(kind), kind.examples(9, 3)
+    try:
+        start = task.initial_params(1)
+        names = [name for name, _ in kind.build().named_parameters()]
+        gradient = ClippedGradient(task, names, clipping_norm=0.3)
+        gradient(start, data.features, data.targets)
+        torch.manual_seed(0)
+        ours = gradient(start, data.features, data.targets)
+    except ValueError as error:
+        return Cell(str(error), refused=True)
+    theirs = clipped_by_pytorch(kind, start, data, names)
+    one_by_one = "by vmap" if gradient.by_vmap else "one by one"
+    how = "in one pass" if gradient.in_one_pass else one_by_one
+    return Cell(f"equal, {how}", _off(ours, theirs, {}))
+
+
+def clipped_by_pytorch(kind: Kind, start: Params, data: Examples, names: list[str]) -> Params:
+    """Each example's gradient from a pass of its own; or, where numbers are drawn, of its row."""
+    draws = any(isinstance(module, nn.Dropout) for module in kind.build().modules())
+    summed = {name: torch.zeros_like(start[name], dtype=torch.float64) for name in names}
+    for row in range(len(data)):
+        model = kind.build()
+        model.load_state_dict(start, strict=False)
+        model.train()
+        torch.manual_seed(0)
+        rows = slice(None) if draws else slice(row, row + 1)
+        outputs = model(data.features[rows])[row if draws else 0].unsqueeze(0)
+        nn.functional.cross_entropy(outputs, data.targets[row : row + 1]).backward()  # type: ignore[no-untyped-call]
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        slopes = {name: part.to_dense().double() for name, part in found.items()}
+        norm = math.sqrt(sum(float(part.square().sum()) for part in slopes.values()))
+        for name, part in slopes.items():
+            summed[name] += part * min(1.0, 0.3 / norm)
+    return summed
+
+
+def _off(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], start: Params) -> float:
+    """Largest difference between the two, in parts of the largest move from ``start``."""
+    parts = [
+        (ours[name], theirs[name], start.get(name, torch.zeros_like(theirs[name]))) for name in ours
+    ]
+    moved = max(float((other - begin).abs().max()) for _, other, begin in parts)
+    return max(float((one - other).abs().max()) for one, other, _ in parts) / moved
+
+
+WAYS: Mapping[str, Callable[[Kind], Cell]] = {
+    "trained": trained,
+    "in a batch of clients": in_a_batch,
+    "DP-SGD": by_dp_sgd,
+}
+
+
+def found() -> Mapping[str, Mapping[str, Cell]]:
+    """Run every cell, each kind's by way."""
+    cells: dict[str, dict[str, Cell]] = {}
+    for name, kind in KINDS.items():
+        cells[name] = {way: find(kind) for way, find in WAYS.items()}
+    return cells
+
+
+def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
+    """Return the documentation page."""
+    refusals: list[str] = []
+
+    def told(cell: Cell) -> str:
+        if not cell.refused:
+            assert cell.off <= ALIKE, cell
+            return cell.how
+        if cell.how not in refusals:
+            refusals.append(cell.how)
+        return f"refused ({refusals.index(cell.how) + 1})"
+
+    rows = [(name, *(told(cell) for cell in own.values())) for name, own in cells.items()]
+    notes = [f"{number}. {text}" for number, text in enumerate(refusals, start=1)]
+    return "\n\n".join([INTRODUCTION, table(("layer", *WAYS), rows), "\n".join(notes)]) + "\n"
+
+
+INTRODUCTION = """# Layers of your own model
+
+Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* is to
+rounding: to what a plain loop of PyTorch makes of the same model and mini-batches; with DP-SGD, to
+the sum of each example's own gradient, clipped. What goes *one by one*, clients or examples, comes
+to the same and takes longer. Numbers in brackets are refusals, with their words below."""
+
+
+def main() -> None:
+    """Write the page to the file that is named, or print it."""
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")  # of PyTorch, about speed
+    text = page(found())
+    if len(sys.argv) == 2:
+        Path(sys.argv[1]).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Kinds of layers: each trains as in PyTorch or is refused in words, and the docs say which."""
+
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from benchmarks.layers import ALIKE, KINDS, WAYS
+from tests.support.grids import grid
+
+PAGE = (Path(__file__).parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
+DAILY = {
+    "Embedding with max_norm",
+    "Embedding with sparse=True",
+    "BatchNorm",
+    "Dropout",
+    "experts, of which each example takes one",
+    "a model of bfloat16",
+    "features of float64, a model of float32",
+    "complex parameters",
+}
+
+
+def documented(kind, way):
+    """Return the cell of the page; of a refusal its words."""
+    header, row = (
+        [cell.strip() for cell in line.strip("|\n").split(" | ")]
+        for line in PAGE.splitlines()
+        if line.startswith(("| layer ", f"| {kind} | "))
+    )
+    told = row[header.index(way)]
+    if numbered := re.fullmatch(r"refused \((\d+)\)", told):
+        return re.search(rf"^{numbered[1]}\. (.*)$", PAGE, re.MULTILINE)[1]
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    ("kind", "way"), grid(product(KINDS, WAYS), lambda case: case[0] in DAILY), ids=str
+)
+def test_a_layer_is_as_in_pytorch_or_refused_in_words_and_the_page_says_which(kind, way):
+    cell = WAYS[way](KINDS[kind])
+    assert cell.off <= ALIKE
+    assert documented(kind, way) == cell.how, "run python -m benchmarks.layers docs/layers.md"
