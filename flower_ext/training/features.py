@@ -81,7 +81,7 @@ class Features:
             rows = torch.cat(made) if made else torch.empty(0)
             train, test = (
                 Examples(features, part.targets)
-                for features, part in zip(rows.split([*map(len, parts)]), parts, strict=True)
+                for features, part in zip(torch.split(rows, [*map(len, parts)]), parts, strict=True)
             )
             self._kept[partition] = replace(own, train=train, test=test)
         return self._kept[partition]

@@ -15,36 +15,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.privacy import FullParticipation, NonPrivatePlan
 from flower_ext.training import Features, LocalTraining, Task
+from tests.support.fronts import WIDTH, Front, count_of, images
 
-CLIENTS, WIDTH = 3, 6
-
-
-class Front(nn.Module):
-    """A frozen part with statistics, dropout and a draw of its own, which counts its passes."""
-
-    passes = 0
-
-    def __init__(self, *, moved: float = 0.0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.lift = nn.Conv2d(1, WIDTH, 3)
-        self.lift.weight.data = torch.randn(self.lift.weight.shape, generator=generator)
-        self.lift.weight.data[0, 0, 0, 0] += moved
-        self.norm = nn.BatchNorm2d(WIDTH)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        type(self).passes += 1
-        assert len(x) == 1
-        noise = 0.01 * torch.randn(int(x.abs().sum().nan_to_num().item()) % 7 + WIDTH)[:WIDTH]
-        return self.dropout(self.norm(self.lift(x))).mean(dim=(2, 3)) + noise
-
-
-def images(client: int) -> ClientData:
-    generator = torch.Generator().manual_seed(client)
-    x = torch.randn(12, 1, 5, 5, generator=generator)
-    y = torch.arange(12) % 2
-    return ClientData(train=Examples(x[:8], y[:8]), test=Examples(x[8:], y[8:]))
+CLIENTS = 3
 
 
 def changed(record: torch.Tensor, client: int) -> ClientData:
@@ -57,12 +30,6 @@ def changed(record: torch.Tensor, client: int) -> ClientData:
 def without_a_record(client: int) -> ClientData:
     own = images(client)
     return ClientData(train=own.train.subset([0, 1, 3, 4, 5, 6, 7]), test=own.test)
-
-
-def count_of(features: Features, client: int = 0) -> int:
-    Front.passes = 0
-    features(client)
-    return Front.passes
 
 
 def test_features_are_what_the_front_puts_out_in_evaluation_and_targets_stay():
@@ -118,7 +85,8 @@ def test_what_is_in_the_folder_passes_in_no_other_object_either(tmp_path):
 SECOND_PROCESS = """
 import sys
 from pathlib import Path
-from tests.training.test_features import Features, Front, count_of, images
+from flower_ext.training import Features
+from tests.support.fronts import Front, count_of, images
 features = Features(Front, images, Path(sys.argv[1]))
 print(count_of(features), features(0).train.features.double().sum().item())
 """
