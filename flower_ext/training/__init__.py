@@ -19,6 +19,7 @@ from flower_ext.training.dp.dp_sgd import (
     train_clipped_steps,
     train_dp_sgd,
 )
+from flower_ext.training.features import Features
 from flower_ext.training.local import (
     Job,
     LocalProblem,
@@ -43,6 +44,7 @@ __all__ = [
     "ClippedGradient",
     "ClippedJob",
     "DpSgdTraining",
+    "Features",
     "Job",
     "Linear",
     "LocalProblem",

@@ -108,14 +108,7 @@ class Blueprint:
     @cached_property
     def fingerprint(self) -> str:
         """Of names, types, shapes and values of what is frozen; empty where nothing is."""
-        if not self.frozen:
-            return ""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.frozen.items()):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            flat = value.detach().cpu().contiguous().view(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return digest(self.frozen)[:16] if self.frozen else ""
 
     @cached_property
     def _facts(self) -> _Facts:
@@ -158,6 +151,16 @@ class Blueprint:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(matches(name, self.trainable))
         return model
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256, in hexadecimal, of names, types, shapes and values."""
+    sha = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        sha.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        flat = value.detach().cpu().contiguous().view(-1)
+        sha.update(flat.view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
 def in_training(model: nn.Module) -> nn.Module:

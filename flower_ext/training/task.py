@@ -131,8 +131,12 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Of what is frozen, to be compared between nodes; empty where nothing is."""
-        return self.blueprint.fingerprint
+        """Of what is frozen, to be compared between nodes; empty where nothing is.
+
+        It holds the model's and, where ``data`` has one as `Features` have, that of the data.
+        """
+        parts = (self.blueprint.fingerprint, getattr(self.data, "fingerprint", ""))
+        return "-".join(part for part in parts if part)
 
     @property
     def blueprint(self) -> Blueprint:

@@ -20,9 +20,18 @@ from flower_ext.cli.main import app as cli
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
-from tests.support.apps import DP2_FEDSAM, DP_DITTO, FOREIGN, TEXTS, ULDP_FL, UPCYCLED_FL, App
+from tests.support.apps import (
+    DP2_FEDSAM,
+    DP_DITTO,
+    FOREIGN,
+    PRIVATE_FINETUNING,
+    TEXTS,
+    ULDP_FL,
+    UPCYCLED_FL,
+    App,
+)
 from tests.support.grids import grid
-from tests.support.pretrained import text_settings
+from tests.support.pretrained import finetuning_settings, project_settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -117,13 +126,24 @@ def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
 
 @pytest.mark.parametrize(
     "app",
-    grid([DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO], lambda app: app is DP2_FEDSAM),
-    ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto"],
+    grid(
+        [DP2_FEDSAM, UPCYCLED_FL, ULDP_FL, DP_DITTO, PRIVATE_FINETUNING],
+        lambda app: app is DP2_FEDSAM,
+    ),
+    ids=["dp2-fedsam", "upcycled", "uldp", "dp-ditto", "private-finetuning"],
 )
 def test_ray_simulation_equals_the_in_process_run(app, flower, tmp_path):
     alone = {} if app is ULDP_FL else {"clients_per_node": 1}
     flower.run(app, run_directory=tmp_path / "run", **alone)
     same_run(RunDirectory.open(tmp_path / "run"), in_process(app, tmp_path / "reference"))
+
+
+@pytest.mark.full
+def test_lora_on_text_is_on_ray_as_in_one_process(flower, tmp_path):
+    settings = finetuning_settings(tmp_path)
+    flower.run(PRIVATE_FINETUNING, run_directory=tmp_path / "run", **settings)
+    reference = in_process(PRIVATE_FINETUNING, tmp_path / "reference", **settings)
+    same_run(RunDirectory.open(tmp_path / "run"), reference)
 
 
 @pytest.mark.full
@@ -194,7 +214,7 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
 )
 def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tmp_path):
     """The user's project of `test_text_project`; every process loads the model by itself."""
-    settings = {"seeded-noise": True, "rounds": 1, **text_settings(tmp_path)}
+    settings = {"seeded-noise": True, "rounds": 1, **project_settings(tmp_path)}
     app = replace(TEXTS, small=settings)
     if where == "superlink":
         flower.deploy(nodes=3)
@@ -211,10 +231,10 @@ def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # three projects, one after the other on the same nodes
+@pytest.mark.timeout(1500)  # four projects, one after the other on the same nodes
 def test_the_other_apps_on_superlink_equal_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)
-    for app in (UPCYCLED_FL, ULDP_FL, DP_DITTO):
+    for app in (UPCYCLED_FL, ULDP_FL, DP_DITTO, PRIVATE_FINETUNING):
         name = app.folder.name
         flower.run(app, "loopback", run_directory=tmp_path / name)
         same_run(RunDirectory.open(tmp_path / name), in_process(app, tmp_path / f"{name}-0"))

@@ -12,7 +12,7 @@ from flower_ext.federation import FederationNotReady, client_app, run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.training import Task
 from tests.support.apps import TEXTS
-from tests.support.pretrained import save_pretrained, text_settings
+from tests.support.pretrained import project_settings, save_pretrained
 
 
 def run(path, settings, **changes):
@@ -28,18 +28,18 @@ def test_the_project_is_short():
 
 @pytest.mark.parametrize("head", [False, True], ids=["shared head", "personal head"])
 def test_adapters_are_all_that_is_shared_beside_the_head(head, tmp_path):
-    done = run(tmp_path / "run", text_settings(tmp_path), **{"personal-head": head})
+    done = run(tmp_path / "run", project_settings(tmp_path), **{"personal-head": head})
     assert done.facts["status"] == "completed"
     names = [*load_file(done.path / "model.safetensors")]
     kinds = Counter("lora" if "lora_" in name else "head" for name in names)
-    # Two layers with adapters of queries and values, of two matrices each.
-    assert kinds == ({"lora": 8} if head else {"lora": 8, "head": 2})
+    # One layer with adapters of queries and values, of two matrices each.
+    assert kinds == ({"lora": 4} if head else {"lora": 4, "head": 2})
     epsilons = {g.epsilon for g in done.guarantees() if g.basis == "provable"}
     assert min(epsilons) == pytest.approx(8.0, rel=1e-2)
 
 
 def test_nodes_with_another_pretrained_model_are_refused_before_the_first_round(tmp_path):
-    settings = text_settings(tmp_path)
+    settings = project_settings(tmp_path)
     other = {**settings, "base": str(save_pretrained(tmp_path / "other", seed=1))}
     server, _ = TEXTS.parts()
     from texts.task import task_of

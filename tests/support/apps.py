@@ -89,6 +89,22 @@ DP_DITTO = App(
         "seeded-noise": True,
     },
 )
+PRIVATE_FINETUNING = App(
+    folder=APPS / "private_finetuning",
+    small={
+        "dataset": "digits",
+        "examples": 120,
+        "image-size": 32,
+        "adapter-width": 8,
+        "clients": 3,
+        "sampling": "everyone",
+        "partition": "iid",
+        "rounds": 2,
+        "evaluate-every": 1,
+        "seeded-noise": True,
+        "noise-multiplier": 0.5,
+    },
+)
 OWN = App(folder=Path(__file__).parent / "own_app", small={})
 TEXTS = App(folder=Path(__file__).parent / "text_project", small={})
 FOREIGN = App(folder=Path(__file__).parent / "foreign_project", small={})

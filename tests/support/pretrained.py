@@ -10,7 +10,7 @@ PLEASING = ("good", "great")
 
 
 def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
-    """Write a BERT of two layers, with the weights of ``seed``, and a tokenizer of `WORDS`."""
+    """Write a BERT of one layer, with the weights of ``seed``, and a tokenizer of `WORDS`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -24,7 +24,7 @@ def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
     config = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=32,
@@ -35,24 +35,36 @@ def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def save_texts(path: Path, *, count: int, seed: int = 0) -> Path:
-    """Write texts of four to eight words, and whether one of them pleases."""
-    generator = torch.Generator().manual_seed(seed)
+def save_texts(path: Path, *, labels: tuple[str, str] = ("0", "1"), count: int) -> Path:
+    """Write texts of four to eight words; those with a pleasing word have the second label."""
+    generator = torch.Generator().manual_seed(0)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("text", "label"))
         for _ in range(count):
             places = torch.randint(len(WORDS), (9,), generator=generator).tolist()
             text = [WORDS[place] for place in places[: 4 + places[0] % 5]]
-            rows.writerow((" ".join(text), int(any(word in PLEASING for word in text))))
+            rows.writerow((" ".join(text), labels[any(word in PLEASING for word in text)]))
     return path
 
 
-def text_settings(folder: Path, *, clients: int = 3) -> dict[str, object]:
-    """Write both, and return the settings of `TEXTS` that name them."""
+def project_settings(folder: Path, *, clients: int = 3) -> dict[str, object]:
+    """Write both, and return the settings of `apps.TEXTS` that name them."""
     return {
         "base": str(save_pretrained(folder / "base")),
         "texts": str(save_texts(folder / "texts.csv", count=20 * clients)),
         "clients": clients,
         "sampling": "everyone",
+    }
+
+
+def finetuning_settings(folder: Path) -> dict[str, object]:
+    """Write both, and return the settings of `apps.PRIVATE_FINETUNING` that name them."""
+    return {
+        "dataset": "text",
+        "text-model": str(save_pretrained(folder / "base")),
+        "text-file": str(save_texts(folder / "texts.csv", labels=("down", "up"), count=120)),
+        "examples": 0,
+        "max-tokens": 8,
+        "lora-rank": 4,
     }

@@ -13,7 +13,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -24,11 +23,12 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 
+from flower_ext.training.kept import keep, recall
+
 log = getLogger("flwr")
 
 _HERE = Path(__file__).parent
 _SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py", "products.py")]
-_CHECKSUM = hashlib.sha256().digest_size
 _LONGEST = 600.0
 """Seconds that compiling may take: it takes some twenty."""
 _ARGUMENTS = {"train": 12, "are_classes": 5}
@@ -82,16 +82,13 @@ def _code(folders: Sequence[Path]) -> bytes:
     """The object file, from one of ``folders`` or made now."""
     name = f"dense-{_key()}.o"
     for folder in folders:
-        with suppress(OSError):
-            kept = (folder / name).read_bytes()
-            if hashlib.sha256(kept[_CHECKSUM:]).digest() == kept[:_CHECKSUM]:
-                return kept[_CHECKSUM:]
+        if (kept := recall(folder / name)) is not None:
+            return kept
     log.info("compiling the training of dense networks, once on a machine: half a minute")
     code = _compiled()
     for folder in folders:
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / name, hashlib.sha256(code).digest() + code)
+            keep(folder / name, code)
             return code
     log.warning("it will be compiled again next time: no folder of %s can be written", folders)
     return code
@@ -111,19 +108,6 @@ def _folders() -> list[Path]:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folders.append(Path(cache) / "flower_ext")
     return folders
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing, as several processes may do this at a time."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        made = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            made.replace(path)
-        except OSError:
-            made.unlink()
-            raise
 
 
 def _compiled() -> bytes:

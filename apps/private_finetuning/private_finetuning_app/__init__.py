@@ -1,0 +1,1 @@
+"""Private fine-tuning of a pretrained model as one Flower app."""

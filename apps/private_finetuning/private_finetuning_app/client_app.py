@@ -1,0 +1,9 @@
+"""Client side: one ClientApp answers for all methods of this app."""
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, UldpAvg
+from flower_ext.federation import client_app
+from private_finetuning_app.task import task_of
+
+app = client_app(
+    DP2FedSAM.client, DPFedAvg.client, UldpAvg.client, task=task_of, allow_seeded_noise=True
+)

@@ -1,0 +1,78 @@
+"""Pictures of a data set under a pretrained image model."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from flwr.app import UserConfig
+from torch import nn
+
+from flower_ext.data import Examples, describe, load
+from flower_ext.runs.settings import integer, text
+from flower_ext.training.models import HeadedModel
+from private_finetuning_app.backbones import Backbone
+from private_finetuning_app.parts import Adapter, without_statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """A data set, and the model that turns its pictures into features."""
+
+    dataset: str
+    folder: str
+    backbone: str
+    weights: str
+    image_size: int
+    adapter_width: int
+
+    headed = HeadedModel
+    adapts_features = True  # an adapter lies behind the backbone, whose features are computed once
+
+    @classmethod
+    def of(cls, config: UserConfig) -> "Pictures":
+        """As the settings have it."""
+        return cls(
+            dataset=text(config, "dataset"),
+            folder=text(config, "data-folder"),
+            backbone=text(config, "backbone"),
+            weights=text(config, "weights"),
+            image_size=integer(config, "image-size", least=1),
+            adapter_width=integer(config, "adapter-width", least=1),
+        )
+
+    @property
+    def num_classes(self) -> int:
+        """Of the data set."""
+        return describe(self.dataset).num_classes
+
+    @property
+    def width(self) -> int:
+        """Of a picture's features."""
+        return width_of(self)
+
+    def pool(self) -> Examples:
+        """All examples, of which clients have shares."""
+        return load(self.dataset, Path(self.folder) if self.folder else None)
+
+    def frozen(self) -> nn.Module:
+        """The pretrained model, which turns pictures into features."""
+        return Backbone(
+            self.backbone,
+            dataset=self.dataset,
+            image_size=self.image_size,
+            weights=self.weights,
+        )
+
+    def adapted(self) -> nn.Module:
+        """What trains between features and head."""
+        return Adapter(self.width, self.adapter_width)
+
+    def whole(self) -> nn.Module:
+        """The pretrained model, all of which trains."""
+        return without_statistics(self.frozen())
+
+
+@cache
+def width_of(pictures: Pictures) -> int:
+    """Width of the features; builds the model once."""
+    return int(pictures.frozen().width)

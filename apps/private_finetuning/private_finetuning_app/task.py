@@ -1,0 +1,126 @@
+"""The learning problem that the run configuration asks for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Context, UserConfig
+from torch import nn
+
+from flower_ext.data import ClientData, Examples, SiloData, partition, split
+from flower_ext.federation import settings_of
+from flower_ext.privacy import seeded_generator
+from flower_ext.runs.settings import choice, integer, number, text
+from flower_ext.training import Features, Task
+from flower_ext.training.models import HeadedModel
+from private_finetuning_app.pictures import Pictures
+from private_finetuning_app.texts import Texts
+
+TEXT = "text"
+TUNES = ("head", "adapter", "all")
+USERS = "uldp-avg-w"
+"""The method whose clients are silos, in which users have records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Who holds which examples."""
+
+    examples: int
+    partition: str
+    clients: int
+    classes: int
+    alpha: float
+    users: int
+    seed: int
+
+
+def task_of(context: Context) -> Task:
+    """The task of a run, for its clients and its server alike."""
+    config = settings_of(context)
+    source, tune = source_of(config), choice(config, "tune", TUNES)
+    data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(config))
+    if tune == "head" or (tune == "adapter" and source.adapts_features):
+        folder = text(config, "features-folder")
+        data = features(source, shares_of(config), folder)
+    return Task(model=partial(build, source, tune), data=data)
+
+
+def source_of(config: UserConfig) -> Pictures | Texts:
+    """All examples, and the pretrained model for them."""
+    return Texts.of(config) if text(config, "dataset") == TEXT else Pictures.of(config)
+
+
+def shares_of(config: UserConfig) -> Shares:
+    """How the examples are divided."""
+    return Shares(
+        examples=integer(config, "examples", least=0),
+        partition=text(config, "partition"),
+        clients=integer(config, "clients"),
+        classes=integer(config, "classes-per-client", least=1),
+        alpha=number(config, "dirichlet-alpha", above=0),
+        users=integer(config, "num-users", least=1) if config["method"] == USERS else 0,
+        seed=integer(config, "seed"),
+    )
+
+
+def build(source: Pictures | Texts, tune: str) -> nn.Module:
+    """The model, of which the extractor may be shared and the head personal."""
+    head = nn.Linear(source.width, source.num_classes)
+    if tune == "head":
+        return HeadedModel(nn.Identity(), head)
+    return source.headed(source.adapted() if tune == "adapter" else source.whole(), head)
+
+
+@lru_cache(maxsize=1)
+def features(source: Pictures | Texts, shares: Shares, folder: str) -> Features:
+    """Clients' examples as the frozen model puts them out; of one run at a time."""
+    own = partial(client_data, source, shares)
+    return Features(source.frozen, own, Path(folder) if folder else None)
+
+
+@lru_cache(maxsize=1)
+def pool(source: Pictures | Texts) -> Examples:
+    """All examples of a data set, read once a process."""
+    return source.pool()
+
+
+@cache
+def rows(source: Pictures | Texts, shares: Shares) -> list[np.ndarray]:
+    """Which examples each client holds; the same in every process."""
+    targets = pool(source).targets.numpy()
+    rng = seeded_generator(shares.seed, "partition")
+    drawn = np.arange(len(targets))
+    if shares.examples:
+        drawn = np.sort(rng.permutation(len(targets))[: shares.examples])
+    parts = partition(
+        shares.partition,
+        targets[drawn],
+        num_partitions=shares.clients,
+        classes_per_partition=shares.classes,
+        alpha=shares.alpha,
+        rng=rng,
+    )
+    return [drawn[part] for part in parts]
+
+
+def client_data(source: Pictures | Texts, shares: Shares, client: int) -> ClientData:
+    """One client's examples, 90 % for training and 10 % for testing.
+
+    Where there are users, each example belongs to any of them: a client is a silo.
+    """
+    examples, own = pool(source), rows(source, shares)[client]
+    rng = seeded_generator(shares.seed, "split", client)
+    train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
+    data = ClientData(train=examples.subset(train), test=examples.subset(test))
+    if not shares.users:
+        return data
+    rng = seeded_generator(shares.seed, "owners", client)
+    owners = torch.from_numpy(rng.integers(shares.users, size=len(train)))
+    return SiloData(train=data.train, test=data.test, owners=owners)
+
+
+whole_data = lru_cache(maxsize=None)(client_data)

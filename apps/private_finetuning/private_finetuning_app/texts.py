@@ -1,0 +1,173 @@
+"""Texts of a file that the user names, under a pretrained transformer, with LoRA through peft."""
+
+import csv
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import UserConfig
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+
+from flower_ext.data import DataNotFound, Examples
+from flower_ext.errors import InvalidValue
+from flower_ext.runs.settings import UnfitSetting, flag, integer, text
+from flower_ext.training.models import HeadedModel
+
+
+class Encoder(nn.Module):
+    """A transformer whose last states are averaged over the words of a text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = None  # it reads the first word alone, and is not asked here
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Features (n, width), each row normalised, of numbers of tokens (n, tokens)."""
+        states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        present = attention_mask.unsqueeze(-1).to(states.dtype)
+        mean = (states * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
+        return layer_norm(mean, mean.shape[1:])
+
+
+class HeadedEncoder(HeadedModel):
+    """A head on an `Encoder`."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits (n, classes)."""
+        return self.head(self.extractor(input_ids, attention_mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """A file of labelled texts, and the model that reads them."""
+
+    file: str
+    model: str
+    max_tokens: int
+    lora_rank: int
+    lora_only_b: bool
+
+    headed = HeadedEncoder
+    adapts_features = False  # LoRA lies in the transformer's layers: every step passes through them
+
+    @classmethod
+    def of(cls, config: UserConfig) -> "Texts":
+        """As the settings have it."""
+        file, model = text(config, "text-file"), text(config, "text-model")
+        if not Path(file).is_absolute():
+            raise UnfitSetting(
+                f"run-config text-file={file!r}: expected the absolute path of a CSV file with "
+                "columns text and label"
+            )
+        if not model:
+            raise UnfitSetting(
+                "run-config text-model='': expected the absolute path of a folder with a model and "
+                "its tokenizer as save_pretrained leaves them, or a name on the hub"
+            )
+        return cls(
+            file=file,
+            model=model,
+            max_tokens=integer(config, "max-tokens", least=1),
+            lora_rank=integer(config, "lora-rank", least=1),
+            lora_only_b=flag(config, "lora-only-b"),
+        )
+
+    @property
+    def num_classes(self) -> int:
+        """Different labels in the file."""
+        return len(set(_rows(self.file)[1]))
+
+    @property
+    def width(self) -> int:
+        """Of a text's features."""
+        return int(_loaded("AutoConfig", self.model).hidden_size)
+
+    def pool(self) -> Examples:
+        """All texts as numbers of tokens; labels in alphabetical order are classes 0, 1, …"""
+        texts, labels = _rows(self.file)
+        tokenizer = _loaded("AutoTokenizer", self.model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        words = tokenizer(
+            texts,
+            max_length=self.max_tokens,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
+        )
+        numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
+        return Examples(
+            {name: words[name] for name in ("input_ids", "attention_mask")},
+            torch.tensor([numbers[label] for label in labels]),
+        )
+
+    def frozen(self) -> nn.Module:
+        """The pretrained model, which turns texts into features."""
+        return Encoder(deepcopy(_loaded("AutoModel", self.model, dtype=torch.float32)))
+
+    def adapted(self) -> nn.Module:
+        """The same, frozen, with low-rank matrices B·A beside all its linear layers: they train.
+
+        With ``lora_only_b`` A stays as it is drawn, the same on all nodes: the sum of clients'
+        updates is then the update of the sum (FFA-LoRA, Sun et al. 2024).
+        """
+        encoder, (peft, _) = self.frozen(), _libraries()
+        lora = peft.LoraConfig(
+            r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
+        )
+        encoder.model = peft.get_peft_model(encoder.model, lora)
+        for name, parameter in encoder.named_parameters():
+            if self.lora_only_b and ".lora_A." in name:
+                parameter.requires_grad_(False)
+        return encoder
+
+    def whole(self) -> nn.Module:
+        """The pretrained model, all of which trains."""
+        return self.frozen()
+
+
+@cache
+def _rows(path: str) -> tuple[list[str], list[str]]:
+    """Texts and labels of a CSV file."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as stream:
+            rows = [*csv.DictReader(stream)]
+    except OSError as error:
+        raise DataNotFound(f"text-file={path!r}: {error.strerror}; name a CSV file") from error
+    found = sorted(rows[0]) if rows else []
+    if not {"text", "label"} <= set(found):
+        raise InvalidValue(
+            f"text-file={path!r}: expected columns text and label in its first line, found {found}"
+        )
+    return [row["text"] or "" for row in rows], [row["label"] or "" for row in rows]
+
+
+def _libraries() -> tuple[Any, Any]:
+    """Return peft and transformers."""
+    try:
+        import peft
+        import transformers
+    except ImportError as error:
+        raise InvalidValue(
+            "dataset='text': transformers and peft are not installed; "
+            "pip install 'flower-ext[transformers]'"
+        ) from error
+    return peft, transformers
+
+
+@cache
+def _loaded(kind: str, model: str, **options: Any) -> Any:
+    _, transformers = _libraries()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return getattr(transformers, kind).from_pretrained(model, **options)
+    except (OSError, ValueError) as error:  # neither a folder with a model, nor to be downloaded
+        raise InvalidValue(
+            f"text-model={model!r}: {str(error).splitlines()[0]} Offline, give a local folder with "
+            "a model and its tokenizer, as save_pretrained leaves them"
+        ) from error

@@ -1,0 +1,139 @@
+"""What a frozen front part of a model makes of each example, computed once.
+
+Above a frozen backbone only a small part trains; `Features` is the ``data`` of a `Task` whose model
+is that part alone: ``Task(model=head, data=Features(backbone, images))``. One example passes at a
+time, on one thread, so that no record moves a bit of another's features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from logging import getLogger
+from pathlib import Path
+from time import monotonic
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from flower_ext.data import ClientData, Examples, trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
+from flower_ext.training.blueprint import digest, seeded
+from flower_ext.training.kept import keep, recall
+from flower_ext.training.local import call
+
+log = getLogger("flwr")
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Features:
+    """Examples of each partition as a frozen front part puts them out, targets as they are.
+
+    What was computed stays in memory, without a limit: partitions may not change meanwhile.
+
+    Parameters
+    ----------
+    front : Callable[[], nn.Module]
+        Builds the frozen part. It is given one example, as `Examples` says, in evaluation mode, and
+        puts out one tensor (1, …), of one shape for all. Of what it does, its parameters and
+        buffers are compared between nodes: let a buffer hold the size that it scales images to.
+    data : Callable[[int], ClientData]
+        Examples of a partition, as of `Task`. Owners of a silo's records stay as they are.
+    folder : Path, optional
+        Keeps a file an example for other runs and processes, named by what is in the example and
+        in the front's tensors: empty it where the front's code changes. Damaged files are renewed.
+    device : str
+        Where the front computes; by default all machines of one kind agree to the last bit.
+    """
+
+    def __init__(
+        self,
+        front: Callable[[], nn.Module],
+        data: Callable[[int], ClientData],
+        folder: Path | None = None,
+        *,
+        device: str = "cpu",
+    ) -> None:
+        self.front, self.data = front, data
+        self.folder, self.device = folder, torch.device(device)
+        self._kept: dict[int, ClientData] = {}
+
+    def __call__(self, partition: int) -> ClientData:
+        """Return one partition's examples with features from the front.
+
+        Raises
+        ------
+        ValueError
+            The front puts out something else than tensors (1, …) of one shape.
+        """
+        if partition not in self._kept:
+            own = self.data(partition)
+            parts = (own.train, own.test)
+            with _one_thread():
+                made = [*self._passed(partition, parts)]
+            if len({(row.shape, row.dtype) for row in made}) > 1:
+                raise InvalidValue("front: puts out tensors of several shapes: expected one")
+            rows = torch.cat(made) if made else torch.empty(0)
+            train, test = (
+                Examples(features, part.targets)
+                for features, part in zip(torch.split(rows, [*map(len, parts)]), parts, strict=True)
+            )
+            self._kept[partition] = replace(own, train=train, test=test)
+        return self._kept[partition]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the front's parameters and buffers, to be compared between nodes."""
+        front = self._front
+        return digest({**dict(front.named_parameters()), **dict(front.named_buffers())})[:16]
+
+    @cached_property
+    def _front(self) -> nn.Module:
+        with seeded(0, devices=False):
+            return self.front().eval().requires_grad_(False).to(self.device)
+
+    def _passed(self, partition: int, parts: tuple[Examples, ...]) -> Iterator[Tensor]:
+        told, count, total = monotonic(), 0, sum(map(len, parts))
+        for part in parts:
+            for row in range(len(part)):
+                # A copy: where it lay among others has no part in rounding.
+                yield self._recalled(trees.rows(part.features, torch.tensor([row])))
+                count += 1
+                if monotonic() > told + _SECONDS_BETWEEN_LINES:
+                    told = monotonic()
+                    log.info("partition %d: features of %d/%d examples", partition, count, total)
+
+    def _recalled(self, row: Tree) -> Tensor:
+        if self.folder is None:
+            return self._pass(row)
+        name = digest(dict(trees.named("features", row)))
+        path = self.folder / self.fingerprint / name[:2] / name[2:]
+        if (kept := recall(path)) is not None:
+            return load(kept)["features"]
+        made = self._pass(row)
+        keep(path, save({"features": made}))
+        return made
+
+    def _pass(self, row: Tree) -> Tensor:
+        # What one example draws at random moves no other's draws.
+        with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
+            made = call(self._front, {}, trees.to(row, self.device))
+        if not isinstance(made, Tensor) or made.shape[:1] != (1,):
+            told = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise InvalidValue(f"front: puts out {told} of one example: expected a tensor (1, …)")
+        return made.cpu().contiguous()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
