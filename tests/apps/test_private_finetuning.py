@@ -1,7 +1,9 @@
 """Fine-tuning a pretrained model: of pictures and of text, by every method, and bad settings."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +148,19 @@ def test_lora_on_text_trains_b_and_a_head_and_learns(text, tmp_path):
     assert run_.metrics()[-1]["accuracy_mean"] > 0.8
 
 
+def test_one_odd_label_changes_neither_the_model_nor_the_other_texts(text, tmp_path):
+    odd = tmp_path / "odd.csv"
+    odd.write_text(Path(text["text-file"]).read_text() + "the film,unheard-of\n")
+    source, other = (
+        module("texts").Texts.of(config("x", **{**text, "text-file": str(path)}))
+        for path in (text["text-file"], odd)
+    )
+    assert other.num_classes == source.num_classes == 2
+    assert other.pool().targets.equal(source.pool().targets)
+    with pytest.raises(ValueError, match="none of its labels is one of yes, no"):
+        replace(source, labels=("yes", "no")).pool()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["dp2-fedsam", "uldp-avg-w"])
 def test_lora_on_text_is_shared_with_privacy(method, text, tmp_path):
@@ -193,7 +208,11 @@ def test_a_personal_head_alone_leaves_nothing_to_share(method, tmp_path):
         ({"weights": "/nowhere.pth"}, "weights='/nowhere.pth': expected a state_dict"),
         ({"sam-radius": 0.0}, "sam-radius=0.0 with method='dp2-fedsam'"),
         ({"dataset": "text"}, "text-file='': expected the absolute path of a CSV file"),
-        ({"dataset": "text", "text-file": "/x.csv"}, "text-model='': expected the absolute path"),
+        ({"dataset": "text", "text-file": "/x.csv"}, "text-labels='': expected at least two"),
+        (
+            {"dataset": "text", "text-file": "/x.csv", "text-labels": "a,b"},
+            "text-model='': expected the absolute path",
+        ),
     ],
 )
 def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, tmp_path):

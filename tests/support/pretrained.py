@@ -64,6 +64,7 @@ def finetuning_settings(folder: Path) -> dict[str, object]:
         "dataset": "text",
         "text-model": str(save_pretrained(folder / "base")),
         "text-file": str(save_texts(folder / "texts.csv", labels=("down", "up"), count=120)),
+        "text-labels": "down,up",
         "examples": 0,
         "max-tokens": 8,
         "lora-rank": 4,

@@ -48,6 +48,7 @@ class Texts:
     """A file of labelled texts, and the model that reads them."""
 
     file: str
+    labels: tuple[str, ...]
     model: str
     max_tokens: int
     lora_rank: int
@@ -60,10 +61,17 @@ class Texts:
     def of(cls, config: UserConfig) -> "Texts":
         """As the settings have it."""
         file, model = text(config, "text-file"), text(config, "text-model")
+        labels = tuple(filter(None, map(str.strip, text(config, "text-labels").split(","))))
         if not Path(file).is_absolute():
             raise UnfitSetting(
                 f"run-config text-file={file!r}: expected the absolute path of a CSV file with "
                 "columns text and label"
+            )
+        if len(set(labels)) < max(2, len(labels)):
+            raise UnfitSetting(
+                f"run-config text-labels={','.join(labels)!r}: expected at least two labels with "
+                "commas between them, each once, as 'negative,positive'; those in the file are "
+                "people's data, which the number of classes is not to tell"
             )
         if not model:
             raise UnfitSetting(
@@ -72,6 +80,7 @@ class Texts:
             )
         return cls(
             file=file,
+            labels=labels,
             model=model,
             max_tokens=integer(config, "max-tokens", least=1),
             lora_rank=integer(config, "lora-rank", least=1),
@@ -80,8 +89,8 @@ class Texts:
 
     @property
     def num_classes(self) -> int:
-        """Different labels in the file."""
-        return len(set(_rows(self.file)[1]))
+        """As many as there are labels in the settings."""
+        return len(self.labels)
 
     @property
     def width(self) -> int:
@@ -89,18 +98,24 @@ class Texts:
         return int(_loaded("AutoConfig", self.model).hidden_size)
 
     def pool(self) -> Examples:
-        """All texts as numbers of tokens; labels in alphabetical order are classes 0, 1, …"""
-        texts, labels = _rows(self.file)
+        """Return all texts as numbers of tokens, but for those with another label."""
+        numbers = {label: number for number, label in enumerate(self.labels)}
+        rows = [(text, label) for text, label in _rows(self.file) if label in numbers]
+        if not rows:
+            raise InvalidValue(
+                f"text-file={self.file!r}: none of its labels is one of {', '.join(self.labels)}; "
+                "name those of the file in text-labels"
+            )
+        texts, labels = zip(*rows, strict=True)
         tokenizer = _loaded("AutoTokenizer", self.model)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         words = tokenizer(
-            texts,
+            list(texts),
             max_length=self.max_tokens,
             padding="max_length",
             truncation=True,
             return_tensors="pt",
         )
-        numbers = {label: number for number, label in enumerate(sorted(set(labels)))}
         return Examples(
             {name: words[name] for name in ("input_ids", "attention_mask")},
             torch.tensor([numbers[label] for label in labels]),
@@ -132,8 +147,8 @@ class Texts:
 
 
 @cache
-def _rows(path: str) -> tuple[list[str], list[str]]:
-    """Texts and labels of a CSV file."""
+def _rows(path: str) -> list[tuple[str, str]]:
+    """Return each text of a CSV file with its label."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as stream:
             rows = [*csv.DictReader(stream)]
@@ -144,7 +159,7 @@ def _rows(path: str) -> tuple[list[str], list[str]]:
         raise InvalidValue(
             f"text-file={path!r}: expected columns text and label in its first line, found {found}"
         )
-    return [row["text"] or "" for row in rows], [row["label"] or "" for row in rows]
+    return [(row["text"] or "", row["label"] or "") for row in rows]
 
 
 def _libraries() -> tuple[Any, Any]:
