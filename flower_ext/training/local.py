@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ def minimise(
     ``loss_at(params, x, y)`` is a scalar.
     """
     weights = clone(start)
-    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+    velocity = {n: torch.zeros_like(w) for n, w in weights.items() if training.momentum > 0}
     steps = _other_optimizer(training, weights)
     for x, y in batches(examples, training, generator):
         slope = gradient(loss_at, weights, x, y)
@@ -217,9 +217,11 @@ def minimise(
                 w.grad = slope[name]
             steps.step()
             continue
+        if training.momentum > 0:
+            for name, part in slope.items():
+                slope[name] = velocity[name].mul_(training.momentum).add_(part)
         for name, w in weights.items():
-            velocity[name].mul_(training.momentum).add_(slope[name])
-            w.sub_(velocity[name], alpha=training.learning_rate)
+            w.sub_(slope[name], alpha=training.learning_rate)
     return weights
 
 
@@ -281,8 +283,10 @@ def local_problem(
     # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
+    replaced = Replaced(model)
+
     def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
-        value = task.loss(call(model, {**rest, **chosen}, spared(task, x)), y)
+        value = task.loss(replaced({**rest, **chosen}, spared(task, x)), y)
         for term in terms:
             value = value + term(chosen)
         return value
@@ -300,11 +304,41 @@ def call(model: nn.Module, params: Params, x: Tree) -> Any:
     UnlikeTypes
         The model raises, and features are of another type than its numbers.
     """
+    return _called(partial(functional_call, model, params), params, x)
+
+
+class Replaced:
+    """A model whose parameters and buffers are replaced for good, as often as it is called.
+
+    `torch.func.functional_call` puts the former ones back each time, which takes as long as a step
+    of a small model. Tied parameters are replaced wherever they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+        self.model = model
+        self._places = [
+            (tensors, leaf, names[id(tensor)])
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+    def __call__(self, params: Params, x: Tree) -> Any:
+        """As `call`."""
+        for tensors, leaf, name in self._places:
+            if name in params:
+                tensors[leaf] = params[name]  # type: ignore[assignment]
+        return _called(lambda given, named: self.model(*given, **named), params, x)
+
+
+def _called(model: Callable[..., Any], params: Params, x: Tree) -> Any:
     given, named = (
         ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
     )
     try:
-        return functional_call(model, params, given, named)
+        return model(given, named)
     except RuntimeError as error:
         if "type" in str(error):
             _say_unlike(params, x, error)
