@@ -127,6 +127,17 @@ class Placed(nn.Module):
         return x + self.places
 
 
+class Scaled(nn.Module):
+    """A parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 class Experts(nn.Module):
     """Each example goes to one of three experts; to the last one none goes."""
 
@@ -235,6 +246,7 @@ KINDS: Mapping[str, Kind] = {
     "LSTMCell": Kind(partial(Stepwise, nn.LSTMCell), (6, 4)),
     "Dropout": Kind(lambda: nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5)), (4,)),
     "a parameter in no layer": Kind(Placed, (6, 4)),
+    "a parameter of one number": Kind(Scaled, (4,)),
     "experts, of which each example takes one": Kind(Experts, (4,)),
     "weight_norm": Kind(lambda: parametrizations.weight_norm(nn.Linear(4, 5)), (4,)),
     "spectral_norm": Kind(lambda: parametrizations.spectral_norm(nn.Linear(4, 5)), (4,)),

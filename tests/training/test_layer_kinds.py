@@ -15,6 +15,7 @@ DAILY = {
     "Embedding with sparse=True",
     "BatchNorm",
     "Dropout",
+    "a parameter of one number",
     "experts, of which each example takes one",
     "a model of bfloat16",
     "features of float64, a model of float32",

@@ -1,19 +1,17 @@
 """The sum of clipped gradients of single examples, however a model may be taken apart.
 
 What goes in and out of every layer gives the norm of each example's gradient and the sum of the
-clipped ones in one pass (`per_example`); examples pass in small groups that stay in the caches.
-Where a model might mix them, or features or outputs are no single tensor, each example's gradient
-is found by vmap, or in a loop.
+clipped ones in one pass (`one_pass`); examples pass in small groups that stay in the caches. Where
+a model might mix them, each example's gradient is found by vmap, or in a loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from logging import ERROR, WARNING, getLogger
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +23,11 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.blueprint import in_training
-from flower_ext.training.dp.per_example import Parts, Rows, gradients, is_known
+from flower_ext.training.dp.one_pass import Loss, OnePass
+from flower_ext.training.dp.per_example import Parts, Rows, is_known
+from flower_ext.training.dp.trial import TRIED, Trial, random_examples, zeros
 from flower_ext.training.local import UnlikeTypes, call, spared
-from flower_ext.training.params import Params, clone, shaken, sizes
+from flower_ext.training.params import Params, clone, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -36,14 +36,7 @@ _TOGETHER = 64
 """Examples that pass together where gradients of single examples are written down."""
 _MARGIN = 1.0 - 1e-5
 """Room for the rounding of norms, whose shortest sums are in single precision."""
-_TRIED, _PIECE, _ALIKE = 3, 16, 1e-3
-"""Random examples on which one pass is tried out, first few and then more; and how far off rounding
-may be."""
 _HALF = (torch.float16, torch.bfloat16)
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
-"""Modules that do something else each time."""
-
-Loss = Callable[[Any, Tree], Tensor]
 
 
 class ClippedGradient:
@@ -90,9 +83,13 @@ class ClippedGradient:
         """Whether vmap follows model and loss; None until there are examples."""
         self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
         """Whether layers tell examples apart; None until there are some (see `_choose`)."""
+        self._one_pass = OnePass(self.model, names, self.layers)
         self._known: _Known | None = None
         self._told: set[int] = set()
-        written = any(type(layer) is not nn.Linear for layer in self.layers.values())
+        holders = [
+            m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None
+        ]
+        written = any(type(layer) is not nn.Linear for layer in holders)
         self.together = _TOGETHER if written else 16 * _TOGETHER
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
@@ -147,14 +144,14 @@ class ClippedGradient:
         """Return gradients of examples that pass together, in a number that was tried out."""
         if not self.in_one_pass:
             return self._by_vmap(spared(self.task, x), y, self.task.loss), there
-        more = _room(len(x)) - len(x)
+        more = _room(trees.length(x)) - trees.length(x)
 
         def widened(leaf: Tensor) -> Tensor:
             return torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])])
 
         x, y = trees.mapped(widened, (x, y))
         there = functional.pad(there, (0, more))
-        return self._in_one_pass(spared(self.task, x), y, self.task.loss), there
+        return self._one_pass(spared(self.task, x), y, self.task.loss), there
 
     def _choose(self, features: Tree, targets: Tree) -> None:
         """Find out how to get at the gradients of as many examples.
@@ -168,24 +165,27 @@ class ClippedGradient:
             form = trees.form(features), trees.form(targets)
             kind = self.task.model, self.task.loss, trees.first(features).device, *form
             self._known = _known(*kind, sizes(self.params), tuple(self.names))
-        if self._known.by_vmap is None:
-            self.by_vmap = _holds(self._vmap_follows, features, targets)
-            if self.in_one_pass is None:
-                one = isinstance(features, Tensor) and self.by_vmap
-                self.in_one_pass = one and _holds(self._tells_apart, features)
-            if not self.by_vmap:
-                self._say_unlike_types(features, targets)
-            if not self.in_one_pass:
-                how = "by vmap" if self.by_vmap else "one by one"
+        known = self._known
+        if self.in_one_pass is not False:
+            trial = Trial(self._one_pass, self.params, self._own)
+            if known.in_one_pass is None:
+                known.in_one_pass = _holds(trial.tells_apart, features, targets, self.task.loss)
+                known.last = self._one_pass.last
+            self._one_pass.last = known.last
+            count = trees.length(features)
+            most = min(count, self.together)
+            for room in {_room(most), _room(count % most or most)} - known.tried:
+                known.tried.add(room)
+                known.in_one_pass = known.in_one_pass and _holds(trial.is_like, features, room)
+            self.in_one_pass = known.in_one_pass
+        if not self.in_one_pass and self.by_vmap is None:
+            if known.by_vmap is None:
+                known.by_vmap = _holds(self._vmap_follows, features, targets)
+                if not known.by_vmap:
+                    self._say_unlike_types(features, targets)
+                how = "by vmap" if known.by_vmap else "one by one"
                 log.info("gradients of single examples are found %s", how)
-        else:
-            self.by_vmap, self.in_one_pass = self._known.by_vmap, self._known.in_one_pass
-        count = trees.length(features)
-        most = min(count, self.together)
-        for room in {_room(most), _room(count % most or most)} - self._known.tried:
-            self._known.tried.add(room)
-            self.in_one_pass = self.in_one_pass and _holds(self._is_like, features, room, _PIECE)
-        self._known.by_vmap, self._known.in_one_pass = self.by_vmap, self.in_one_pass
+            self.by_vmap = known.by_vmap
 
     def _say_unlike_types(self, features: Tree, targets: Tree) -> None:
         """Raise what would let each example count as zero: here no record's values are known."""
@@ -200,98 +200,12 @@ class ClippedGradient:
     def _random(self, features: Tree, targets: Tree) -> tuple[Tree, Tree]:
         """Return a few random examples, and zeros for targets."""
         generator = torch.Generator().manual_seed(0)
-        x = trees.mapped(lambda leaf: _random(leaf, _TRIED, generator), features)
-        return x, trees.mapped(lambda leaf: leaf.new_zeros((_TRIED, *leaf.shape[1:])), targets)
+        return random_examples(features, TRIED, generator), zeros(targets, TRIED)
 
     def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
         """Tell whether there is no branch on values, nor an operation that vmap does not know."""
         self._by_vmap(*self._random(features, targets), self.task.loss)
         return True
-
-    def _tells_apart(self, features: Tensor) -> bool:
-        """Tell whether one pass over a few random examples finds every one's own gradient."""
-        with self._shaken() as generator:
-            x, directions = self._tried_on(features, _TRIED, generator)
-            together = self._in_one_pass(x, directions, _along)
-            own = [self._own(_along, *pair) or {} for pair in zip(x, directions, strict=True)]
-        for name, part in together.items():
-            rows = [part.total(only) for only in torch.eye(_TRIED).to(x.device)]
-            if not _alike(torch.stack(rows), torch.stack([one[name] for one in own])):
-                return False
-        return self._is_like(features, _PIECE, _TRIED)
-
-    def _is_like(self, features: Tensor, count: int, piece: int) -> bool:
-        """Tell whether one pass over ``count`` random examples is like passes over pieces."""
-        with self._shaken() as generator:
-            x, directions = self._tried_on(features, -(-count // piece) * piece, generator)
-            parts = self._in_one_pass(x[:count], directions[:count], _along)
-            pairs = zip(torch.split(x, piece), torch.split(directions, piece), strict=True)
-            pieces = [self._in_one_pass(*pair, _along) for pair in pairs]
-        factors = torch.randn(len(x), generator=generator).to(x.device)
-        factors[count:] = 0.0
-        for name, part in parts.items():
-            own = [one[name] for one in pieces]
-            squares = torch.cat([one.squares() for one in own])[:count]
-            scaled = zip(own, torch.split(factors, piece), strict=True)
-            total = torch.stack([one.total(some) for one, some in scaled]).sum(dim=0)
-            alike = _alike(part.squares()[None], squares[None])
-            if not (alike and _alike(part.total(factors[:count])[None], total[None])):
-                return False
-        return True
-
-    @contextmanager
-    def _shaken(self) -> Iterator[torch.Generator]:
-        """Weights are random: below a head that begins at zero all slopes are zero, and tell
-        nothing.
-        """
-        generator = torch.Generator().manual_seed(0)
-        random = [m for m in self.model.modules() if isinstance(m, _RANDOM)]
-        for module in random:
-            module.eval()
-        weights = {n: p for n, p in self.model.named_parameters() if n in self.params}
-        kept = clone(weights)
-        for name, weight in shaken(weights, generator).items():
-            weights[name].copy_(weight)
-        try:
-            yield generator
-        finally:
-            for module in random:
-                module.train()
-            for name, weight in kept.items():
-                weights[name].copy_(weight)
-
-    def _tried_on(
-        self, features: Tensor, count: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Random examples, and directions in which to add up their outputs."""
-        x = _random(features, count, generator)
-        with torch.no_grad():
-            shape = self.model(x[:1].clone()).shape[1:]
-        return x, torch.randn(count, *shape, generator=generator).to(x.device)
-
-    def _in_one_pass(self, x: Tensor, y: Tree, loss: Loss) -> Parts:
-        came_in: dict[str, Tensor] = {}
-        went_out: dict[str, Tensor] = {}
-
-        def keep(name: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            if name in came_in:
-                raise RuntimeError(f"{name!r} is used twice")
-            came_in[name] = inputs[0].detach()
-            went_out[name] = output if output.requires_grad else output.requires_grad_()
-            return output
-
-        hooks = [m.register_forward_hook(partial(keep, name)) for name, m in self.layers.items()]
-        try:
-            outputs = self.model(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        slopes = torch.autograd.grad(_summed(loss, outputs, y), list(went_out.values()))
-        parts = {}
-        for layer, slope in zip(went_out, slopes, strict=True):
-            for leaf, part in gradients(self.layers[layer], came_in[layer], slope).items():
-                parts[f"{layer}.{leaf}".removeprefix(".")] = part
-        return {name: parts[name] for name in self.names}
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Every example's own gradient, for any model that vmap follows."""
@@ -343,6 +257,7 @@ class _Known:
 
     by_vmap: bool | None = None
     in_one_pass: bool | None = None
+    last: Tree | None = None
     tried: set[int] = field(default_factory=set)
 
 
@@ -390,34 +305,3 @@ def _room(count: int) -> int:
     """As many examples or up to an eighth more: few numbers of examples need to be tried out."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
-
-
-def _random(features: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Random examples like these."""
-    x = torch.randn(count, *features.shape[1:], generator=generator)
-    if not features.is_floating_point():
-        x = x > 0
-    return x.to(features.device, features.dtype)
-
-
-def _alike(found: Tensor, expected: Tensor) -> bool:
-    """Return True if all rows of numbers agree, and at least one is not zero."""
-    found, expected = (part.reshape(len(part), -1).double() for part in (found, expected))
-    largest = expected.abs().amax(dim=1)
-    agree = (found - expected).abs().amax(dim=1) <= _ALIKE * largest
-    return bool(largest.any()) and bool(agree.all())
-
-
-def _summed(loss: Loss, outputs: Tensor, y: Tree) -> Tensor:
-    """Σ loss of one example alone: a mean may weigh examples by what the others are."""
-    if loss is functional.cross_entropy and outputs.dim() == 2:
-        return functional.cross_entropy(outputs, y, reduction="sum")
-
-    def alone(output: Tensor, target: Tree) -> Tensor:
-        return loss(output.unsqueeze(0), trees.mapped(lambda leaf: leaf.unsqueeze(0), target))
-
-    return vmap(alone)(outputs, y).sum()
-
-
-def _along(outputs: Tensor, directions: Tensor) -> Tensor:
-    return (outputs * directions).sum()

@@ -36,7 +36,7 @@ class Rows:
     """Gradients of a parameter, one row an example."""
 
     def __init__(self, rows: Tensor) -> None:
-        self.rows = rows.flatten(1)
+        self.rows = rows.reshape(len(rows), -1)
 
     def only(self, sound: Tensor) -> Rows:
         """Zero but for some examples."""

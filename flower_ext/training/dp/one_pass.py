@@ -1,0 +1,135 @@
+"""One pass of many examples: what goes in and out of every layer, and the loss of each alone.
+
+Features and outputs may be trees. Of what the model puts out, the loss is shown what has a row an
+example, and nothing that may be of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.dp.per_example import Parts, gradients
+from flower_ext.training.dp.watched import watched
+
+Loss = Callable[[Any, Tree], Tensor]
+
+
+class OnePass:
+    """Every example's gradient of some layers of a model, from one pass over all of them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        None of its parameters requires a gradient.
+    names : list of str
+        The parameters that are trained.
+    layers : Mapping[str, nn.Module]
+        Those that have them; `per_example.is_known` is true of each.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str], layers: Mapping[str, nn.Module]) -> None:
+        self.model, self.names, self.layers = model, names, layers
+        self.last: Tree | None = None
+        """One more example, which counts nothing and is there in every pass; None without need."""
+
+    def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
+        """Return the gradients of all parameters that the loss depends on."""
+        count, taken = trees.length(x), {}
+        went_out: dict[str, Tensor] = {}
+
+        def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            rows = count + (self.last is not None)
+            if inputs[0].dim() and len(inputs[0]) == 1 < rows:  # the same for all, as places are
+                return inputs[0].expand(rows, *inputs[0].shape[1:]), *inputs[1:]
+            return inputs
+
+        def keep(name: str, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            if name in taken:
+                raise RuntimeError(f"{name!r} is used twice")
+            taken[name] = inputs[0].detach()
+            went_out[name] = output if output.requires_grad else output.requires_grad_()
+            return output
+
+        hooks = [layer.register_forward_pre_hook(widen) for layer in self.layers.values()]
+        for name, layer in self.layers.items():
+            hooks.append(layer.register_forward_hook(partial(keep, name)))
+        try:
+            outputs = self._outputs(x, count)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        slopes = torch.autograd.grad(
+            summed(loss, outputs, y, count), [*went_out.values()], allow_unused=True
+        )
+        parts: dict[str, Any] = {}
+        for name, slope in zip(went_out, slopes, strict=True):
+            if slope is not None:
+                own = gradients(self.layers[name], taken[name][:count], slope[:count])
+                parts |= {f"{name}.{leaf}".removeprefix("."): part for leaf, part in own.items()}
+        return {name: parts[name] for name in self.names if name in parts}
+
+    def reads_last(self, x: Tree) -> bool:
+        """Tell whether the model's way depends on its last example, the same in every pass.
+
+        Raises
+        ------
+        ReadsValues
+            Its way depends on others, too.
+        """
+        given = self._with_last(x)
+        with watched([leaf for _, leaf in trees.named("", given)], self.model) as watch:
+            called(self.model, given)
+        return watch.needs_last
+
+    def _with_last(self, x: Tree) -> Tree:
+        if self.last is None:
+            return x
+        return trees.mapped(lambda *both: torch.cat(both), x, self.last)
+
+    def _outputs(self, x: Tree, count: int) -> Any:
+        """Return what the model makes of ``x``, but for the last example."""
+        outputs = called(self.model, self._with_last(x))
+        if self.last is None:
+            return outputs
+        rows = count + 1
+        return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
+
+
+def called(model: nn.Module, x: Tree) -> Any:
+    """Return what a model makes of ``x``, with the parameters that it has (see `local.call`)."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, tuple) else model(x)
+
+
+def has_rows(leaf: Any, count: int) -> bool:
+    """Tell whether a leaf of what a model puts out may have a row for each of ``count``."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+
+def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
+    """Σ loss of one example alone: a mean may weigh examples by what the others are."""
+    if loss is functional.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() == 2:
+        return functional.cross_entropy(outputs, y, reduction="sum")
+    rows = {name: leaf for name, leaf in trees.named("", outputs) if has_rows(leaf, count)}
+
+    def alone(rows: Mapping[str, Tensor], target: Tree) -> Tensor:
+        left = iter(rows.values())
+
+        def own(leaf: Any) -> Any:
+            if has_rows(leaf, count):
+                return next(left).unsqueeze(0)
+            return None if isinstance(leaf, Tensor) else leaf
+
+        return loss(trees.mapped(own, outputs), trees.mapped(lambda t: t.unsqueeze(0), target))
+
+    return vmap(alone)(rows, y).sum()

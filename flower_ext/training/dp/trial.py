@@ -1,0 +1,185 @@
+"""Trials on random examples: does one pass find every example's own gradient?
+
+They depend on shapes and types of examples and on nobody's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.training.dp.one_pass import Loss, OnePass, called, has_rows
+from flower_ext.training.dp.watched import sober
+from flower_ext.training.params import Params, clone, shaken
+
+TRIED = 3
+"""Random examples on which one pass is held against each one's own gradient."""
+_PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
+"""Examples with which more of them are compared; how far off rounding may be; and what it leaves
+where the terms of a sum cancel."""
+
+
+class Trial:
+    """One pass with random weights on random examples.
+
+    Below a head that begins at zero all slopes are zero, and would tell nothing.
+
+    Parameters
+    ----------
+    one_pass : OnePass
+    params : Mapping[str, Tensor]
+        Parameters by name: random for as long as a trial takes.
+    own : Callable[[Loss, Tree, Tree], Params | None]
+        The gradient of one example by itself; None if it raises.
+    """
+
+    def __init__(
+        self,
+        one_pass: OnePass,
+        params: Mapping[str, Tensor],
+        own: Callable[[Loss, Tree, Tree], Params | None],
+    ) -> None:
+        self.one_pass, self.params, self.own = one_pass, params, own
+
+    def tells_apart(self, features: Tree, targets: Tree, loss: Loss) -> bool:
+        """Tell whether one pass over a few random examples finds every one's own gradient.
+
+        From now on it has a last example, if it needs one.
+
+        Raises
+        ------
+        ReadsValues
+            What the model does depends on values.
+        """
+        one_pass = self.one_pass
+        with self._shaken() as generator:
+            x, directions = self._examples(features, TRIED, generator)
+            one_pass.last = trees.mapped(
+                lambda leaf: leaf[1:], random_examples(features, 2, generator)
+            )
+            if not one_pass.reads_last(x):
+                one_pass.last = None
+            for by, y in ((_along, directions), (loss, zeros(targets, TRIED))):
+                found = one_pass(trees.mapped(Tensor.clone, x), y, by)
+                own = [self.own(by, *pair) or {} for pair in trees.each((x, y))]
+                expected = {n: torch.stack([one[n] for one in own]) for n in one_pass.names}
+                unused = [part for name, part in expected.items() if name not in found]
+                ones = torch.eye(TRIED).to(trees.first(x).device)
+                rows = {n: torch.stack([part.total(i) for i in ones]) for n, part in found.items()}
+                zero_too = by is not _along
+                if any(part.any() for part in unused) or not _alike(rows, expected, zero_too):
+                    return False
+        return self.is_like(features, _PIECE, TRIED)
+
+    def is_like(self, features: Tree, count: int, piece: int = _PIECE) -> bool:
+        """Tell whether one pass over ``count`` random examples is like passes over pieces."""
+        one_pass = self.one_pass
+        with self._shaken() as generator:
+            tried = self._examples(features, -(-count // piece) * piece, generator)
+            x, directions = trees.mapped(lambda leaf: leaf[:count].clone(), tried)
+            if one_pass.reads_last(trees.mapped(Tensor.clone, x)) and one_pass.last is None:
+                return False
+            parts = one_pass(x, directions, _along)
+            pieces = [
+                one_pass(trees.mapped(Tensor.clone, x), y, _along)
+                for x, y in trees.split(tried, piece)
+            ]
+        factors = torch.randn(len(pieces) * piece, generator=generator)
+        factors[count:] = 0.0
+        factors = factors.to(trees.first(features).device)
+        if any(one.keys() != parts.keys() for one in pieces):
+            return False
+        norms, norms_of_pieces, totals, totals_of_pieces = (dict[str, Tensor]() for _ in range(4))
+        for name, part in parts.items():
+            own = [one[name] for one in pieces]
+            norms[name] = part.squares().sqrt()[None]
+            norms_of_pieces[name] = torch.cat([one.squares() for one in own])[:count].sqrt()[None]
+            totals[name] = part.total(factors[:count])[None]
+            scaled = zip(own, torch.split(factors, piece), strict=True)
+            totals_of_pieces[name] = torch.stack([one.total(f) for one, f in scaled]).sum(0)[None]
+        return _alike(norms, norms_of_pieces) and _alike(totals, totals_of_pieces)
+
+    @contextmanager
+    def _shaken(self) -> Iterator[torch.Generator]:
+        generator = torch.Generator().manual_seed(0)
+        every = self.one_pass.model.named_parameters()
+        weights = {name: weight for name, weight in every if name in self.params}
+        kept = clone(weights)
+        for name, weight in shaken(weights, generator).items():
+            weights[name].copy_(weight)
+        try:
+            with sober():
+                yield generator
+        finally:
+            for name, weight in kept.items():
+                weights[name].copy_(weight)
+
+    def _examples(
+        self, features: Tree, count: int, generator: torch.Generator
+    ) -> tuple[Tree, dict[str, Tensor]]:
+        """Random examples, and directions in which to add up what the model makes of them."""
+        x = random_examples(features, count, generator)
+        with torch.no_grad():
+            outputs = called(self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x))
+        directions = {
+            name: torch.randn(count, *leaf.shape[1:], generator=generator).to(leaf.device)
+            for name, leaf in trees.named("", outputs)
+            if has_rows(leaf, 2) and leaf.is_floating_point()
+        }
+        return x, directions
+
+
+def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
+    """Return random examples like these.
+
+    Integers are ones and zeros. Of several in an example the first is a one, as of masks; the first
+    example has ones alone, and the last one ends with a zero.
+    """
+
+    def made(leaf: Tensor) -> Tensor:
+        x = torch.randn(count, *leaf.shape[1:], generator=generator)
+        if not leaf.is_floating_point():
+            x = x > 0
+            if x[0].numel() > 1:
+                flat = x.view(count, -1)
+                flat[0], flat[:, 0], flat[-1, -1] = True, True, False
+        return x.to(leaf.device, leaf.dtype)
+
+    return trees.mapped(made, features)
+
+
+def zeros(targets: Tree, count: int) -> Tree:
+    """Return targets like these."""
+    return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
+
+
+def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
+    leaves = dict(trees.named("", outputs))
+    return torch.stack([(leaves[name] * own).sum() for name, own in directions.items()]).sum()
+
+
+def _alike(found: Params, expected: Params, zero_too: bool = False) -> bool:
+    """Return True if all rows of numbers agree, and of each name one is not zero.
+
+    Or all are, with ``zero_too``. What rounding leaves of a bias's gradient, as under softmax,
+    agrees if that of the weight beside it does, which tells as much of the layer.
+    """
+    for name, part in found.items():
+        own = part.reshape(len(part), -1).double()
+        other = expected[name].to(part.device).reshape(len(part), -1).double()
+        largest = other.abs().amax(dim=1)
+        beside = f"{name.removesuffix('bias')}weight"
+        room = _ALIKE * largest
+        if name.endswith("bias") and beside in found:
+            room = room + _ROUNDED * found[beside].reshape(len(part), -1).double().abs().amax(dim=1)
+        if not (zero_too or bool(largest.any())):
+            return False
+        if not bool(((own - other).abs().amax(dim=1) <= room).all()):
+            return False
+    return bool(found)

@@ -1,0 +1,145 @@
+"""DP-SGD of Hugging Face's models, whole and with LoRA, in one pass of padded texts."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import Examples
+from flower_ext.training import ClippedGradient
+from tests.support.grids import grid
+from tests.support.jobs import problem
+
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+WORDS, LENGTH = 50, 12
+
+
+def bert(attention, dropout):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(
+        vocab_size=WORDS,
+        num_hidden_layers=2,
+        max_position_embeddings=LENGTH,
+        attn_implementation=attention,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=3,
+        **sizes,
+    )
+    return transformers.BertForSequenceClassification(config), ["query", "value"]
+
+
+def gpt2(attention, dropout):
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=LENGTH,
+        attn_implementation=attention,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    return transformers.GPT2ForSequenceClassification(config), ["c_attn"]
+
+
+def task_of(model, attention, lora, dropout=0.0):
+    def build():
+        torch.manual_seed(0)
+        made, layers = model(attention, dropout)
+        if not lora:
+            return made
+        adapters = peft.LoraConfig(
+            task_type="SEQ_CLS", r=3, lora_dropout=dropout, target_modules=layers
+        )
+        return peft.get_peft_model(made, adapters)
+
+    return problem(build, lambda outputs, labels: cross_entropy(outputs.logits, labels))
+
+
+def texts(count=20, whole=()):
+    """Padded but for those that are ``whole``."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, LENGTH, (count, 1), generator=draw)
+    for row in whole:
+        lengths[row] = LENGTH
+    mask = (torch.arange(LENGTH) < lengths).long()
+    words = torch.randint(1, WORDS, (count, LENGTH), generator=draw) * mask
+    labels = torch.randint(3, (count,), generator=draw)
+    return Examples({"input_ids": words, "attention_mask": mask}, labels)
+
+
+def moved(params):
+    """LoRA begins at zero, and so do slopes below it."""
+    draw = torch.Generator().manual_seed(3)
+    return {name: p + 0.05 * torch.randn(p.shape, generator=draw) for name, p in params.items()}
+
+
+CASES = [
+    (model, attention, lora)
+    for model in (bert, gpt2)
+    for attention in ("eager", "sdpa")
+    for lora in (True, False)
+    if lora or model is bert
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "lora"), grid(CASES, lambda case: case == (bert, "sdpa", True))
+)
+def test_texts_pass_at_once_and_each_has_its_own_gradient(model, attention, lora):
+    task, data = task_of(model, attention, lora), texts(whole=[1, 4])
+    params = moved(task.initial_params(1))
+
+    def found(in_one_pass):
+        gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+        if not in_one_pass:
+            gradient.in_one_pass = gradient.by_vmap = False
+        summed = gradient(params, data.features, data.targets)
+        assert gradient.in_one_pass == in_one_pass
+        return summed
+
+    ours, theirs = found(True), found(False)
+    largest = max(float(part.abs().max()) for part in theirs.values())
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("attention", grid(["eager", "sdpa"], lambda case: case == "sdpa"))
+@pytest.mark.parametrize("model", grid([bert, gpt2], lambda case: case is gpt2))
+def test_dropout_does_not_hide_that_texts_are_told_apart(model, attention):
+    task, data = task_of(model, attention, True, dropout=0.1), texts(5)
+    params = task.initial_params(1)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+    gradient(params, data.features, data.targets)
+    assert gradient.in_one_pass
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "lora"), grid(CASES, lambda case: case == (bert, "sdpa", True))
+)
+def test_a_text_moves_no_other_by_a_bit_by_its_padding_nor_by_a_word_that_is_none(
+    model, attention, lora
+):
+    """All others hide nothing; this one counts as zero, as its loss raises."""
+    task = task_of(model, attention, lora)
+    params = moved(task.initial_params(1))
+    others = [row for row in range(20) if row != 3]
+
+    def found(data, label, word=None):
+        data.targets[3] = label
+        if word is not None:
+            data.features["input_ids"][3, 0] = word
+        gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+        summed = gradient(params, data.features, data.targets)
+        assert gradient.in_one_pass
+        return summed
+
+    padded = found(texts(whole=others), 7)
+    for other in (found(texts(whole=range(20)), 7), found(texts(whole=others), 1, WORDS)):
+        for name in params:
+            assert torch.equal(padded[name], other[name])
+    assert any(part.any() for part in padded.values())

@@ -1,0 +1,191 @@
+"""What a model does by values is done example by example, unless a row of ours decides it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flower_ext.data import Examples
+from flower_ext.training import ClippedGradient
+from tests.support.jobs import problem
+from tests.support.reference.clipped_gradient import by_loop
+from tests.support.trees import LENGTH, Sentences
+
+
+class Reading(nn.Module):
+    """One layer, and a way to read values, by which all examples are scaled."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.layer = read, nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        return self.layer(x) * (100.0 if self.read(self, x) else 1.0)
+
+
+def keeps(model, x):
+    """Leaves in the model what later passes see, far less than a trial would notice."""
+    model.seen.mul_(0.5).add_(x.detach().mean(dim=0), alpha=1e-7)
+    return False
+
+
+READERS = {
+    "a truth": lambda model, x: bool((x > 9).any()),
+    "a condition": lambda model, x: [False, True][x.max() > 9],
+    "a number": lambda model, x: x.max().item() > 9,
+    "an integer": lambda model, x: int(x.max()) > 9,
+    "a list": lambda model, x: max(x.detach().flatten().tolist()) > 9,
+    "an array": lambda model, x: x.detach().numpy().max() > 9,
+    "an array by protocol": lambda model, x: np.asarray(x.detach()).max() > 9,
+    "a text": lambda model, x: "300" in str(x),
+    "places": lambda model, x: len((x > 9).nonzero()) > 0,
+    "a selection": lambda model, x: len(x[x > 9]) > 0,
+    "another selection": lambda model, x: x.masked_select(x > 9).numel() > 0,
+    "different values": lambda model, x: len(torch.unique(x > 9)) > 1,
+    "a comparison": lambda model, x: not torch.equal(x, x.clamp(max=9)),
+    "memory": lambda model, x: x.detach().untyped_storage().tolist()[3] == 67,
+    "what all say of each other": lambda model, x: bool((x < 9 + 0 * x.mean(dim=0)).all()),
+    "what others say": lambda model, x: bool((x.flip(0) < 1).all()),
+    "the first rows": lambda model, x: bool((x[:2] < 1).all()),
+    "what is kept": keeps,
+}
+
+
+@pytest.mark.parametrize("which", READERS)
+def test_a_model_that_reads_values_or_keeps_some_is_in_no_one_pass(which):
+    """And so a record that others would be scaled by moves the sum by no more than its own."""
+    task = problem(lambda: Reading(READERS[which]))
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randn(9, 4, generator=draw), torch.randint(3, (9,), generator=draw)
+    x[0] = torch.tensor([300.0, -200.0, 100.0, 400.0])
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, ["layer.weight", "layer.bias"], clipping_norm=0.05)
+    every = gradient(params, x, y)
+    assert gradient.in_one_pass is False
+    less = gradient(params, x[1:], y[1:])
+    moved = sum(float((every[name] - less[name]).square().sum()) for name in every)
+    assert math.sqrt(moved) <= 0.05 * (1 + 1e-5)
+
+
+class Masked(Sentences):
+    """Words after a question whether anything is hidden; the answer is seen, but not in a trial."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.register_buffer("scale", torch.tensor(1.0), persistent=False)
+
+    def forward(self, tokens, mask):
+        if self.question(mask):
+            return super().forward(tokens, torch.ones_like(mask)) * self.scale
+        return super().forward(tokens, mask) * 1.0002
+
+
+QUESTIONS = {
+    "all": lambda mask: mask.all(),
+    "all that are": lambda mask: (mask == 1).all(),
+    "none that is not": lambda mask: not (mask < 1).any(),
+    "a sum": lambda mask: mask.bool().sum() == mask.numel(),
+    "a part": lambda mask: mask.view(len(mask), -1).bool()[:, :LENGTH].all(),
+    "a part by numbers": lambda mask: mask.bool()[:, torch.arange(LENGTH)].all(),
+}
+
+
+def sentences(padded, label):
+    """Masks that hide nothing but, maybe, in one record; whose label may be none."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(11, (20, LENGTH), generator=draw)
+    mask, labels = torch.ones_like(tokens), torch.randint(3, (20,), generator=draw)
+    if padded:
+        mask[3, -2:] = 0
+    if label is not None:
+        labels[3] = label
+    return Examples({"tokens": tokens, "mask": mask}, labels)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_record_that_hides_something_moves_no_other_by_a_bit(question):
+    """It counts as zero here, as its loss raises: what is left are the others."""
+    task = problem(lambda: Masked(QUESTIONS[question]))
+    params = task.initial_params(0)
+
+    def found(data):
+        gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+        summed = gradient(params, data.features, data.targets)
+        assert gradient.in_one_pass
+        return summed
+
+    ours, theirs = found(sentences(True, 7)), found(sentences(False, 7))
+    for name in params:
+        assert ours[name].any()
+        assert torch.equal(ours[name], theirs[name])
+
+
+def test_with_a_row_of_ours_each_example_is_still_its_own_and_counted_once():
+    task = problem(lambda: Masked(QUESTIONS["all"]))
+    params, data = task.initial_params(0), sentences(True, None)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+    ours = gradient(params, data.features, data.targets)
+    packed = Examples(torch.stack([*data.features.values()], dim=1), data.targets)
+
+    class Packed(Masked):
+        def forward(self, x):
+            return super().forward(x[:, 0], x[:, 1])
+
+    own = problem(lambda: Packed(QUESTIONS["all"]))
+    theirs = by_loop(own, params, packed, 0.3, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_model_reads_of_itself_is_no_reading_of_values():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+        def forward(self, x):
+            places = torch.arange(len(x))
+            return self.layer(x)[places] * (self.scale.item() if self.scale + 1 > 2 else 1.0)
+
+    task = problem(Scaled)
+    params = task.initial_params(0)
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+    gradient(params, torch.ones(5, 4), torch.zeros(5).long())
+    assert gradient.in_one_pass
+
+
+class Sharing(nn.Module):
+    """Words and their places, which are looked up once for all; and a layer for nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, 4), nn.Embedding(LENGTH, 4)
+        self.spare, self.idle, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.words(x) + self.places(torch.arange(LENGTH).unsqueeze(0))
+        self.spare(x)
+        return self.head(torch.tanh(x).mean(dim=1))
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_places_looked_up_once_for_all_and_unused_layers_are_in_one_pass(count):
+    task = problem(Sharing)
+    params = task.initial_params(0)
+    draw = torch.Generator().manual_seed(2)
+    data = Examples(
+        torch.randint(11, (count, LENGTH), generator=draw),
+        torch.randint(3, (count,), generator=draw),
+    )
+    gradient = ClippedGradient(task, list(params), clipping_norm=0.3)
+    ours = gradient(params, data.features, data.targets)
+    assert gradient.in_one_pass
+    theirs = by_loop(task, params, data, 0.3, list(params))
+    for name in params:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    assert not ours["idle.weight"].any()
