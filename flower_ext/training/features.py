@@ -23,8 +23,8 @@ from flower_ext.data import ClientData, Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import digest, seeded
+from flower_ext.training.calls import call
 from flower_ext.training.kept import keep, recall
-from flower_ext.training.local import call
 
 log = getLogger("flwr")
 

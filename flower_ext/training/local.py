@@ -13,18 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from flower_ext.checks import require_not_negative, require_positive, require_rate
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import in_training, seeded
+from flower_ext.training.calls import Replaced, spared
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
@@ -292,97 +290,6 @@ def local_problem(
         return value
 
     return LocalProblem(start=start, loss_at=loss_at, rest=rest, device=device)
-
-
-def call(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Return what a model with these parameters (and its own, where there are none) makes of x.
-
-    That is ``model(x)`` of a tensor, ``model(*x)`` of a tuple, and ``model(**x)`` of a mapping.
-
-    Raises
-    ------
-    UnlikeTypes
-        The model raises, and features are of another type than its numbers.
-    """
-    return _called(partial(functional_call, model, params), params, x)
-
-
-class Replaced:
-    """A model whose parameters and buffers are replaced for good, as often as it is called.
-
-    `torch.func.functional_call` puts the former ones back each time, which takes as long as a step
-    of a small model. Tied parameters are replaced wherever they are.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
-        self.model = model
-        self._places = [
-            (tensors, leaf, names[id(tensor)])
-            for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for leaf, tensor in tensors.items()
-            if tensor is not None
-        ]
-
-    def __call__(self, params: Params, x: Tree) -> Any:
-        """As `call`."""
-        for tensors, leaf, name in self._places:
-            if name in params:
-                tensors[leaf] = params[name]  # type: ignore[assignment]
-        return _called(lambda given, named: self.model(*given, **named), params, x)
-
-
-def _called(model: Callable[..., Any], params: Params, x: Tree) -> Any:
-    given, named = (
-        ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
-    )
-    try:
-        return model(given, named)
-    except RuntimeError as error:
-        if "type" in str(error):
-            _say_unlike(params, x, error)
-        raise
-
-
-class UnlikeTypes(InvalidValue):
-    """Features are of another type than the model's numbers."""
-
-
-def _say_unlike(params: Params, x: Tree, error: Exception) -> None:
-    """Say which features are of another type than all parameters, where some are."""
-    types = {p.dtype for p in params.values() if p.is_floating_point()}
-    for name, leaf in trees.named("features", x):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
-            kind = min(types, key=str)
-            raise UnlikeTypes(
-                f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers are; "
-                f"give Examples(features.to({kind}), …), or build the model with "
-                f"model.to({leaf.dtype})"
-            ) from error
-
-
-def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
-    """What the model may be given without harm to ``x``: a copy, if it writes into features.
-
-    The first ``batched`` dimensions are not those of an example.
-    """
-    if not isinstance(x, Tensor):
-        return trees.mapped(Tensor.clone, x)
-    return x.clone() if _writes(task.model, x.shape[batched:], x.dtype) else x
-
-
-@lru_cache(maxsize=64)
-def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether a model of this kind begins with an operation in place."""
-    x = torch.zeros((2, *shape), dtype=dtype)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            model = build()
-            (model.to(dtype) if dtype.is_floating_point else model)(x)
-        except Exception:  # a model may ask for more than zeros; a copy does for any
-            return True
-    return x._version > 0
 
 
 def train(

@@ -14,7 +14,7 @@ from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
-from flower_ext.training.local import call, spared
+from flower_ext.training.calls import call, spared
 from flower_ext.training.params import shaken, to_device
 from flower_ext.training.task import Task
 

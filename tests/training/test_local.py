@@ -17,7 +17,8 @@ from flower_ext.training import (
     train,
     train_many,
 )
-from flower_ext.training.local import batches, perturbation, spared
+from flower_ext.training.calls import spared
+from flower_ext.training.local import batches, perturbation
 from flower_ext.training.objective import Linear
 
 

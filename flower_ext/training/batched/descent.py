@@ -22,7 +22,8 @@ from flower_ext.training.batched.form import Loss, ManyModels, Target
 from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
 from flower_ext.training.blueprint import in_training
-from flower_ext.training.local import Job, batch_rows, spared
+from flower_ext.training.calls import spared
+from flower_ext.training.local import Job, batch_rows
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.task import Task

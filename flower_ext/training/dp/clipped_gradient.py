@@ -23,10 +23,10 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
 from flower_ext.training.blueprint import in_training
+from flower_ext.training.calls import UnlikeTypes, call, spared
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
 from flower_ext.training.dp.trial import TRIED, Trial, random_examples, zeros
-from flower_ext.training.local import UnlikeTypes, call, spared
 from flower_ext.training.params import Params, clone, sizes
 from flower_ext.training.task import Task
 

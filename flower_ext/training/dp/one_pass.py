@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
+from flower_ext.training.calls import called
 from flower_ext.training.dp.per_example import Parts, gradients
 from flower_ext.training.dp.watched import watched
 
@@ -102,13 +103,6 @@ class OnePass:
             return outputs
         rows = count + 1
         return trees.mapped(lambda leaf: leaf[:-1] if has_rows(leaf, rows) else leaf, outputs)
-
-
-def called(model: nn.Module, x: Tree) -> Any:
-    """Return what a model makes of ``x``, with the parameters that it has (see `local.call`)."""
-    if isinstance(x, Mapping):
-        return model(**x)
-    return model(*x) if isinstance(x, tuple) else model(x)
 
 
 def has_rows(leaf: Any, count: int) -> bool:

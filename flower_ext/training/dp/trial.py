@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flower_ext.data import trees
 from flower_ext.data.trees import Tree
-from flower_ext.training.dp.one_pass import Loss, OnePass, called, has_rows
+from flower_ext.training.calls import called
+from flower_ext.training.dp.one_pass import Loss, OnePass, has_rows
 from flower_ext.training.dp.watched import sober
 from flower_ext.training.params import Params, clone, shaken
 

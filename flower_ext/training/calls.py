@@ -1,0 +1,113 @@
+"""Calls of a model with given parameters, on features that may be trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flower_ext.data import trees
+from flower_ext.data.trees import Tree
+from flower_ext.errors import InvalidValue
+from flower_ext.training.params import Params
+from flower_ext.training.task import Task
+
+
+def called(model: Callable[..., Any], x: Tree) -> Any:
+    """Return ``model(x)`` of a tensor, ``model(*x)`` of a tuple, ``model(**x)`` of a mapping."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, tuple) else model(x)
+
+
+def call(model: nn.Module, params: Params, x: Tree) -> Any:
+    """Call a model with other parameters, or its own where ``params`` has none; see `called`.
+
+    Raises
+    ------
+    UnlikeTypes
+        The model raises, and features are of another type than its numbers.
+    """
+
+    def replaced(*given: Tree, **named: Tree) -> Any:
+        return functional_call(model, params, given, named)
+
+    with _types_told(params, x):
+        return called(replaced, x)
+
+
+class Replaced:
+    """A model whose parameters and buffers are replaced for good, as often as it is called.
+
+    `torch.func.functional_call` puts the former ones back each time, which takes as long as a step
+    of a small model. Tied parameters are replaced wherever they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+        self.model = model
+        self._places = [
+            (tensors, leaf, names[id(tensor)])
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+    def __call__(self, params: Params, x: Tree) -> Any:
+        """As `call`."""
+        for tensors, leaf, name in self._places:
+            if name in params:
+                tensors[leaf] = params[name]  # type: ignore[assignment]
+        with _types_told(params, x):
+            return called(self.model, x)
+
+
+class UnlikeTypes(InvalidValue):
+    """Features are of another type than the model's numbers."""
+
+
+@contextmanager
+def _types_told(params: Params, x: Tree) -> Iterator[None]:
+    """Where a model raises, name the features that are of another type than all parameters."""
+    try:
+        yield
+    except RuntimeError as error:
+        types = {p.dtype for p in params.values() if p.is_floating_point()}
+        for name, leaf in trees.named("features", x) if "type" in str(error) else ():
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
+                kind = min(types, key=str)
+                raise UnlikeTypes(
+                    f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers "
+                    f"are; give Examples(features.to({kind}), …), or build the model with "
+                    f"model.to({leaf.dtype})"
+                ) from error
+        raise
+
+
+def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
+    """What the model may be given without harm to ``x``: a copy, if it writes into features.
+
+    The first ``batched`` dimensions are not those of an example.
+    """
+    if not isinstance(x, Tensor):
+        return trees.mapped(Tensor.clone, x)
+    return x.clone() if _writes(task.model, x.shape[batched:], x.dtype) else x
+
+
+@lru_cache(maxsize=64)
+def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a model of this kind begins with an operation in place."""
+    x = torch.zeros((2, *shape), dtype=dtype)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = build()
+            (model.to(dtype) if dtype.is_floating_point else model)(x)
+        except Exception:  # a model may ask for more than zeros; a copy does for any
+            return True
+    return x._version > 0
