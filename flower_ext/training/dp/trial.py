@@ -5,6 +5,7 @@ They depend on shapes and types of examples and on nobody's values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from flower_ext.training.params import Params, clone, shaken
 
 TRIED = 3
 """Random examples on which one pass is held against each one's own gradient."""
+_ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
+"""Features of an example by which a model may change what it does to all others."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
 """Examples with which more of them are compared; how far off rounding may be; and what it leaves
 where the terms of a sum cancel."""
@@ -76,7 +79,26 @@ class Trial:
                 zero_too = by is not _along
                 if any(part.any() for part in unused) or not _alike(rows, expected, zero_too):
                     return False
+            if not all(self._stays(x, directions, odd) for odd in _ODD):
+                return False
         return self.is_like(features, _PIECE, TRIED)
+
+    def _stays(self, x: Tree, directions: Tree, odd: float) -> bool:
+        """Tell whether the gradients of all others are the same beside an odd example."""
+
+        def beside(leaf: Tensor) -> Tensor:
+            leaf = leaf.clone()
+            leaf[0] = odd if leaf.is_floating_point() else bool(odd)
+            return leaf
+
+        usual = self.one_pass(trees.mapped(Tensor.clone, x), directions, _along)
+        found = self.one_pass(trees.mapped(beside, x), directions, _along)
+        others = (torch.arange(TRIED) > 0).to(trees.first(x).device)
+        return usual.keys() == found.keys() and all(
+            torch.equal(one.only(others).total(factors), found[name].only(others).total(factors))
+            for name, one in usual.items()
+            for factors in torch.eye(TRIED).to(trees.first(x).device)[1:]
+        )
 
     def is_like(self, features: Tree, count: int, piece: int = _PIECE) -> bool:
         """Tell whether one pass over ``count`` random examples is like passes over pieces."""

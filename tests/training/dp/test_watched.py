@@ -55,6 +55,43 @@ READERS = {
 }
 
 
+MIXERS = {
+    "a condition": lambda x: torch.where((x > 9).any(), 100.0, 1.0),
+    "a maximum": lambda x: 1 + torch.relu(x.max() - 9),
+    "a minimum": lambda x: 1 + torch.relu(-9 - x.min()),
+    "a share": lambda x: 1 + (x > 9).float().mean(),
+    "what is missing": lambda x: torch.where(x.isnan().any(), 100.0, 1.0),
+    "what is empty": lambda x: torch.where((x == 0).all(dim=1).any(), 100.0, 1.0),
+    "a sum that may be no number": lambda x: 1 + 0 * x.sum(),
+}
+
+
+class Mixing(nn.Module):
+    """One layer, by whose side all examples are scaled by what one may be, without a branch."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.layer = scale, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale(x)
+
+
+@pytest.mark.parametrize("which", MIXERS)
+@pytest.mark.parametrize("odd", [300.0, -300.0, math.nan, 0.0])
+def test_one_odd_record_moves_no_other_where_a_model_scales_all_by_it(which, odd):
+    own = problem(lambda: Mixing(MIXERS[which]))
+    params = own.initial_params(0)
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
+    beside = x.clone()
+    beside[0] = odd
+    gradient = ClippedGradient(own, [*params], clipping_norm=0.1)
+    usual, found = (gradient(params, features, y) for features in (x, beside))
+    moved = sum(float((found[name] - usual[name]).square().sum()) for name in params) ** 0.5
+    assert not gradient.in_one_pass
+    assert moved <= 0.2  # one gradient left, and another one came
+
+
 @pytest.mark.parametrize("which", READERS)
 def test_a_model_that_reads_values_or_keeps_some_is_in_no_one_pass(which):
     """And so a record that others would be scaled by moves the sum by no more than its own."""
