@@ -1,10 +1,12 @@
-"""One step of DP-SGD at batch 256: gradients clipped record by record, against a plain step.
+"""One step of DP-SGD: gradients clipped record by record, against a plain step.
 
-    python -m benchmarks.speed.dp_sgd
+    python -m benchmarks.speed.dp_sgd           # or with a part of the models' names
 
-Opacus means its `GradSampleModule`, whose hooks write down every record's gradient. Each contender
-is a process of its own on one thread, for five seconds a turn; the fastest of all steps counts.
-Memory is what the process grew by while it took them.
+At batch 256; of texts, 64. Opacus means its `GradSampleModule`, whose hooks write down every
+record's gradient; ghost its ghost clipping, with two backward passes. Ours one by one is what
+`ClippedGradient` does where it cannot take records together. Each contender is a process of its own
+on one thread, for five seconds a turn; the fastest of all steps counts. Memory is what the process
+grew by while it took them.
 """
 
 from __future__ import annotations
@@ -16,52 +18,68 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.speed.texts import Adapted, Transformer, padded_texts, texts
 from benchmarks.speed.workload import CLASSES, convolutional, logistic_regression, perceptron
-from flower_ext.data import ClientData
+from flower_ext.data import ClientData, trees
 from flower_ext.runs.report import table
 from flower_ext.training import ClippedGradient, Task
+from flower_ext.training.dp.one_pass import called
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
 BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
-GREY, COLOUR = (1, 28, 28), (3, 32, 32)
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+Features = Tensor | tuple[Tensor, ...]
+TEXTS = 64
+
+
+def images(*shape: int) -> Tensor:
+    """Return a batch of random ones."""
+    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(0))
+
+
+GREY, COLOUR = partial(images, 1, 28, 28), partial(images, 3, 32, 32)
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Features]]] = {
     "logistic regression, 7,850": (logistic_regression, GREY),
     "perceptron, 50,890": (perceptron, GREY),
     "convolutional, 19,988": (mnist_cnn, GREY),
     "convolutional, 147,146": (convolutional, GREY),
     "convolutional, 667,402": (cifar10_cnn, COLOUR),
+    "transformer, 232,714": (Transformer, partial(texts, TEXTS)),
+    "BERT with LoRA, 4,746 of them": (Adapted, partial(padded_texts, TEXTS)),
 }
-CONTENDERS = ("plain", "ours", "opacus")
+CONTENDERS = ("plain", "ours", "ours, one by one", "opacus", "ghost")
 
 
 def main() -> None:
-    """Print the table; with two arguments be one contender on one model."""
+    """Print the table, of models with a part of a name; with two arguments be a contender."""
     if len(sys.argv) == 3:
         compete(sys.argv[1], *MODELS[sys.argv[2]])
         return
     rows = []
-    for model in MODELS:
+    for model in (name for name in MODELS if sys.argv[1:] == [] or sys.argv[1] in name):
         best = {name: (float("inf"), 0.0) for name in CONTENDERS}
         for _ in range(TURNS):
             for name in CONTENDERS:
                 seconds, megabytes = one_run(name, model)
                 best[name] = (min(best[name][0], seconds), max(best[name][1], megabytes))
-        (plain, _), (ours, own), (opacus, theirs) = (best[name] for name in CONTENDERS)
+        ours, own = best["ours"]
         rows.append(
             (
                 model,
-                *(f"{1e3 * best[name][0]:.1f}" for name in CONTENDERS),
-                f"{ours / plain:.2f}",
-                f"{opacus / ours:.2f}",
-                f"{own / max(theirs, 1.0):.2f}",
+                *(f"{1e3 * seconds:.1f}" for seconds, _ in best.values()),
+                f"{ours / best['plain'][0]:.2f}",
+                *(f"{best[name][0] / ours:.2f}" for name in CONTENDERS[2:]),
+                *(f"{own / max(best[name][1], 1.0):.2f}" for name in CONTENDERS[3:]),
             )
         )
-    header = ("model", "plain, ms", "ours, ms", "Opacus, ms")
-    print(table((*header, "ours / plain", "Opacus / ours", "memory, ours / Opacus"), rows))
+    header = ("model", "plain, ms", "ours, ms", "one by one, ms", "Opacus, ms", "ghost, ms")
+    ratios = ("ours / plain", "one by one / ours", "Opacus / ours", "ghost / ours")
+    print(table((*header, *ratios, "memory, ours / Opacus", "memory, ours / ghost"), rows))
 
 
 def one_run(contender: str, model: str) -> tuple[float, float]:
@@ -72,14 +90,22 @@ def one_run(contender: str, model: str) -> tuple[float, float]:
     return seconds, megabytes
 
 
-def compete(contender: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def compete(
+    contender: str, build: Callable[[], nn.Module], features: Callable[[], Features]
+) -> None:
     """Take steps; print the fastest, and by how much memory grew."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(BATCH, *shape, generator=generator)
-    y = torch.randint(CLASSES, (BATCH,), generator=generator)
-    step = {"plain": plain, "ours": ours, "opacus": opacus}[contender](build, x, y)
+    x, draw = features(), torch.Generator().manual_seed(0)
+    y = torch.randint(CLASSES, (trees.length(x),), generator=draw)
+    makers: dict[str, Callable[..., Callable[[], object]]] = {
+        "plain": plain,
+        "ours": ours,
+        "ours, one by one": partial(ours, one_by_one=True),
+        "opacus": opacus,
+        "ghost": ghost,
+    }
+    step = makers[contender](build, x, y)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best = float("inf")
     end = time.perf_counter() + SECONDS
@@ -90,14 +116,21 @@ def compete(contender: str, build: Callable[[], nn.Module], shape: tuple[int, ..
     print(json.dumps([best, grown]))
 
 
-def plain(build: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def plain(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
     """The gradient of the mean loss."""
     model = build()
-    parameters = list(model.parameters())
-    return lambda: torch.autograd.grad(nn.functional.cross_entropy(model(x), y), parameters)
+    parameters = trained(model)
+    return lambda: torch.autograd.grad(nn.functional.cross_entropy(called(model, x), y), parameters)
 
 
-def ours(build: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> Callable[[], object]:
+def ours(
+    build: Callable[[], nn.Module], x: Features, y: Tensor, *, one_by_one: bool = False
+) -> Callable[[], object]:
     """`ClippedGradient`."""
 
     def no_partitions(partition: int) -> ClientData:
@@ -106,20 +139,20 @@ def ours(build: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor) -> Ca
     task = Task(model=build, data=no_partitions, device="cpu")
     params = task.initial_params(0)
     clipped = ClippedGradient(task, list(params), clipping_norm=CLIPPING_NORM)
+    if one_by_one:
+        clipped.in_one_pass = clipped.by_vmap = False
     return lambda: clipped(params, x, y)
 
 
-def opacus(
-    build: Callable[[], nn.Module], x: torch.Tensor, y: torch.Tensor
-) -> Callable[[], object]:
+def opacus(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
     """Gradients of single records by hooks; norms, clipping and sum as its optimiser does."""
     from opacus import GradSampleModule
 
     model = GradSampleModule(build())
-    parameters = list(model.parameters())
+    parameters: list[Any] = trained(model)
 
-    def step() -> list[torch.Tensor]:
-        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
+    def step() -> list[Tensor]:
+        torch.autograd.backward(nn.functional.cross_entropy(called(model, x), y))
         own = [p.grad_sample for p in parameters]
         norms = torch.stack([g.flatten(1).norm(2, dim=-1) for g in own], dim=1).norm(2, dim=1)
         factors = (CLIPPING_NORM / (norms + 1e-6)).clamp(max=1.0)
@@ -127,6 +160,30 @@ def opacus(
         for p in parameters:
             p.grad_sample = p.grad = None
         return summed
+
+    return step
+
+
+def ghost(build: Callable[[], nn.Module], x: Features, y: Tensor) -> Callable[[], object]:
+    """Norms by a first backward pass, and the sum by a second one."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    model = GradSampleModuleFastGradientClipping(
+        build(), max_grad_norm=CLIPPING_NORM, use_ghost_clipping=True
+    )
+    steps = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(trained(model), lr=0.0),
+        noise_multiplier=0.0,
+        max_grad_norm=CLIPPING_NORM,
+        expected_batch_size=len(y),
+    )
+    loss = DPLossFastGradientClipping(model, steps, nn.CrossEntropyLoss(), "mean")
+
+    def step() -> None:
+        steps.zero_grad()
+        loss(called(model, x), y).backward()
 
     return step
 

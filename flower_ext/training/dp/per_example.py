@@ -94,6 +94,49 @@ class Products:
         return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1).double()
 
 
+class Lookups:
+    """Gradients of a table of which each place of an example looks up one row, never written.
+
+    Their squares are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row: as `Products`
+    whose inputs are one at that row, and zero elsewhere.
+
+    Parameters
+    ----------
+    slopes, places : Tensor
+        (examples, places, width) and (examples, places): numbers of rows.
+    rows : int
+        Of the table.
+    """
+
+    def __init__(self, slopes: Tensor, places: Tensor, rows: int) -> None:
+        self.slopes, self.places, self.rows = slopes, places, rows
+
+    def only(self, sound: Tensor) -> Lookups:
+        """Zero but for some examples."""
+        return Lookups(self.slopes.where(sound.view(-1, 1, 1), 0.0), self.places, self.rows)
+
+    def squares(self) -> Tensor:
+        """‖gradient‖² of every example."""
+        some = max(1, _PATCHES // self.places.shape[1] ** 2)
+        pairs = zip(torch.split(self.slopes, some), torch.split(self.places, some), strict=True)
+        return torch.cat([_squares_of_sums(*pair) for pair in pairs])
+
+    def total(self, factors: Tensor) -> Tensor:
+        """Σ factor · gradient."""
+        scaled = self.slopes.double() * factors.view(-1, 1, 1)
+        summed = scaled.new_zeros(self.rows, scaled.shape[2])
+        return summed.index_add_(0, self.places.flatten(), scaled.flatten(0, 1))
+
+
+def _squares_of_sums(slopes: Tensor, places: Tensor) -> Tensor:
+    same = places.unsqueeze(2) == places.unsqueeze(1)
+    doubled = slopes.double()
+    squares = (torch.bmm(doubled, doubled.mT) * same).sum(dim=(1, 2)).clamp_min(0.0)
+    rounding = _ROUNDING * torch.finfo(slopes.dtype).eps * vector_norm(slopes, dim=2).sum(dim=1)
+    norms: Tensor = squares.sqrt() + rounding
+    return norms.square()
+
+
 def _squares(rows: Tensor) -> Tensor:
     """‖row‖² in float64: a sum of many squares in single precision loses the last ones."""
     whole = rows.shape[1] // _SQUARED * _SQUARED
@@ -104,7 +147,7 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.cat(norms, dim=1).double().square().sum(dim=1)
 
 
-Parts = Mapping[str, "Rows | Products"]
+Parts = Mapping[str, "Rows | Products | Lookups"]
 
 
 def _linear(layer: nn.Linear, x: Tensor, slope: Tensor) -> Parts:
@@ -154,6 +197,17 @@ def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
     return cast(Tensor, own).reshape(count, -1)
 
 
+def _embedding(layer: nn.Embedding, x: Tensor, slope: Tensor) -> Parts:
+    words, slopes = x.reshape(len(x), -1), slope.reshape(len(x), -1, slope.shape[-1])
+    if layer.padding_idx is not None:
+        slopes = slopes.where((words != layer.padding_idx).unsqueeze(2), 0.0)
+    if words.shape[1] < layer.num_embeddings:
+        return {"weight": Lookups(slopes, words.long(), layer.num_embeddings)}
+    rows = slopes.new_zeros(len(x), *layer.weight.shape)
+    where = words.long().unsqueeze(2).expand_as(slopes)
+    return {"weight": Rows(rows.scatter_add_(1, where, slopes))}
+
+
 def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
     normal = functional.group_norm(x, layer.num_groups, eps=layer.eps)
     weight, bias = (part.flatten(2).sum(dim=2) for part in (normal * slope, slope))
@@ -163,11 +217,12 @@ def _group_norm(layer: nn.GroupNorm, x: Tensor, slope: Tensor) -> Parts:
 _FORMS: dict[type[nn.Module], Callable[..., Parts]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
+    nn.Embedding: _embedding,
     nn.GroupNorm: _group_norm,
 }
 """Layers of which some form was measured to be faster than Opacus' (docs/decisions.md)."""
 _SAMPLED = {
-    *(nn.Conv1d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
+    *(nn.Conv1d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
 """Layers left to Opacus. An `EmbeddingBag` is not: a word that a bag has twice would count once."""
@@ -198,6 +253,4 @@ def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, Rows]:
         rows = sampler(layer, [x.contiguous()], slope.contiguous())
     finally:
         layer.requires_grad_(False)
-    if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
-        rows[layer.weight][:, layer.padding_idx] = 0.0  # as in PyTorch, not in Opacus
     return {name: Rows(rows[p]) for name, p in layer.named_parameters() if p in rows}

@@ -96,7 +96,7 @@ def assert_is_like_a_loop(build, data, *, in_one_pass, clipping_norm=0.3):
 
 @pytest.mark.parametrize("clipping_norm", [0.3, 1e6], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("padding", [None, 0, 7, -1])
-@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("length", [1, 6, WORDS + 1])
 def test_embeddings_pass_once_and_padding_has_no_gradient(length, padding, clipping_norm):
     """A trial looks up the words 0 and 1 alone: a padding among the others takes knowing."""
     assert_is_like_a_loop(

@@ -27,6 +27,29 @@ def test_what_cancels_does_not_pass_unclipped(left, scale):
         torch.testing.assert_close(norms.double(), exact, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("left", [0.0, 1e-7, 1e-3, 1.0])
+def test_what_cancels_at_one_word_does_not_pass_unclipped(left):
+    """Words that come twice, with slopes that are opposites, up to a rest."""
+    draw = torch.Generator().manual_seed(0)
+    count, width, vocabulary = 20, 8, 30
+    words = torch.randint(vocabulary, (count, 6), generator=draw).repeat(1, 2)
+    slopes = torch.randn(count, 6, width, generator=draw)
+    rest = left * torch.randn(count, 6, width, generator=draw)
+    part = per_example.Lookups(torch.cat([slopes, rest - slopes], dim=1), words, vocabulary)
+    norms = part.squares().sqrt()
+    totals = [part.total(torch.eye(count)[row]) for row in range(count)]
+    for norm, total in zip(norms, totals, strict=True):
+        assert total.norm() <= float(norm) * (1 + 1e-6)
+    if left == 1.0:
+        written = torch.zeros(count, vocabulary, width, dtype=torch.float64)
+        for row, places in enumerate(words):
+            for place, word in enumerate(places):
+                written[row, word] += part.slopes[row, place]
+        torch.testing.assert_close(torch.stack(totals), written)
+        exact = written.flatten(1).norm(dim=1)
+        torch.testing.assert_close(norms, exact, rtol=1e-4, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["rows", "products"])
 def test_no_number_of_weights_makes_a_norm_too_small(kind):
     """A long sum of squares in single precision loses the last ones."""

@@ -51,6 +51,7 @@ READERS = {
     "what all say of each other": lambda model, x: bool((x < x.mean(dim=0) - 9).all()),
     "what others say": lambda model, x: bool((x.flip(0) < -9).all()),
     "the first rows": lambda model, x: bool((x[:2] < -9).all()),
+    "a draw": lambda model, x: bool(torch.rand(()) > 2),
     "what is kept": keeps,
 }
 

@@ -1,0 +1,88 @@
+"""Small transformers that classify texts of 64 words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WORDS, LENGTH, WIDTH, HEADS, LAYERS, CLASSES = 2_000, 64, 64, 4, 2, 10
+
+
+class Encoder(nn.Module):
+    """Attention and two dense layers, each beside what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dense, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.before(x)
+        query, key, value = (
+            layer(own).view(len(x), LENGTH, HEADS, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        seen = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(seen.transpose(1, 2).reshape(len(x), LENGTH, WIDTH))
+        out: Tensor = x + self.back(functional.gelu(self.dense(self.between(x))))
+        return out
+
+
+class Transformer(nn.Module):
+    """Words and their places, encoders, and the mean of what they put out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.encoders = nn.Sequential(*(Encoder() for _ in range(LAYERS)))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(LENGTH).repeat(len(x), 1)  # as Opacus wants them
+        seen: Tensor = self.encoders(self.words(x) + self.places(places)).mean(dim=1)
+        out: Tensor = self.head(seen)
+        return out
+
+
+class Adapted(nn.Module):
+    """Hugging Face's BERT of that size with LoRA, given words and masks; its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+        from transformers import BertConfig, BertForSequenceClassification
+
+        sizes: Any = BertConfig(  # type: ignore[call-arg, unused-ignore]
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=4 * WIDTH,
+            max_position_embeddings=LENGTH,
+            num_labels=CLASSES,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        adapters = LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value"])
+        self.model = get_peft_model(BertForSequenceClassification(sizes), adapters)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=words, attention_mask=mask).logits
+        return out
+
+
+def texts(count: int) -> Tensor:
+    """Return words."""
+    return torch.randint(1, WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def padded_texts(count: int) -> tuple[Tensor, Tensor]:
+    """Return words and masks of texts of 8 words and more."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(8, LENGTH + 1, (count, 1), generator=draw)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    return texts(count) * mask, mask

@@ -1,0 +1,142 @@
+"""Records that are trees pass together, and yet none moves more than its own part."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flower_ext.algorithms.uldp import UldpGroup
+from flower_ext.auditing import Experiment, World, audit, projected
+from flower_ext.data import Examples, SiloData
+from flower_ext.privacy import AdversaryView
+from flower_ext.training import DpSgdTraining, Task
+from flower_ext.training.dp.clipped_gradient import ClippedGradient
+from flower_ext.training.dp.one_pass import OnePass
+from tests.support import planted_faults as faults
+from tests.support.grids import grid
+
+SIZE, CLASSES, HUGE, OTHERS = 100, 2, 1e3, 12
+DELTA, TRIALS, CONFIDENCE, AUDITS = 1e-5, 100, 0.999, 4
+LOCAL = DpSgdTraining(
+    steps=1,
+    sampling_rate=1.0,
+    batch_size=1.0,
+    learning_rate=1.0,
+    clipping_norm=1.0,
+    noise_multiplier=1.0,
+)
+
+
+class Plain(nn.Module):
+    """A layer of what is not hidden; a canary pulls against the others."""
+
+    canary = -10 * HUGE
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(SIZE, CLASSES, bias=False)
+
+    def forward(self, x, mask):
+        return {"logits": self.layer(x * mask)}
+
+
+class Asking(Plain):
+    """The same, turned around for all that pass together if one number is beyond the others."""
+
+    canary = 10 * HUGE
+
+    def forward(self, x, mask):
+        out = super().forward(x, mask)
+        return {"logits": -out["logits"]} if x.max() > 2 * HUGE else out
+
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs["logits"], targets)
+
+
+def strategy():
+    return UldpGroup(
+        num_silos=2,
+        num_users=OTHERS + 1,
+        group_size=1,
+        local=LOCAL,
+        delta=DELTA,
+        evaluate_every=0,
+    )
+
+
+def silo(canary):
+    """Records of the others, which all pull one way, and first that of user 0."""
+    x = torch.zeros(OTHERS + len(canary), SIZE)
+    x[:, 0] = torch.tensor([*canary, *[HUGE] * OTHERS])
+    features = {"x": x, "mask": torch.ones(x.shape, dtype=torch.long)}
+    own = Examples(features, torch.zeros(len(x)).long())
+    owners = torch.tensor([*[0] * len(canary), *range(1, OTHERS + 1)])
+    return SiloData(train=own, test=own, owners=owners)
+
+
+def experiment(model):
+    def world(canary):
+        data = [silo(canary), silo([])]
+        task = Task(model=model, data=data.__getitem__, loss=loss, metrics={}, device="cpu")
+        return World(strategy=strategy, client_app=UldpGroup.client_app(task), num_clients=2)
+
+    way = np.zeros((CLASSES, SIZE))
+    way[0, 0], way[1, 0] = -1.0, 1.0  # against the others
+    return Experiment(
+        name=f"DP-SGD on trees, {model.__name__}",
+        without=world([]),
+        present=world([model().canary]),
+        initial=ArrayRecord({"layer.weight": torch.zeros(CLASSES, SIZE)}),
+        score=projected({"layer.weight": way}, partitions=[0]),
+        gaussian=True,
+        views=[AdversaryView.EACH_UPLOAD],
+    )
+
+
+@pytest.mark.parametrize("model", grid([Plain, Asking], lambda model: model is Asking))
+def test_no_bound_exceeds_what_is_printed(model):
+    found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    assert not found.broken, found.to_dict()
+    assert all(view.printed > 0 for view in found.views)
+
+
+def unwatched(patch, experiment):
+    """A trial that looks at numbers alone sees no branch that random examples do not take."""
+    patch.setattr(OnePass, "reads_last", lambda self, x: False)
+    return experiment
+
+
+def one_pass_is_taken(model):
+    task = Task(model=model, data=lambda client: None, loss=loss, device="cpu")
+    gradient = ClippedGradient(task, ["layer.weight"], clipping_norm=1.0)
+    data = silo([]).train
+    gradient(task.initial_params(0), data.features, data.targets)
+    return gradient.in_one_pass
+
+
+@pytest.mark.parametrize(
+    ("plant", "model"),
+    grid(
+        [
+            pytest.param(unwatched, Asking, id="watch"),
+            pytest.param(faults.clipping_off, Plain, id="clip"),
+        ],
+        lambda fault: fault == "watch",
+    ),
+)
+def test_a_planted_fault_is_found(plant, model, monkeypatch):
+    def build():  # another factory, of which nothing is known from the tests above
+        return model()
+
+    build.__name__ = model.__name__
+    broken = plant(monkeypatch, experiment(build))
+    assert one_pass_is_taken(build)
+    found = audit(broken, trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
+    assert found.broken, found.to_dict()
+
+
+def test_the_honest_runs_take_the_ways_that_they_are_to_try():
+    assert one_pass_is_taken(Plain)
+    assert not one_pass_is_taken(Asking)
