@@ -13,6 +13,7 @@ from flower_ext.privacy import AdversaryView
 from flower_ext.training import DpSgdTraining, Task
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.dp.one_pass import OnePass
+from flower_ext.training.dp.trial import Trial
 from tests.support import planted_faults as faults
 from tests.support.grids import grid
 
@@ -49,6 +50,17 @@ class Asking(Plain):
     def forward(self, x, mask):
         out = super().forward(x, mask)
         return {"logits": -out["logits"]} if x.max() > 2 * HUGE else out
+
+
+class Turning(Plain):
+    """As `Asking`, without a branch."""
+
+    canary = 10 * HUGE
+
+    def forward(self, x, mask):
+        return {
+            "logits": super().forward(x, mask)["logits"] * torch.where(x.max() > 2 * HUGE, -1, 1)
+        }
 
 
 def loss(outputs, targets):
@@ -95,17 +107,23 @@ def experiment(model):
     )
 
 
-@pytest.mark.parametrize("model", grid([Plain, Asking], lambda model: model is Asking))
+@pytest.mark.parametrize("model", grid([Plain, Asking, Turning], lambda model: model is Asking))
 def test_no_bound_exceeds_what_is_printed(model):
     found = audit(experiment(model), trials=TRIALS, confidence=CONFIDENCE, together=AUDITS)
     assert not found.broken, found.to_dict()
     assert all(view.printed > 0 for view in found.views)
 
 
-def unwatched(patch, experiment):
-    """A trial that looks at numbers alone sees no branch that random examples do not take."""
-    patch.setattr(OnePass, "reads_last", lambda self, x: False)
+def without_odd_examples(patch, experiment):
+    """A trial of usual examples alone sees nothing that only an odd one turns around."""
+    patch.setattr(Trial, "_stays", lambda self, *facts: True)
     return experiment
+
+
+def unwatched(patch, experiment):
+    """Nor a branch that only an odd one takes, where nobody watches for branches."""
+    patch.setattr(OnePass, "reads_last", lambda self, x: False)
+    return without_odd_examples(patch, experiment)
 
 
 def one_pass_is_taken(model):
@@ -121,6 +139,7 @@ def one_pass_is_taken(model):
     grid(
         [
             pytest.param(unwatched, Asking, id="watch"),
+            pytest.param(without_odd_examples, Turning, id="odd examples"),
             pytest.param(faults.clipping_off, Plain, id="clip"),
         ],
         lambda fault: fault == "watch",
@@ -140,3 +159,4 @@ def test_a_planted_fault_is_found(plant, model, monkeypatch):
 def test_the_honest_runs_take_the_ways_that_they_are_to_try():
     assert one_pass_is_taken(Plain)
     assert not one_pass_is_taken(Asking)
+    assert not one_pass_is_taken(Turning)
