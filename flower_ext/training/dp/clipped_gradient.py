@@ -158,8 +158,8 @@ class ClippedGradient:
 
         One pass finds every example's own gradient, unless a layer sees patches or times as rows,
         is used twice, or examples mix: it is tried out with each number of examples that it is
-        given. What a model does may depend on values, too: vmap refuses such a model. Tried out on
-        random examples, so that it depends on nobody's data.
+        given. What a model does may depend on values, too: such a model is refused (`watched`).
+        Tried out on random examples, so that it depends on nobody's data.
         """
         if self._known is None:
             form = trees.form(features), trees.form(targets)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +58,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.needs_last = len(features[0]), False
         self._own = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self._seen: dict[int, Any] = {}  # storages, held lest another takes the place of one
+        self._seen: dict[int, StorageWeakRef] = {}  # lest another takes the place of one
         for leaf in features:
             self._see(leaf)
         self._by_row, self._settled = [*features], list[Tensor]()
@@ -91,7 +92,8 @@ class Watch(TorchDispatchMode):
         return _place(tensor) in self._seen
 
     def _see(self, tensor: Tensor) -> None:
-        self._seen[_place(tensor)] = tensor.untyped_storage()
+        if (place := _place(tensor)) not in self._seen:
+            self._seen[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor) -> None:
         """Remember what is still a row an example, and answers that the last row decides."""

@@ -359,6 +359,17 @@ class Centred(nn.Module):
         return self.layer(x - x.mean(dim=0))
 
 
+class Pooled(nn.Module):
+    """A layer that sees one row, which is of all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.beside = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x) + self.beside(x.mean(dim=0, keepdim=True))
+
+
 def noisy():
     return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3))
 
@@ -368,7 +379,9 @@ def in_place():
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 4)], ids=["other times", "as many times"])
-@pytest.mark.parametrize("build", [Twice, Faint, Both, Patches, TimeFirst, Centred, in_place])
+@pytest.mark.parametrize(
+    "build", [Twice, Faint, Both, Patches, TimeFirst, Centred, Pooled, in_place]
+)
 def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
     shape = (3, shape[0], 4) if build is TimeFirst else shape
     data = Examples(
