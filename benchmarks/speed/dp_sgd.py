@@ -29,7 +29,7 @@ from benchmarks.speed.workload import CLASSES, convolutional, logistic_regressio
 from flower_ext.data import ClientData, trees
 from flower_ext.runs.report import table
 from flower_ext.training import ClippedGradient, Task
-from flower_ext.training.dp.one_pass import called
+from flower_ext.training.calls import called
 from flower_ext.training.models import cifar10_cnn, mnist_cnn
 
 BATCH, SECONDS, TURNS, CLIPPING_NORM = 256, 5.0, 3, 1.0
