@@ -35,37 +35,50 @@ BASE: Config = {
     "head-epochs": 1,
     "seeded-noise": True,  # every method has the cohorts of its seed
 }
-TUNED: dict[str, Config] = {
-    "shared head": {"clipping-norm": 0.1, "learning-rate": 0.003},
-    "shared adapter": {"clipping-norm": 0.1, "learning-rate": 0.01},
-    "personal adapter": {
-        "clipping-norm": 0.02,
-        "learning-rate": 0.01,
-        "head-learning-rate": 0.003,
-    },
+SHARED_NORMS: dict[str, Sequence[float]] = {
+    "clipping-norm": (0.02, 0.1, 0.5),
+    "learning-rate": (0.003, 0.03),
 }
-"""What ``--search`` found best at ε = 2; the same for ε = 8 and without privacy."""
-SEARCH: dict[str, tuple[str, Config, dict[str, Sequence[float]]]] = {
-    "shared head": (
-        "dp-fedavg",
-        {"tune": "head"},
-        {"clipping-norm": (0.02, 0.1, 0.5), "learning-rate": (0.003, 0.03)},
-    ),
-    "shared adapter": (
-        "dp-fedavg",
-        {"tune": "adapter"},
-        {"clipping-norm": (0.02, 0.1, 0.5), "learning-rate": (0.003, 0.03)},
-    ),
+FT_NORMS: dict[str, Sequence[float]] = {
+    "clipping-norm": (0.02, 0.1),
+    "learning-rate": (0.03, 0.1),
+}
+FREE_RATES: dict[str, Sequence[float]] = {"learning-rate": (0.003, 0.03, 0.1)}
+SEARCH: dict[str, tuple[str, str, dict[str, Sequence[float]]]] = {
+    "shared head": ("head", "dp-fedavg", SHARED_NORMS),
+    "shared adapter": ("adapter", "dp-fedavg", SHARED_NORMS),
+    "ft head": ("head", "dp-fedavg-ft", FT_NORMS),
+    "ft adapter": ("adapter", "dp-fedavg-ft", FT_NORMS),
     "personal adapter": (
+        "adapter",
         "dp2-fedsam",
-        {"tune": "adapter"},
         {
             "clipping-norm": (0.005, 0.02, 0.1),
             "learning-rate": (0.003, 0.03),
             "head-learning-rate": (0.01, 0.03),
         },
     ),
+    "free shared head": ("head", "fedavg", FREE_RATES),
+    "free shared adapter": ("adapter", "fedavg", FREE_RATES),
+    "free personal adapter": ("adapter", "p-fedsam", {"learning-rate": (0.03, 0.1, 1.0)}),
 }
+"""What is trained how: what, the method that is searched for all its kind, and what is tried."""
+HEAD_RATE = 0.03
+TUNED: dict[str, Config] = {
+    "shared head": {"clipping-norm": 0.1, "learning-rate": 0.003},
+    "shared adapter": {"clipping-norm": 0.1, "learning-rate": 0.003},
+    "ft head": {"clipping-norm": 0.02, "learning-rate": 0.03},
+    "ft adapter": {"clipping-norm": 0.02, "learning-rate": 0.03},
+    "personal adapter": {
+        "clipping-norm": 0.02,
+        "learning-rate": 0.003,
+        "head-learning-rate": HEAD_RATE,
+    },
+    "free shared head": {"learning-rate": 0.1},
+    "free shared adapter": {"learning-rate": 0.1},
+    "free personal adapter": {"learning-rate": 1.0, "head-learning-rate": HEAD_RATE},
+}
+"""What ``--search`` found best, with privacy at ε = 2; the same for ε = 8."""
 
 
 def main() -> None:
@@ -103,13 +116,16 @@ def main() -> None:
 
 
 def searched(experiment: Experiment, name: str) -> str:
-    """Accuracy of each setting at ε = 2, on a seed of its own."""
-    method, fixed, grid = SEARCH[name]
+    """Accuracy of each setting, on a seed of its own."""
+    tune, method, grid = SEARCH[name]
+    fixed: Config = {"tune": tune, "method": method, "epsilon": EPSILONS[0], "seed": SEARCHED_ON}
+    if method == "p-fedsam":
+        fixed["head-learning-rate"] = HEAD_RATE
     tried = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     configs = [
         experiment.config(
             "-".join(map(str, ("search", name.replace(" ", "-"), *trial.values()))),
-            {"method": method, "epsilon": EPSILONS[0], "seed": SEARCHED_ON, **fixed, **trial},
+            {**fixed, **trial},
         )
         for trial in tried
     ]
@@ -158,8 +174,9 @@ def bytes_up(run: RunDirectory) -> int:
 
 def config_of(experiment: Experiment, tune: str, method: str, epsilon: float, seed: int) -> Config:
     """The settings of one run."""
-    kind = "personal" if method in PERSONAL else "shared"
-    own: Config = {"tune": tune, "method": method, "seed": seed, **TUNED[f"{kind} {tune}"]}
+    kind = "personal" if method in PERSONAL else "ft" if method.endswith("-ft") else "shared"
+    free = "free " if method in ("fedavg", "p-fedsam") else ""
+    own: Config = {"tune": tune, "method": method, "seed": seed, **TUNED[f"{free}{kind} {tune}"]}
     if epsilon:
         own["epsilon"] = epsilon
     return experiment.config(f"{tune}-{method}-{epsilon:g}-{seed}", own)

@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm
 
 from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.settings import UnfitSetting, flag, integer, text
+from flower_ext.runs.settings import UnfitSetting, absolute_path, flag, integer, text
 from flower_ext.training.models import HeadedModel
 
 
@@ -47,7 +47,7 @@ class HeadedEncoder(HeadedModel):
 class Texts:
     """A file of labelled texts, and the model that reads them."""
 
-    file: str
+    file: Path
     model: str
     max_tokens: int
     lora_rank: int
@@ -59,11 +59,11 @@ class Texts:
     @classmethod
     def of(cls, config: UserConfig) -> "Texts":
         """As the settings have it."""
-        file, model = text(config, "text-file"), text(config, "text-model")
-        if not Path(file).is_absolute():
+        file, model = absolute_path(config, "text-file"), text(config, "text-model")
+        if file is None:
             raise UnfitSetting(
-                f"run-config text-file={file!r}: expected the absolute path of a CSV file with "
-                "columns text and label"
+                "run-config text-file='': expected the absolute path of a CSV file with columns "
+                "text and label"
             )
         if not model:
             raise UnfitSetting(
@@ -132,17 +132,18 @@ class Texts:
 
 
 @cache
-def _rows(path: str) -> tuple[list[str], list[str]]:
+def _rows(path: Path) -> tuple[list[str], list[str]]:
     """Texts and labels of a CSV file."""
     try:
-        with Path(path).open(newline="", encoding="utf-8") as stream:
+        with path.open(newline="", encoding="utf-8") as stream:
             rows = [*csv.DictReader(stream)]
     except OSError as error:
-        raise DataNotFound(f"text-file={path!r}: {error.strerror}; name a CSV file") from error
+        raise DataNotFound(f"text-file={str(path)!r}: {error.strerror}; name a CSV file") from error
     found = sorted(rows[0]) if rows else []
     if not {"text", "label"} <= set(found):
         raise InvalidValue(
-            f"text-file={path!r}: expected columns text and label in its first line, found {found}"
+            f"text-file={str(path)!r}: expected columns text and label in its first line, found "
+            f"{found}"
         )
     return [row["text"] or "" for row in rows], [row["label"] or "" for row in rows]
 
