@@ -16,7 +16,7 @@ from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget
 from flower_ext.runs import RunDirectory, new_run_path, write_report
 from flower_ext.runs.directory import Status
-from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, flag, number, text
+from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, absolute_path, flag, number
 
 log = getLogger("flwr")
 
@@ -85,11 +85,8 @@ def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
     """
     if config.keys().isdisjoint(("budget-ledger", "population-epsilon", "population-delta")):
         return own  # an app without such accounts; one that misspells the first has the others
-    if not (named := text(config, "budget-ledger")):
+    if (path := absolute_path(config, "budget-ledger")) is None:
         return own
-    path = Path(named).expanduser()
-    if not path.is_absolute():
-        raise UnfitSetting(f"run-config budget-ledger={named!r}: expected an absolute path")
     return Budget(
         epsilon=number(config, "population-epsilon", above=0),
         delta=number(config, "population-delta", above=0),

@@ -6,6 +6,7 @@ Every reader raises `UnfitSetting` where the value is something else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flower_ext.errors import InvalidValue
@@ -51,6 +52,16 @@ def number(config: Mapping[str, Any], name: str, *, above: float | None = None) 
 def text(config: Mapping[str, Any], name: str) -> str:
     """A text, which may be empty."""
     return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
+
+
+def absolute_path(config: Mapping[str, Any], name: str) -> Path | None:
+    """A path that is the same in every process; None where the text is empty."""
+    if not (named := text(config, name)):
+        return None
+    path = Path(named).expanduser()
+    if not path.is_absolute():
+        raise UnfitSetting(f"run-config {name}={named!r}: expected an absolute path")
+    return path
 
 
 def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:

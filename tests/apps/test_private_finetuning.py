@@ -207,6 +207,7 @@ def test_a_personal_head_alone_leaves_nothing_to_share(method, tmp_path):
         ({"backbone": "vgg"}, "backbone='vgg': expected efficientnet-lite0, or torchvision:NAME"),
         ({"weights": "/nowhere.pth"}, "weights='/nowhere.pth': expected a state_dict"),
         ({"sam-radius": 0.0}, "sam-radius=0.0 with method='dp2-fedsam'"),
+        ({"features-folder": "here"}, "features-folder='here': expected an absolute path"),
         ({"dataset": "text"}, "text-file='': expected the absolute path of a CSV file"),
         ({"dataset": "text", "text-file": "/x.csv"}, "text-labels='': expected at least two"),
         (

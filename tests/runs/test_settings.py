@@ -1,6 +1,17 @@
+from pathlib import Path
+
 import pytest
 
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, num_nodes, number, text
+from flower_ext.runs.settings import (
+    UnfitSetting,
+    absolute_path,
+    choice,
+    flag,
+    integer,
+    num_nodes,
+    number,
+    text,
+)
 
 CONFIG = {"switch": True, "count": 3, "rate": 0.5, "word": "", "quoted": "false", "digits": "2"}
 
@@ -10,6 +21,14 @@ def test_settings_are_read_as_what_they_are():
     assert integer(CONFIG, "count", least=3) == 3
     assert number(CONFIG, "rate") == 0.5
     assert text(CONFIG, "word") == ""
+
+
+def test_a_path_is_absolute_or_empty():
+    assert absolute_path({"folder": ""}, "folder") is None
+    assert absolute_path({"folder": "/a/b"}, "folder") == Path("/a/b")
+    assert absolute_path({"folder": "~/a"}, "folder") == Path.home() / "a"
+    with pytest.raises(UnfitSetting, match="run-config folder='a': expected an absolute path"):
+        absolute_path({"folder": "a"}, "folder")
 
 
 def test_an_integer_is_a_number():

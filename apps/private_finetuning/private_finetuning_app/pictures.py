@@ -8,7 +8,7 @@ from flwr.app import UserConfig
 from torch import nn
 
 from flower_ext.data import Examples, describe, load
-from flower_ext.runs.settings import integer, text
+from flower_ext.runs.settings import absolute_path, integer, text
 from flower_ext.training.models import HeadedModel
 from private_finetuning_app.backbones import Backbone
 from private_finetuning_app.parts import Adapter, without_statistics
@@ -21,7 +21,7 @@ class Pictures:
     dataset: str
     folder: str
     backbone: str
-    weights: str
+    weights: Path | None
     image_size: int
     adapter_width: int
 
@@ -35,7 +35,7 @@ class Pictures:
             dataset=text(config, "dataset"),
             folder=text(config, "data-folder"),
             backbone=text(config, "backbone"),
-            weights=text(config, "weights"),
+            weights=absolute_path(config, "weights"),
             image_size=integer(config, "image-size", least=1),
             adapter_width=integer(config, "adapter-width", least=1),
         )

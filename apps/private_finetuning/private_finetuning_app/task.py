@@ -13,7 +13,7 @@ from torch import nn
 from flower_ext.data import ClientData, Examples, SiloData, partition, split
 from flower_ext.federation import settings_of
 from flower_ext.privacy import seeded_generator
-from flower_ext.runs.settings import choice, integer, number, text
+from flower_ext.runs.settings import absolute_path, choice, integer, number, text
 from flower_ext.training import Features, Task
 from flower_ext.training.models import HeadedModel
 from private_finetuning_app.pictures import Pictures
@@ -44,8 +44,7 @@ def task_of(context: Context) -> Task:
     source, tune = source_of(config), choice(config, "tune", TUNES)
     data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(config))
     if tune == "head" or (tune == "adapter" and source.adapts_features):
-        folder = text(config, "features-folder")
-        data = features(source, shares_of(config), folder)
+        data = features(source, shares_of(config), absolute_path(config, "features-folder"))
     return Task(model=partial(build, source, tune), data=data)
 
 
@@ -76,10 +75,10 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 
 
 @lru_cache(maxsize=1)
-def features(source: Pictures | Texts, shares: Shares, folder: str) -> Features:
+def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
     """Clients' examples as the frozen model puts them out; of one run at a time."""
     own = partial(client_data, source, shares)
-    return Features(source.frozen, own, Path(folder) if folder else None)
+    return Features(source.frozen, own, folder)
 
 
 @lru_cache(maxsize=1)

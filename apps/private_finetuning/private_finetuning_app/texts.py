@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm
 
 from flower_ext.data import DataNotFound, Examples
 from flower_ext.errors import InvalidValue
-from flower_ext.runs.settings import UnfitSetting, flag, integer, text
+from flower_ext.runs.settings import UnfitSetting, absolute_path, flag, integer, text
 from flower_ext.training.models import HeadedModel
 
 
@@ -47,7 +47,7 @@ class HeadedEncoder(HeadedModel):
 class Texts:
     """A file of labelled texts, and the model that reads them."""
 
-    file: str
+    file: Path
     labels: tuple[str, ...]
     model: str
     max_tokens: int
@@ -60,12 +60,12 @@ class Texts:
     @classmethod
     def of(cls, config: UserConfig) -> "Texts":
         """As the settings have it."""
-        file, model = text(config, "text-file"), text(config, "text-model")
+        file, model = absolute_path(config, "text-file"), text(config, "text-model")
         labels = tuple(filter(None, map(str.strip, text(config, "text-labels").split(","))))
-        if not Path(file).is_absolute():
+        if file is None:
             raise UnfitSetting(
-                f"run-config text-file={file!r}: expected the absolute path of a CSV file with "
-                "columns text and label"
+                "run-config text-file='': expected the absolute path of a CSV file with columns "
+                "text and label"
             )
         if len(set(labels)) < max(2, len(labels)):
             raise UnfitSetting(
@@ -100,10 +100,10 @@ class Texts:
     def pool(self) -> Examples:
         """Return all texts as numbers of tokens, but for those with another label."""
         numbers = {label: number for number, label in enumerate(self.labels)}
-        rows = [(text, label) for text, label in _rows(self.file) if label in numbers]
+        rows = [row for row in _rows(self.file) if row[1] in numbers]
         if not rows:
             raise InvalidValue(
-                f"text-file={self.file!r}: none of its labels is one of {', '.join(self.labels)}; "
+                f"text-file={str(self.file)!r}: none of its labels is one of {', '.join(self.labels)}; "
                 "name those of the file in text-labels"
             )
         texts, labels = zip(*rows, strict=True)
@@ -147,17 +147,18 @@ class Texts:
 
 
 @cache
-def _rows(path: str) -> list[tuple[str, str]]:
+def _rows(path: Path) -> list[tuple[str, str]]:
     """Return each text of a CSV file with its label."""
     try:
-        with Path(path).open(newline="", encoding="utf-8") as stream:
+        with path.open(newline="", encoding="utf-8") as stream:
             rows = [*csv.DictReader(stream)]
     except OSError as error:
-        raise DataNotFound(f"text-file={path!r}: {error.strerror}; name a CSV file") from error
+        raise DataNotFound(f"text-file={str(path)!r}: {error.strerror}; name a CSV file") from error
     found = sorted(rows[0]) if rows else []
     if not {"text", "label"} <= set(found):
         raise InvalidValue(
-            f"text-file={path!r}: expected columns text and label in its first line, found {found}"
+            f"text-file={str(path)!r}: expected columns text and label in its first line, found "
+            f"{found}"
         )
     return [(row["text"] or "", row["label"] or "") for row in rows]
 
