@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-WORDS = ("the", "film", "was", "plot", "score", "good", "great", "bad", "dull", "not", "so")
-PLEASING = ("good", "great")
+PLAIN = ("the", "film", "was", "plot", "score", "so")
+TELLING = ("bad", "dull", "good", "great")
+WORDS = (*PLAIN, *TELLING)
 
 
 def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
@@ -36,15 +37,16 @@ def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
 
 
 def save_texts(path: Path, *, labels: tuple[str, str] = ("0", "1"), count: int) -> Path:
-    """Write texts of four to eight words; those with a pleasing word have the second label."""
+    """Write texts of three to six words, of which the last tells the label: as often the second."""
     generator = torch.Generator().manual_seed(0)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("text", "label"))
-        for _ in range(count):
-            places = torch.randint(len(WORDS), (9,), generator=generator).tolist()
-            text = [WORDS[place] for place in places[: 4 + places[0] % 5]]
-            rows.writerow((" ".join(text), labels[any(word in PLEASING for word in text)]))
+        for number in range(count):
+            places = torch.randint(len(PLAIN), (5,), generator=generator).tolist()
+            words = [PLAIN[place] for place in places[: 2 + number % 4]]
+            which = places[0] % 2 + 2 * (number // 4 % 2)
+            rows.writerow((" ".join([*words, TELLING[which]]), labels[which // 2]))
     return path
 
 

@@ -103,8 +103,8 @@ class Texts:
         rows = [row for row in _rows(self.file) if row[1] in numbers]
         if not rows:
             raise InvalidValue(
-                f"text-file={str(self.file)!r}: none of its labels is one of {', '.join(self.labels)}; "
-                "name those of the file in text-labels"
+                f"text-file={str(self.file)!r}: none of its labels is one of "
+                f"{', '.join(self.labels)}; name those of the file in text-labels"
             )
         texts, labels = zip(*rows, strict=True)
         tokenizer = _loaded("AutoTokenizer", self.model)
