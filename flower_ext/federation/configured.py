@@ -54,6 +54,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_mul
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
 from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_shareable
+from flower_ext.training.params import require_modules
 
 BASES: tuple[Basis, ...] = get_args(Basis)
 """Whose bound noise is calibrated by, as ``calibration`` names it."""
@@ -299,7 +300,8 @@ def start(
     UnshareableModel
         A layer that clients would share keeps statistics of their data.
     InvalidValue
-        The strategy is another one; or as `recorded_run`.
+        The strategy is another one, or a name in its ``personal`` is none of the model's; or as
+        `recorded_run`.
     """
     config = first_config(context.run_config)
     rounds = integer(context.run_config, "rounds", least=1)
@@ -316,6 +318,7 @@ def start(
                 f"strategy_of: {type(base).__name__} keeps no record of a run: expected a strategy "
                 "of flower_ext.algorithms (Hosted runs Flower's), or call its own start"
             )
+        require_modules("personal", base.personal, task.shapes)
         check_shareable(task.model(), base.personal)
         base.frozen = base.frozen or task.fingerprint
         result = strategy.start(

@@ -4,7 +4,7 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from flower_ext.algorithms import DPFedAvg, Upcycled
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import InProcessGrid, configured
 from flower_ext.privacy import (
@@ -227,3 +227,14 @@ def test_a_strategy_that_keeps_no_record_is_refused_by_name(tmp_path):
     for strategy in (FedAvg(), Upcycled(FedAvg(), 0.5)):
         with pytest.raises(InvalidValue, match="FedAvg keeps no record of a run: expected"):
             start(tmp_path / type(strategy).__name__, lambda config, run, own=strategy: own)
+
+
+def test_a_personal_part_that_the_model_lacks_ends_the_run_before_its_first_round(tmp_path):
+    def strategy(config, run):
+        plan = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+        local = configured.training(TRAINING)
+        return DP2FedSAM(plan=plan, head=local, extractor=local, personal=("last",), run=run)
+
+    with pytest.raises(InvalidValue, match="personal='last' names no parameter.*'head'"):
+        start(tmp_path / "run", strategy)
+    assert RunDirectory.open(tmp_path / "run").metrics() == []
