@@ -60,7 +60,7 @@ SEARCH: dict[str, tuple[str, str, dict[str, Sequence[float]]]] = {
     ),
     "free shared head": ("head", "fedavg", FREE_RATES),
     "free shared adapter": ("adapter", "fedavg", FREE_RATES),
-    "free personal adapter": ("adapter", "p-fedsam", {"learning-rate": (0.03, 0.1, 1.0)}),
+    "free personal adapter": ("adapter", "p-fedsam", {"learning-rate": (0.003, 0.03, 0.1, 1.0)}),
 }
 """What is trained how: what, the method that is searched for all its kind, and what is tried."""
 HEAD_RATE = 0.03
