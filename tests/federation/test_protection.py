@@ -272,6 +272,7 @@ def test_under_objective_perturbation_the_slope_at_what_a_client_sends_is_minus_
         assert np.linalg.norm(released - trained(client)) > 0.01
 
 
+@pytest.mark.full
 def test_the_objective_noise_of_many_clients_has_the_norm_of_the_paper():
     """80 clients: ‖n‖ ~ Gamma(d, 1/α), read off the slope at each upload."""
     clients = 80

@@ -397,6 +397,7 @@ def test_densities_of_the_released_minimiser_differ_by_no_more_than_theorem_6_3_
     assert largest >= tight * epsilon
 
 
+@pytest.mark.full
 def test_the_minimiser_that_a_client_finds_has_the_density_of_the_proof():
     """One weight: P(W <= w) is the chance that the noise is at least −∇F(w) − μ(w − w̄)."""
     rate, mu, anchor, draws = 5.0, 0.3, 0.2, 150
