@@ -114,8 +114,6 @@ class FederatedStrategy(MethodHooks):
                 number - 1,
             )
         self.cohort = self.begin_round(number, drawn, grid)
-        same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
-        self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
@@ -143,9 +141,11 @@ class FederatedStrategy(MethodHooks):
                 self.remembered,
                 lambda last: self._facts(number, {**protection, "remembered": last}),
             )
-        self.progress.row["cohort"] = len(self.cohort.asked)
         who, how_many = list(self.cohort.units), len(self.cohort.asked)
+        same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
+        self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
         self.checkpoints.asked(Asked(training=number, participants=who, asked=how_many))
+        self.progress.row["cohort"] = how_many
         return self.exchange.ask("train", contents, server_round)
 
     def aggregate_train(
