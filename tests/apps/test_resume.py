@@ -72,9 +72,8 @@ def test_private_weights_are_set_up_anew_and_no_release_is_missed(tmp_path):
     assert short_of(one, ended=False) == []
 
 
-@pytest.mark.parametrize(
-    "interrupted", grid([True, False], lambda interrupted: interrupted), ids=["Ctrl-C", "killed"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("interrupted", [True, False], ids=["Ctrl-C", "killed"])
 def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupted):
     path = tmp_path / "run"
     settings = ["rounds=100000", "evaluate-every=5", "noise-multiplier=5", f"run-directory={path}"]

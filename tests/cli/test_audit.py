@@ -45,6 +45,7 @@ def test_a_foreign_strategy_with_too_little_noise_is_found_and_its_correct_twin_
     assert status == {"wrong": (1, True, True), "experiment": (0, False, False)}
 
 
+@pytest.mark.full
 def test_the_example_of_the_guide_runs_and_its_fault_is_found(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.S)
     (tmp_path / "mine.py").write_text(example)

@@ -62,6 +62,7 @@ def test_the_printed_r_is_off_by_far_more():
     assert float(f.unfairness(0.0, upload_variance=0.0, basis="published")) > 3 * seen
 
 
+@pytest.mark.full
 def test_the_posterior_is_that_of_whole_worlds_and_the_expected_problem_their_mean():
     rng, draws, stddev = np.random.default_rng(2), 4000, 1.0
     weights = (0.0, 0.5, 1.5)

@@ -261,11 +261,13 @@ def test_notes_cannot_take_the_ledgers_own_names(tmp_path):
     assert kinds(ledger.path) == ["reserve", "discard"]
 
 
-def test_no_flipped_bit_changes_what_a_ledger_says(tmp_path):
+@pytest.mark.parametrize("first", grid(range(8), lambda first: first == 0))
+def test_no_flipped_bit_changes_what_a_ledger_says(tmp_path, first):
+    """Every eighth place; the others with it in `make test-all`."""
     path = tmp_path / "ledger.jsonl"
     content = filled(path)
     entries = Ledger.read(path)
-    for position in range(len(content)):
+    for position in range(first, len(content), 8):
         for bit in range(8):
             changed = bytearray(content)
             changed[position] ^= 1 << bit
