@@ -30,7 +30,7 @@ from flower_ext.training.local import own_draws
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
 ALIKE = 1e-4
-"""How far off rounding may be, and the margin by which DP-SGD clips a little more."""
+"""Largest relative difference that rounding, and the margin of DP-SGD's clipping, may make."""
 
 
 class Under(nn.Module):
@@ -262,9 +262,9 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a model: the most that any number is off, relative to how far it moved.
+    """One result: the largest difference from PyTorch, as a part of how far the model moved.
 
-    ``how`` says in which way it went, or why it was refused.
+    ``how`` names the way in which the model trained, or the reason why it was refused.
     """
 
     how: str

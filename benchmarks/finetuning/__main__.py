@@ -62,7 +62,7 @@ SEARCH: dict[str, tuple[str, str, dict[str, Sequence[float]]]] = {
     "free shared adapter": ("adapter", "fedavg", FREE_RATES),
     "free personal adapter": ("adapter", "p-fedsam", {"learning-rate": (0.003, 0.03, 0.1, 1.0)}),
 }
-"""What is trained how: what, the method that is searched for all its kind, and what is tried."""
+"""By kind of method: the part that trains, the method that is searched, and the values tried."""
 HEAD_RATE = 0.03
 TUNED: dict[str, Config] = {
     "shared head": {"clipping-norm": 0.1, "learning-rate": 0.003},
@@ -78,7 +78,7 @@ TUNED: dict[str, Config] = {
     "free shared adapter": {"learning-rate": 0.1},
     "free personal adapter": {"learning-rate": 1.0, "head-learning-rate": HEAD_RATE},
 }
-"""What ``--search`` found best, with privacy at ε = 2; the same for ε = 8."""
+"""The best settings that ``--search`` found, with privacy at ε = 2; they serve ε = 8 as well."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How long the local trainings of one round take: together and one by one."""
+"""Seconds that the local trainings of one round take: together, and one by one."""
 
 from __future__ import annotations
 

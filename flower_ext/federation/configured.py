@@ -112,7 +112,8 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
     before all settings.
     """
     told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
-    return NonPrivatePlan(**{"sampling": changes.get("sampling") or sampling(config), **told})
+    drawn = changes.get("sampling") or sampling(config)
+    return NonPrivatePlan(**{"sampling": drawn, **told, **changes})
 
 
 def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:

@@ -91,7 +91,7 @@ def _types_told(params: Params, x: Tree) -> Iterator[None]:
 
 
 def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
-    """What the model may be given without harm to ``x``: a copy, if it writes into features.
+    """Return features that the model may write into: a copy of ``x`` where it does.
 
     The first ``batched`` dimensions are not those of an example.
     """
@@ -102,7 +102,7 @@ def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
 
 @lru_cache(maxsize=64)
 def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether a model of this kind begins with an operation in place."""
+    """Return True if a model of this kind begins with an operation in place."""
     x = torch.zeros((2, *shape), dtype=dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:

@@ -1,4 +1,4 @@
-"""What a frozen front part of a model makes of each example, computed once.
+"""Features of examples from a frozen front part of a model, computed once.
 
 Above a frozen backbone only a small part trains; `Features` is the ``data`` of a `Task` whose model
 is that part alone: ``Task(model=head, data=Features(backbone, images))``. One example passes at a
@@ -88,7 +88,7 @@ class Features:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the front's parameters and buffers, to be compared between nodes."""
+        """Digest of the front's parameters and buffers, which nodes compare."""
         front = self._front
         return digest({**dict(front.named_parameters()), **dict(front.named_buffers())})[:16]
 

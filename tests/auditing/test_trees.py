@@ -116,7 +116,7 @@ def test_no_bound_exceeds_what_is_printed(model):
 
 def without_odd_examples(patch, experiment):
     """A trial of usual examples alone sees nothing that only an odd one turns around."""
-    patch.setattr(Trial, "_stays", lambda self, *facts: True)
+    patch.setattr(Trial, "_keeps_apart", lambda self, *facts: True)
     return experiment
 
 

@@ -1,4 +1,4 @@
-"""What is put on top of a pretrained image model, or in place of its layers."""
+"""Layers on top of a pretrained image model, and layers in place of its BatchNorm."""
 
 import torch
 from torch import Tensor, nn

@@ -30,7 +30,7 @@ class Pictures:
 
     @classmethod
     def of(cls, config: UserConfig) -> "Pictures":
-        """As the settings have it."""
+        """Return the data set and backbone that the settings name."""
         return cls(
             dataset=text(config, "dataset"),
             folder=text(config, "data-folder"),
@@ -42,12 +42,12 @@ class Pictures:
 
     @property
     def num_classes(self) -> int:
-        """Of the data set."""
+        """Number of classes in the data set."""
         return describe(self.dataset).num_classes
 
     @property
     def width(self) -> int:
-        """Of a picture's features."""
+        """Number of features of a picture."""
         return width_of(self)
 
     def pool(self) -> Examples:
@@ -55,7 +55,7 @@ class Pictures:
         return load(self.dataset, Path(self.folder) if self.folder else None)
 
     def frozen(self) -> nn.Module:
-        """The pretrained model, which turns pictures into features."""
+        """Return the pretrained model, which turns pictures into features."""
         return Backbone(
             self.backbone,
             dataset=self.dataset,
@@ -64,11 +64,11 @@ class Pictures:
         )
 
     def adapted(self) -> nn.Module:
-        """What trains between features and head."""
+        """Return the adapter that trains between features and head."""
         return Adapter(self.width, self.adapter_width)
 
     def whole(self) -> nn.Module:
-        """The pretrained model, all of which trains."""
+        """Return the pretrained model for training all of it."""
         return without_statistics(self.frozen())
 
 

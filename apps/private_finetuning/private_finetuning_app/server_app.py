@@ -57,9 +57,9 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
-    """What is sampled, clipped, noised and accounted."""
+    """Return the plan that samples cohorts, clips and noises updates, and accounts for them."""
     if config["method"] in WITHOUT_PRIVACY:
-        return NonPrivatePlan(sampling=configured.sampling(config))
+        return configured.non_private_plan(config)
     rounds = integer(config, "rounds", least=1)
     changes = {"rounds": -(-rounds // 2)} if flag(config, "upcycled") else {}
     if config["method"] == USERS:
@@ -74,7 +74,7 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
 def strategy_of(
     plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy | Upcycled:
-    """The strategy of a method, upcycled where that is asked for."""
+    """Return the strategy of a method, upcycled where that is asked for."""
     strategy = method_of(plan, config, run)
     if not flag(config, "upcycled"):
         return strategy
@@ -84,7 +84,7 @@ def strategy_of(
 def method_of(
     plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
-    """Every method gets the same settings where it has them."""
+    """Return the strategy of a method; every method gets the same settings where it has them."""
     method, radius = str(config["method"]), number(config, "sam-radius")
     if "sam" in method and radius == 0:
         raise UnfitSetting(

@@ -27,7 +27,7 @@ USERS = "uldp-avg-w"
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Who holds which examples."""
+    """A division of the examples among clients."""
 
     examples: int
     partition: str
@@ -39,7 +39,7 @@ class Shares:
 
 
 def task_of(context: Context) -> Task:
-    """The task of a run, for its clients and its server alike."""
+    """Return the task of a run, for its clients and its server alike."""
     config = settings_of(context)
     source, tune = source_of(config), choice(config, "tune", TUNES)
     data: Callable[[int], ClientData] = partial(whole_data, source, shares_of(config))
@@ -49,12 +49,12 @@ def task_of(context: Context) -> Task:
 
 
 def source_of(config: UserConfig) -> Pictures | Texts:
-    """All examples, and the pretrained model for them."""
+    """Return the data set that the settings name, with its pretrained model."""
     return Texts.of(config) if text(config, "dataset") == TEXT else Pictures.of(config)
 
 
 def shares_of(config: UserConfig) -> Shares:
-    """How the examples are divided."""
+    """Return the division that the settings ask for."""
     return Shares(
         examples=integer(config, "examples", least=0),
         partition=text(config, "partition"),

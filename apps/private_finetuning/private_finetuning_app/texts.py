@@ -59,7 +59,7 @@ class Texts:
 
     @classmethod
     def of(cls, config: UserConfig) -> "Texts":
-        """As the settings have it."""
+        """Return the file and model that the settings name."""
         file, model = absolute_path(config, "text-file"), text(config, "text-model")
         labels = tuple(filter(None, map(str.strip, text(config, "text-labels").split(","))))
         if file is None:
@@ -89,12 +89,12 @@ class Texts:
 
     @property
     def num_classes(self) -> int:
-        """As many as there are labels in the settings."""
+        """Number of labels in the settings."""
         return len(self.labels)
 
     @property
     def width(self) -> int:
-        """Of a text's features."""
+        """Number of features of a text."""
         return int(_loaded("AutoConfig", self.model).hidden_size)
 
     def pool(self) -> Examples:
@@ -122,11 +122,11 @@ class Texts:
         )
 
     def frozen(self) -> nn.Module:
-        """The pretrained model, which turns texts into features."""
+        """Return the pretrained model, which turns texts into features."""
         return Encoder(deepcopy(_loaded("AutoModel", self.model, dtype=torch.float32)))
 
     def adapted(self) -> nn.Module:
-        """The same, frozen, with low-rank matrices B·A beside all its linear layers: they train.
+        """Return the frozen model with low-rank matrices B·A beside its linear layers, which train.
 
         With ``lora_only_b`` A stays as it is drawn, the same on all nodes: the sum of clients'
         updates is then the update of the sum (FFA-LoRA, Sun et al. 2024).
@@ -142,7 +142,7 @@ class Texts:
         return encoder
 
     def whole(self) -> nn.Module:
-        """The pretrained model, all of which trains."""
+        """Return the pretrained model for training all of it."""
         return self.frozen()
 
 

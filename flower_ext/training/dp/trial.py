@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,26 +80,36 @@ class Trial:
                 zero_too = by is not _along
                 if any(part.any() for part in unused) or not _alike(rows, expected, zero_too):
                     return False
-            if not all(self._stays(x, directions, odd) for odd in _ODD):
+            if not self._keeps_apart(x, directions):
                 return False
         return self.is_like(features, _PIECE, TRIED)
 
-    def _stays(self, x: Tree, directions: Tree, odd: float) -> bool:
-        """Tell whether the gradients of all others are the same beside an odd example."""
+    def _keeps_apart(self, x: Tree, directions: Tree) -> bool:
+        """Tell whether the gradients of all others are the same, however odd the first example is.
 
-        def beside(leaf: Tensor) -> Tensor:
+        False is certain; True is evidence, as for the numbers in `_ODD` alone.
+        """
+        factors = torch.eye(TRIED).to(trees.first(x).device)[1:]
+
+        def of_others(examples: Tree) -> dict[str, list[Tensor]]:
+            parts = self.one_pass(examples, directions, _along)
+            sound = factors.any(dim=0)
+            return {n: [p.only(sound).total(one) for one in factors] for n, p in parts.items()}
+
+        def beside(odd: float, leaf: Tensor) -> Tensor:
             leaf = leaf.clone()
             leaf[0] = odd if leaf.is_floating_point() else bool(odd)
             return leaf
 
-        usual = self.one_pass(trees.mapped(Tensor.clone, x), directions, _along)
-        found = self.one_pass(trees.mapped(beside, x), directions, _along)
-        others = (torch.arange(TRIED) > 0).to(trees.first(x).device)
-        return usual.keys() == found.keys() and all(
-            torch.equal(one.only(others).total(factors), found[name].only(others).total(factors))
-            for name, one in usual.items()
-            for factors in torch.eye(TRIED).to(trees.first(x).device)[1:]
-        )
+        usual = of_others(trees.mapped(Tensor.clone, x))
+        for odd in _ODD:
+            found = of_others(trees.mapped(partial(beside, odd), x))
+            if usual.keys() != found.keys():
+                return False
+            for name, rows in usual.items():
+                if not all(map(torch.equal, rows, found[name])):
+                    return False
+        return True
 
     def is_like(self, features: Tree, count: int, piece: int = _PIECE) -> bool:
         """Tell whether one pass over ``count`` random examples is like passes over pieces."""

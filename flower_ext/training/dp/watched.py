@@ -1,4 +1,4 @@
-"""What a model reads of its features as it runs: a branch on values may treat all of a batch alike.
+"""A watch on models that read values of their features: a branch may turn a whole batch.
 
 A model that reads no value does the same operations to every batch of a shape, whatever the numbers
 are. One reading is harmless: whether *all* values are true, or *any*, where a row that is there in
@@ -33,7 +33,7 @@ _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
 }
-"""What reads values, or lets others read them, without an operation that a watch would see."""
+"""Methods that read values, or let others read them, without an operation that a watch sees."""
 _DROPPING = {
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
@@ -41,7 +41,7 @@ _DROPPING = {
 
 
 class ReadsValues(Exception):
-    """What a model does next depends on values of its features, or it keeps some of them."""
+    """A model reads values of its features, or keeps some of them."""
 
 
 class Watch(TorchDispatchMode):
