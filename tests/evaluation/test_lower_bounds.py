@@ -88,10 +88,13 @@ def test_a_quarter_of_the_noise_is_found():
 
 @two_worlds
 def test_bounds_in_company_are_lower(bound):
-    worlds = sampled(np.random.default_rng(), 2.0, 1000)
-    alone = bound(*worlds, delta=DELTA, confidence=0.95)
-    together = bound(*worlds, delta=DELTA, confidence=0.95, together=100)
-    assert together.epsilon < alone.epsilon
+    """On average: each company chooses a threshold of its own, and one choice may be lucky."""
+    rng, facts = np.random.default_rng(), {"delta": DELTA, "confidence": 0.95}
+    lost = []
+    for _ in range(50):
+        worlds = sampled(rng, 2.0, 1000)
+        lost.append(bound(*worlds, **facts).epsilon - bound(*worlds, **facts, together=100).epsilon)
+    assert np.mean(lost) > 0
 
 
 def randomised_response(rng, canaries, epsilon):
