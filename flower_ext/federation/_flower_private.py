@@ -7,16 +7,20 @@ version that moves them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from time import time
+from collections.abc import Iterable, Iterator, Mapping
+from time import monotonic, sleep, time
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 SERVER_NODE_ID = 1
+
+_FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
+"""Seconds between two looks for replies: this part of the time so far, within these bounds."""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
@@ -53,6 +57,29 @@ def set_message_id(message: Message, message_id: str) -> None:
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
     """A message that differs from another in its content, and in the metadata named."""
     return _message({**vars(message.metadata), **{f"_{k}": v for k, v in other.items()}}, content)
+
+
+def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -> Iterable[Message]:
+    """As ``grid.send_and_receive``; from Flower's own grids each reply as soon as it is there.
+
+    Theirs collects all replies first, and a SuperLink's sleeps for three seconds between two looks.
+    """
+    if not type(grid).__module__.startswith("flwr."):
+        return grid.send_and_receive(messages, timeout=timeout)
+    return _as_they_come(grid, {*grid.push_messages(messages)} - {None}, timeout)
+
+
+def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Iterator[Message]:
+    started = monotonic()
+    while waiting:
+        for reply in grid.pull_messages([*waiting]):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            yield reply
+        passed = monotonic() - started
+        if timeout is not None and passed >= timeout:
+            return
+        if waiting:
+            sleep(min(max(_FIRST_PAUSE, _PART * passed), _LONGEST_PAUSE))
 
 
 def reply_to(message: Message, content: RecordDict) -> Message:

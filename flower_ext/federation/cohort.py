@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue, tellable
-from flower_ext.federation._flower_private import record_of
+from flower_ext.federation._flower_private import record_of, replies
 from flower_ext.federation.failures import said
 
 log = getLogger("flwr")
@@ -128,7 +128,7 @@ class Roster:
         )
         answers: dict[int, int] = {}
         waiting, first_said = set(nodes), ""
-        for reply in grid.send_and_receive(asked, timeout=timeout):
+        for reply in replies(grid, asked, timeout=timeout):
             node = reply.metadata.src_node_id
             if reply.has_error() and not first_said:
                 first_said = said(reply.error)

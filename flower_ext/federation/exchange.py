@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import in_simulation, message_like
+from flower_ext.federation._flower_private import in_simulation, message_like, replies
 from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
 from flower_ext.federation.progress import Progress
 
@@ -97,8 +97,8 @@ class Exchange:
             A node does not answer, or not what ``read`` accepts.
         """
         asked = self.ask("query", contents, 0)
-        replies = grid.send_and_receive(asked, timeout=self.timeout)
-        answers = self.accepted("query", 0, replies, list(contents), read)
+        heard = replies(grid, asked, timeout=self.timeout)
+        answers = self.accepted("query", 0, heard, list(contents), read)
         if missing := sorted(set(contents) - set(answers)):
             raise FederationNotReady(
                 f"partitions {missing} cannot take part: " + ("; ".join(self.refusals) or "silent")
@@ -147,18 +147,45 @@ class Exchange:
         partitions: Sequence[int],
         read: Callable[[Message], T],
     ) -> dict[int, T]:
-        """What `records.accept` accepts, by partition; the rest is counted and reported."""
-        replies, nodes = list(replies), self.nodes
-        asked = {partition: nodes[partition] for partition in partitions}
+        """Return what `heard` yields, by partition."""
+        return dict(sorted(self.heard(kind, server_round, replies, partitions, read)))
+
+    def heard(
+        self,
+        kind: str,
+        server_round: int,
+        replies: Iterable[Message],
+        partitions: Sequence[int],
+        read: Callable[[Message], T],
+    ) -> Iterator[tuple[int, T]]:
+        """Yield what `records.accept` accepts, as it comes; the rest is counted and reported.
+
+        No reply is kept. Those who ask for the next one only when they have made something of the
+        last need no more memory for a thousand clients than for one.
+        """
+        missing, refusals, progress = set(partitions), list[str](), self.progress
+        progress.answered(kind, [], [])
+
+        def counted() -> Iterator[Message]:
+            for reply in replies:
+                progress.answered(kind, [reply], [])
+                yield reply
+
+        def refuse(reason: str) -> None:
+            refusals.append(reason)
+            self.refusals.append(reason)
+            progress.answered(kind, [], [reason])
+
         accepted = records.accept(
-            replies,
-            asked=asked,
+            counted(),
+            asked={partition: self.nodes[partition] for partition in sorted(partitions)},
             server_round=server_round,
             read=read,
+            refuse=refuse,
             questions=self._questions.get(kind),
         )
-        self.refusals += accepted.refusals
-        self.progress.answered(kind, replies, accepted.refusals)
-        if missing := sorted(set(partitions) - set(accepted.values)):
-            self.progress.missing(kind, server_round, missing, accepted.refusals)
-        return accepted.values
+        for partition, value in accepted:
+            missing.remove(partition)
+            yield partition, value
+        if missing:
+            progress.missing(kind, server_round, sorted(missing), refusals)

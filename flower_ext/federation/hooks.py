@@ -9,7 +9,8 @@ and `restore` carry what the server holds from one process to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import getLogger
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ from flower_ext.privacy import (
     secure_generator,
     seeded_generator,
 )
-from flower_ext.privacy.plan import Aggregate, by_examples
+from flower_ext.privacy.plan import Aggregate, times_examples, weighted_mean
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.runs import RunDirectory
 from flower_ext.training import LocalTraining, Task
@@ -72,7 +73,8 @@ class MethodHooks(RunLoop):
     bounds_units: ClassVar[bool] = False
     """Whether an upload is a sum over units, each of which the client side bounds by itself."""
     needs_each_update: ClassVar[bool] = False
-    """Whether the server needs every single update, which a `ReleasePlan` hides."""
+    """Whether `next_model` needs every single update, which a `ReleasePlan` hides; otherwise each
+    is added to a sum as it comes, and dropped."""
     never_repeats: ClassVar[bool] = False
     """Whether a round that is done again is another one, whatever the seed."""
     added_proximal_weight: float = 0.0
@@ -141,6 +143,11 @@ class MethodHooks(RunLoop):
         self._met = False
 
     @property
+    def next_training(self) -> int:
+        """Number of the next training round, from 1: silent rounds do not count."""
+        return self.participations.rounds + 1
+
+    @property
     def training(self) -> Mapping[str, LocalTraining]:
         """The phases of local training, by the names that the client side uses."""
         raise NotImplementedError
@@ -196,24 +203,29 @@ class MethodHooks(RunLoop):
         """
         return rounds.read_update(reply, self.accounted, self.cohort, self.sent, self.exchange.sent)
 
-    def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
-        """The noised average of a round's updates, by partition.
+    def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
+        """The noised average of a round's updates.
+
+        Parameters
+        ----------
+        updates : Iterable[tuple[int, Update]]
+            With their partitions, once and as they come. Who adds each up before the next comes
+            needs memory for one.
 
         Raises
         ------
         RoundDiscarded
             Too few of them arrived.
         """
-        uploads = [update.arrays for update in updates.values()]
-        if self.accounted.weighs_examples:
-            sizes = [update.metrics["num-examples"] for update in updates.values()]
-            uploads = by_examples(uploads, sizes)
-        return self.accounted.aggregate(
-            uploads,
+        aggregate = partial(
+            self.accounted.aggregate,
             cohort_size=len(self.cohort.asked),
-            noise=self._noise("server-noise", self.participations.rounds),
-            like=self.sent,
+            noise=self._noise("server-noise", self.next_training),
         )
+        if not self.accounted.weighs_examples:
+            return aggregate((update.arrays for _, update in updates), like=self.sent)
+        uploads = (times_examples(own.arrays, own.metrics["num-examples"]) for _, own in updates)
+        return weighted_mean(lambda like: aggregate(uploads, like=like), like=self.sent)
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
@@ -226,6 +238,7 @@ class MethodHooks(RunLoop):
             The model that was sent, and the mean of what came back, bounded and noised.
         updates : Mapping[int, Update]
             The single updates by partition; none under a `ReleasePlan`, which releases the mean.
+            They can be read where the method says ``needs_each_update``: else they were not kept.
         """
         return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
 

@@ -7,10 +7,11 @@ for the privacy plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -125,23 +126,20 @@ def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> byte
     return array.tobytes()
 
 
-@dataclass(frozen=True)
-class Accepted(Generic[T]):
-    """The well-formed replies of a round, by partition, and why the others were refused."""
-
-    values: dict[int, T]
-    refusals: list[str]
-
-
 def accept(
     replies: Iterable[Message],
     *,
     asked: Mapping[int, int],
     server_round: int,
     read: Callable[[Message], T],
+    refuse: Callable[[str], None],
     questions: Mapping[int, Message] | None = None,
-) -> Accepted[T]:
-    """One well-formed reply of this round from each node that was asked.
+) -> Iterator[tuple[int, T]]:
+    """Yield one well-formed reply of this round from each node that was asked.
+
+    Replies are read as they come, and yielded in the order of ``asked``, so that whatever is added
+    up of them does not depend on who answers first: one that comes early waits for those before it,
+    as long as they may still come.
 
     Parameters
     ----------
@@ -151,11 +149,13 @@ def accept(
         What each node was asked: its reply is of the same type and names that very message.
     read : Callable[[Message], T]
         Reads one reply, or raises `RefusedReply`.
+    refuse : Callable[[str], None]
+        Is told why a reply was refused.
     """
     waiting = {node: partition for partition, node in asked.items()}
     number = str(server_round)
-    values: dict[int, T] = {}
-    refusals: list[str] = []
+    early: dict[int, T] = {}
+    due, refused = deque(asked), set[int]()
     for reply in replies:
         own = reply.metadata
         node = own.src_node_id
@@ -167,11 +167,17 @@ def accept(
             if own.group_id != number:
                 raise RefusedReply(f"answers round {own.group_id}")
             _check_answers(reply, (questions or {}).get(node))
-            values[waiting[node]] = read(reply)
+            early[waiting[node]] = read(reply)
             del waiting[node]
         except RefusedReply as refusal:
-            refusals.append(f"round {server_round}, node {node}: {refusal}"[:LONGEST_REASON])
-    return Accepted(dict(sorted(values.items())), refusals)
+            refuse(f"round {server_round}, node {node}: {refusal}"[:LONGEST_REASON])
+            if node in waiting:  # nobody waits for it any more, though it may answer again
+                refused.add(waiting[node])
+        while due and (due[0] in early or due[0] in refused):
+            if (first := due.popleft()) in early:
+                yield first, early.pop(first)
+    for partition in sorted(early):
+        yield partition, early.pop(partition)
 
 
 def _check_answers(reply: Message, question: Message | None) -> None:

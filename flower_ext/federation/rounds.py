@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
 from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
@@ -129,9 +130,68 @@ def read_update(
     return update
 
 
-def norm_columns(updates: Iterable[records.Update]) -> dict[str, float]:
+class Updates:
+    """The updates of a round with their partitions, once and as they come.
+
+    Parameters
+    ----------
+    heard : Iterator[tuple[int, Update]]
+    kept : bool
+        Whether each is still there afterwards.
+
+    Attributes
+    ----------
+    told : Mapping[int, Mapping[str, float]]
+        Metrics of those that came, by partition.
+    each : Mapping[int, Update]
+        The same partitions with their updates, which only those who keep them can read.
+    """
+
+    def __init__(self, heard: Iterator[tuple[int, records.Update]], *, kept: bool) -> None:
+        self._heard = heard
+        self.told: dict[int, Mapping[str, float]] = {}
+        self._kept: dict[int, records.Update] | None = {} if kept else None
+
+    def __iter__(self) -> Iterator[tuple[int, records.Update]]:
+        for partition, update in self._heard:
+            self.told[partition] = update.metrics
+            if self._kept is not None:
+                self._kept[partition] = update
+            yield partition, update
+
+    @property
+    def each(self) -> Mapping[int, records.Update]:
+        """See above."""
+        return _NotKept(self.told) if self._kept is None else self._kept
+
+    def hear_out(self) -> None:
+        """Wait for those that nobody took, so that they are counted."""
+        for _ in self:
+            pass
+
+
+class _NotKept(Mapping[int, records.Update]):
+    """Partitions whose updates are gone."""
+
+    def __init__(self, partitions: Collection[int]) -> None:
+        self._partitions = partitions
+
+    def __getitem__(self, partition: int) -> records.Update:
+        raise InvalidValue(
+            "the round's updates were added up as they came and not kept: a method whose "
+            "next_model needs each of them says needs_each_update = True"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._partitions)
+
+    def __len__(self) -> int:
+        return len(self._partitions)
+
+
+def norm_columns(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Mean and spread of the updates' norms before clipping, where clients report them."""
-    norms = [u.metrics["update-norm"] for u in updates if "update-norm" in u.metrics]
+    norms = [metrics["update-norm"] for metrics in told if "update-norm" in metrics]
     if not norms:
         return {}
     return {"update_norm_mean": float(np.mean(norms)), "update_norm_std": float(np.std(norms))}

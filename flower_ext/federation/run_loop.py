@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import record_of
+from flower_ext.federation._flower_private import record_of, replies
 from flower_ext.federation.client import ClientMethod
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.exchange import Exchange
@@ -202,7 +202,7 @@ class RunLoop(Strategy):
         started = time.monotonic()
         self.progress.begin()
         asked = self.configure_train(server_round, result.arrays, train_config, grid)
-        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+        answers = replies(grid, asked, timeout=timeout) if asked else []
         moved, metrics = self.aggregate_train(server_round, answers)
         if moved is not None:
             result.arrays = moved
@@ -224,7 +224,7 @@ class RunLoop(Strategy):
     ) -> bool:
         """Ask for scores, where this round does; whether there are any."""
         asked = self.configure_evaluate(server_round, result.arrays, config, grid)
-        answers = grid.send_and_receive(asked, timeout=timeout) if asked else []
+        answers = replies(grid, asked, timeout=timeout) if asked else []
         scores = self.aggregate_evaluate(server_round, answers) if asked else None
         if scores is not None:
             result.evaluate_metrics_clientapp[server_round] = scores

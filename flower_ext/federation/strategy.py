@@ -151,33 +151,36 @@ class FederatedStrategy(MethodHooks):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Refuse what is malformed; bound, noise and add up the rest."""
-        updates = self.exchange.accepted(
-            "train", server_round, replies, self.cohort.asked, self.read_update
+        """Refuse what is malformed; bound and add up the rest as it comes, and noise the sum."""
+        updates = rounds.Updates(
+            self.exchange.heard(
+                "train", server_round, replies, self.cohort.asked, self.read_update
+            ),
+            kept=self.needs_each_update,
         )
-        row = self.progress.row
-        self.checkpoints.answered(len(updates))
-        self.population.count(self.cohort, len(updates))
-        row["answered"] = len(updates)
-        self._ever_answered |= bool(updates)
-        row |= rounds.norm_columns(updates.values())
-        for partition, update in updates.items():  # the smallest told: none makes ε look smaller
-            if "num-examples" in update.metrics:
-                size = int(update.metrics["num-examples"])
-                self.num_examples[partition] = min(size, self.num_examples.get(partition, size))
         with self.spending.closing() as release:
             mean = self._aggregate(updates, server_round, release)
+        row, told = self.progress.row, updates.told
+        self.checkpoints.answered(len(told))
+        self.population.count(self.cohort, len(told))
+        row["answered"] = len(told)
+        self._ever_answered |= bool(told)
+        row |= rounds.norm_columns(told.values())
+        for partition, metrics in told.items():  # the smallest told: none makes ε look smaller
+            if "num-examples" in metrics:
+                size = int(metrics["num-examples"])
+                self.num_examples[partition] = min(size, self.num_examples.get(partition, size))
         if self.client.keeps_memory and not (self.client.mirrored and mean is None):
-            self.remembered |= dict.fromkeys(updates, self.participations.rounds)
+            self.remembered |= dict.fromkeys(told, self.participations.rounds)
         if mean is None:
             return None, records.metrics_record(row)
         released_only = self.accounted.release is not None  # nothing else may show in the model
-        moved = self.next_model(self.sent, mean, {} if released_only else updates)
+        moved = self.next_model(self.sent, mean, {} if released_only else updates.each)
         moved = {name: moved[name].astype(base.dtype) for name, base in self.sent.items()}
         return records.to_record(moved), records.metrics_record(row)
 
     def _aggregate(
-        self, updates: Mapping[int, records.Update], server_round: int, release: Reservation
+        self, updates: rounds.Updates, server_round: int, release: Reservation
     ) -> records.Arrays | None:
         try:
             aggregate = self.combine(updates)
@@ -186,6 +189,8 @@ class FederatedStrategy(MethodHooks):
             self.progress.row["discarded"] = 1
             release.discard(str(reason))
             return None
+        finally:
+            updates.hear_out()
         facts = {"answered": aggregate.answered, "topped_up_stddev": aggregate.topped_up_stddev}
         self.progress.row |= facts
         release.note(cohort=len(self.cohort.asked), **facts)
@@ -301,11 +306,6 @@ class FederatedStrategy(MethodHooks):
             Names the setting and what the plan expects.
         """
         self.accounted.check_training(self.run_facts)
-
-    @property
-    def next_training(self) -> int:
-        """Number of the next training round, from 1: silent rounds do not count."""
-        return self.participations.rounds + 1
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""

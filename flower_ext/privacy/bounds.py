@@ -20,7 +20,7 @@ empty (no elements)    kept, adds nothing; an update of nothing but these: `Valu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,10 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
-def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
+def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
     """Sum in float64 of `clip` of every update.
+
+    Updates are clipped and added as they come, so none has to be kept.
 
     Raises
     ------
@@ -123,7 +125,7 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
     """
     require_positive("clipping_norm", clipping_norm)
     places, summed = laid_out(like)
-    wide = summed * 0.0
+    wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
             check_arrays(update)
@@ -138,8 +140,9 @@ def sum_clipped(updates: Sequence[Update], clipping_norm: float, *, like: Update
                 for name, place in places.items():
                     wide[place] = bounded[name].reshape(-1)
             summed += wide
+            count += 1
     value = taken_apart(summed, places, like)
-    return BoundedSum(value=value, bound=clipping_norm if updates else 0.0, count=len(updates))
+    return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
 
 
 def sum_clipped_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,7 +108,7 @@ class NoisedSum(PrivacyPlan):
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
     def aggregate(
-        self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
     ) -> Aggregate:
         """Noised sum of a round's uploads over the expected cohort size.
 
@@ -122,21 +122,21 @@ class NoisedSum(PrivacyPlan):
         ValueError
             More uploads than were asked for, or of other names or shapes than ``like``.
         """
-        answered = len(uploads)
+        by_server = self.noise_placement == "server"
+        if by_server:
+            bounded = sum_clipped(uploads, self.clipping_norm, like=like)
+            summed, answered = bounded.value, bounded.count
+        else:
+            summed, answered = total(uploads, like=like)
         if answered > cohort_size:
             raise InvalidValue(f"{answered} uploads from a cohort of {cohort_size}")
-        if self.noise_placement == "server":
-            summed = sum_clipped(uploads, self.clipping_norm, like=like).value
-            missing = 1.0
-        else:
-            if answered < cohort_size and self.dropout_policy == "discard":
-                raise RoundDiscarded(
-                    f"{answered} of {cohort_size} clients answered; the sum lacks their noise"
-                )
-            summed = total(uploads, like=like)
-            missing = 1 - answered / cohort_size if cohort_size else 1.0
+        if not by_server and answered < cohort_size and self.dropout_policy == "discard":
+            raise RoundDiscarded(
+                f"{answered} of {cohort_size} clients answered; the sum lacks their noise"
+            )
+        missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
         noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
         value = divided(noised, self.sampling.expected_cohort_size, like)
-        topped_up = 0.0 if self.noise_placement == "server" else stddev
+        topped_up = 0.0 if by_server else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

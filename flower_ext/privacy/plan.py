@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import array_api_compat as api
@@ -133,14 +133,14 @@ class PrivacyPlan(ABC):
 
     @abstractmethod
     def aggregate(
-        self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
     ) -> Aggregate:
         """The average of a round's uploads.
 
         Parameters
         ----------
-        uploads : Sequence[Update]
-            At most one a client.
+        uploads : Iterable[Update]
+            At most one a client; each is added as it comes, and not kept.
         cohort_size : int
             How many were asked.
         like : Update
@@ -170,7 +170,7 @@ class PlainAverage(PrivacyPlan):
     sampling: Sampling
 
     def aggregate(
-        self, uploads: Sequence[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
     ) -> Aggregate:
         """Mean of the uploads; ``noise`` is not used.
 
@@ -179,12 +179,11 @@ class PlainAverage(PrivacyPlan):
         RoundDiscarded
             Nobody answered.
         """
-        if not uploads:
+        summed, answered = total(uploads, like=like)
+        if not answered:
             raise RoundDiscarded(f"none of {cohort_size} clients answered")
         return Aggregate(
-            value=divided(total(uploads, like=like), len(uploads), like),
-            answered=len(uploads),
-            topped_up_stddev=0.0,
+            value=divided(summed, answered, like), answered=answered, topped_up_stddev=0.0
         )
 
 
@@ -243,10 +242,26 @@ class NonPrivatePlan(PlainAverage):
         return f"{self.sampling.describe()} · no privacy{by}"
 
 
-def by_examples(uploads: Sequence[Update], sizes: Sequence[float]) -> list[dict[str, Any]]:
-    """Return uploads whose plain mean is the mean of ``uploads`` weighted by ``sizes``."""
-    every = sum(sizes)
-    return [
-        {name: as_float64(array) * (len(sizes) * size / every) for name, array in upload.items()}
-        for upload, size in zip(uploads, sizes, strict=True)
-    ]
+_SIZE = "number of examples"
+"""Name of what is summed beside the uploads of a weighted mean; no parameter has a name like it."""
+
+
+def times_examples(upload: Update, size: float) -> dict[str, Any]:
+    """Return an upload times its client's number of examples, and that number, to be summed."""
+    first = next(iter(upload.values()))
+    namespace, device = api.array_namespace(first), api.device(first)
+    summed = {name: as_float64(array) * size for name, array in upload.items()}
+    return {**summed, _SIZE: namespace.asarray(size, dtype=namespace.float64, device=device)}
+
+
+def weighted_mean(aggregate: Callable[[Update], Aggregate], like: Update) -> Aggregate:
+    """Return the mean of uploads weighted by examples, in the precision of ``like``.
+
+    Parameters
+    ----------
+    aggregate : Callable[[Update], Aggregate]
+        Takes names and shapes, and returns the plain mean of what `times_examples` makes.
+    """
+    mean = aggregate(times_examples(like, 1.0))
+    size = float(mean.value[_SIZE])
+    return replace(mean, value=divided({name: mean.value[name] for name in like}, size, like))

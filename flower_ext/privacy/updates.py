@@ -8,7 +8,7 @@ precision can pass unseen.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -87,8 +87,10 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
     return rounded
 
 
-def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
-    """Sum in float64; zeros like ``like`` when there are no updates.
+def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], int]:
+    """Sum in float64 and how many updates it is of; zeros like ``like`` when there are none.
+
+    Updates are added as they come, so none has to be kept.
 
     Raises
     ------
@@ -96,13 +98,14 @@ def total(updates: Sequence[Update], *, like: Update) -> dict[str, Any]:
         Names or shapes differ from those of ``like``, or it is empty.
     """
     places, summed = laid_out(like)
-    wide = summed * 0.0
+    wide, count = summed * 0.0, 0
     for update in updates:
         check_like(update, like)
         for name, place in places.items():
             wide[place] = update[name].reshape(-1)
         summed += wide
-    return taken_apart(summed, places, like)
+        count += 1
+    return taken_apart(summed, places, like), count
 
 
 def check_like(update: Update, like: Update) -> None:

@@ -66,9 +66,9 @@ class Referee:
         combine, aggregate = strategy.combine, strategy.aggregate_train
         evaluate = strategy.aggregate_evaluate
 
-        def watched_combine(updates: Mapping[int, records.Update]) -> Any:
-            self._used = updates
-            return combine(updates)
+        def watched_combine(updates: Iterable[tuple[int, records.Update]]) -> Any:
+            self._used = dict(updates)
+            return combine(self._used.items())
 
         def watched_aggregate(server_round: int, replies: Iterable[Message]) -> Any:
             base = {name: array.copy() for name, array in strategy.sent.items()}

@@ -21,7 +21,8 @@ def _not_clipped(update, clipping_norm):
 
 
 def _sum_not_clipped(uploads, clipping_norm, *, like):
-    return BoundedSum(value=total(uploads, like=like), bound=clipping_norm, count=len(uploads))
+    value, count = total(uploads, like=like)
+    return BoundedSum(value=value, bound=clipping_norm, count=count)
 
 
 def _rows_not_clipped(rows, clipping_norm, weights=None):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from logging import getLogger
 from typing import Any
@@ -223,7 +223,7 @@ class PrivateUldpAvg(UldpAvg):
         record = records.to_record({n: records.to_bytes_array(data) for n, data in sent.items()})
         return [record] * self.num_silos
 
-    def combine(self, updates: Mapping[int, records.Update]) -> Aggregate:
+    def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
         """Weighting (c): the sum over all silos, or nothing.
 
         Raises
@@ -237,7 +237,8 @@ class PrivateUldpAvg(UldpAvg):
         """
         if self._not_drawn:
             raise RoundDiscarded(f"no users were drawn: {self._not_drawn}")
-        if lost := [silo for silo, update in updates.items() if LOST in update.arrays]:
+        uploads = dict(updates)
+        if lost := [silo for silo, update in uploads.items() if LOST in update.arrays]:
             raise ProtocolError(f"silos {lost} have lost their keys: start the run anew")
         sums = [
             MaskedSum(
@@ -245,7 +246,7 @@ class PrivateUldpAvg(UldpAvg):
                 silo=silo,
                 ciphertexts=update.arrays[SUM].tobytes(),
             )
-            for silo, update in updates.items()
+            for silo, update in uploads.items()
         ]
         started = time.monotonic()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.engines.virtual import answer_all
+from flower_ext.federation.engines.virtual import answer_all, together
 from flower_ext.federation.engines.workers import Workers
 from flower_ext.training import MEMORY_LIMIT
 
@@ -34,7 +34,8 @@ class InProcessGrid(Grid):
     run_config : Mapping, optional
         What clients see as ``context.run_config``.
     memory_limit : int
-        Bytes that local trainings may take at a time (see `training.train_many`).
+        Bytes that local trainings may take at a time (see `training.train_many`), and a quarter of
+        them that replies may, before the next clients are run.
     workers : int
         Processes that the clients are divided among; see `workers`.
     """
@@ -114,8 +115,16 @@ class InProcessGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Run each message's client and collect the replies; nothing waits for ``timeout``."""
-        return self.pull_messages(self.push_messages(messages))
+        """Run each message's client, as many at a time as ``memory_limit`` has room for replies of.
+
+        The first are run at once, others when the replies of those before them are taken. Nothing
+        waits for ``timeout``.
+        """
+        messages = list(messages)
+        most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
+        parts = (messages[start : start + most] for start in range(0, len(messages), most))
+        replies = (self.pull_messages(self.push_messages(part)) for part in parts)
+        return chain(next(replies, []), chain.from_iterable(replies))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
         return self.workers(messages)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from logging import getLogger
+from math import inf
 from typing import Any
 
 from flwr.app import (
@@ -30,6 +31,7 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
+from flower_ext.federation.arrays import payload_bytes
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import failed
 from flower_ext.runs.settings import integer
@@ -43,7 +45,15 @@ _FIRST_ID = 1_000
 """Ids of virtual clients leave room for the server's own."""
 _UNREADABLE = 1
 
+_SHARE_OF_REPLIES = 4
+"""Replies that wait to be used may take one part in so many of the memory that trainings may."""
+
 Record = ArrayRecord | ConfigRecord | MetricRecord
+
+
+def together(message: Message, memory_limit: int) -> int:
+    """Return how many replies fit into memory that are as large as what is asked with a message."""
+    return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
 
 class CohortApp(ClientApp):
@@ -210,21 +220,32 @@ class VirtualGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Ask all clients; those on nodes that do not answer in time do not either."""
-        messages = list(messages)
-        turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
-        for message, (turn, node) in zip(messages, self._parcels(messages), strict=True):
-            turns[turn][node].append(message)
-        return [reply for own in turns.values() for reply in self._answered(own, timeout)]
+        """Ask all clients; those on nodes that do not answer in time do not either.
 
-    def _parcels(self, messages: Sequence[Message]) -> list[tuple[int, int]]:
-        """In which turn each message goes to which node: no client is asked twice in a turn."""
+        Of large models some clients of a node are asked at a time: the first at once, others when
+        the replies of those before them are taken.
+        """
+        messages = list(messages)
+        most = together(messages[0], MEMORY_LIMIT) if messages else 1
+        turns: dict[int, dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+        for message, (turn, node) in zip(messages, self._parcels(messages, most), strict=True):
+            turns[turn][node].append(message)
+        answers = (self._answered(turns[turn], timeout) for turn in sorted(turns))
+        return chain(next(answers, []), chain.from_iterable(answers))
+
+    def _parcels(self, messages: Sequence[Message], most: float = inf) -> list[tuple[int, int]]:
+        """In which turn each message goes to which node: no client is asked twice in a turn.
+
+        About ``most`` messages go to a node in a turn.
+        """
         turns: Counter[int] = Counter()
+        sent: Counter[int] = Counter()
         parcels = []
         for message in messages:
-            client = message.metadata.dst_node_id
-            parcels.append((turns[client], self._place(message)[0]))
+            client, node = message.metadata.dst_node_id, self._place(message)[0]
+            parcels.append((turns[client] + int(sent[node] // most), node))
             turns[client] += 1
+            sent[node] += 1
         return parcels
 
     def _answered(
@@ -232,7 +253,7 @@ class VirtualGrid(Grid):
     ) -> list[Message]:
         packed = {node: self._pack(node, own) for node, own in by_node.items()}
         singles: list[Message] = []
-        for reply in self._grid.send_and_receive(list(packed.values()), timeout=timeout):
+        for reply in private.replies(self._grid, list(packed.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # What is taken apart looks like answers to what was asked: only those may be.
             if node in packed and _answers(reply, packed[node]):

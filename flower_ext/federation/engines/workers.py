@@ -55,7 +55,7 @@ class Workers:
             raise InvalidValue(f"workers={count!r}: expected an integer >= 1")
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
-        self._count, self._answer, self._contexts = count, answer, contexts
+        self.count, self._answer, self._contexts = count, answer, contexts
         self._usual = {node: number % count for number, node in enumerate(contexts)}
         self._homes: dict[int, int] = {}  # where the states are of those that have one
         self._others: list[tuple[BaseProcess, _Channel]] = []
@@ -68,12 +68,12 @@ class Workers:
         ------
         WorkerLost
         """
-        if self._count == 1:
+        if self.count == 1:
             return self._answer(messages)
         if not self._others:
             self._fork()
         shares = self._divided(messages)
-        others = [number for number in range(1, self._count) if shares[number]]
+        others = [number for number in range(1, self.count) if shares[number]]
         for number in others:
             self._send(number, shares[number])
         own = self._answer(shares[0])
@@ -98,10 +98,10 @@ class Workers:
         by_node: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
             by_node[message.metadata.dst_node_id].append(message)
-        shares: list[list[Message]] = [[] for _ in range(self._count)]
+        shares: list[list[Message]] = [[] for _ in range(self.count)]
         for node in self._homes.keys() & by_node:
             shares[self._homes[node]] += by_node.pop(node)
-        part = math.ceil(len(messages) / self._count)
+        part = math.ceil(len(messages) / self.count)
         for node in list(by_node):
             if len(usual := shares[self._usual[node]]) < part:
                 usual += by_node.pop(node)
@@ -136,12 +136,12 @@ class Workers:
     def _fork(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError(
-                f"workers={self._count}: this process already uses a GPU, which forked ones could "
+                f"workers={self.count}: this process already uses a GPU, which forked ones could "
                 "not; expected 1"
             )
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
-        for number in range(1, self._count):
+        for number in range(1, self.count):
             here, there = context.Pipe()
             memory = _file()
             ours, theirs = _Channel(here, memory), _Channel(there, memory)
@@ -192,7 +192,7 @@ class Workers:
         process = self._others[number - 1][0]
         process.join(timeout=5)
         return WorkerLost(
-            f"{process.name} of {self._count} has ended (exit code {process.exitcode}) and with it "
+            f"{process.name} of {self.count} has ended (exit code {process.exitcode}) and with it "
             "the state of its clients: its own error is above; if it was killed (-9), there was "
             "too little memory for so many workers"
         )
