@@ -64,13 +64,6 @@ log = getLogger("flwr")
 _OF_UPLOADS = "client-noise"
 """Names the noise that protects an upload, on it or in the training that leads to it."""
 
-_Made = tuple[
-    Params | BoundedSum | HiddenSum,
-    Params | Callable[[Params], Params] | None,
-    Mapping[str, float],
-]
-"""Of a `LocalResult`: what the plan bounds, memory and metrics; the model may be forgotten."""
-
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
     """The task of all clients: those of one process share it, so it must know none of them."""
@@ -124,12 +117,11 @@ class ClientSide:
         """
         requests, works = self._unpack(messages, contexts, alone=alone)
 
-        def finish(index: int, result: LocalResult) -> _Made:
+        def finish(index: int, result: LocalResult) -> RecordDict:
             request, work = requests[index], works[index]
             assert isinstance(request, Request)
             assert isinstance(work, ClientWork)
-            own = result.bounded(work.received, whole=bounds_models(request.protection))
-            return own, result.memory, result.metrics
+            return self._remembering(contexts[index], request, work, result)
 
         def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
             if bounds_models(request.protection):
@@ -137,9 +129,7 @@ class ClientSide:
             return self.method.local_update(work)
 
         runs = each(begin, requests, works)
-        made = side_by_side(runs, finish, memory_limit=memory_limit)
-        # Stored before any reply is out of this function: what was released is remembered.
-        return each(self._remembering, contexts, requests, works, made)
+        return side_by_side(runs, finish, memory_limit=memory_limit)
 
     def score(
         self,
@@ -281,10 +271,10 @@ class ClientSide:
         return requests, each(partial(self._work, task=task, steady=steady), requests, contexts)
 
     def _remembering(
-        self, context: Context, request: Request, work: ClientWork, made: _Made
+        self, context: Context, request: Request, work: ClientWork, result: LocalResult
     ) -> RecordDict:
         """What leaves the client, once what it is to remember of it is stored."""
-        reply, memory = self._reply(context, request, work, made)
+        reply, memory = self._reply(context, request, work, result)
         check_finite(memory)
         if memory is not None:
             if not self.method.keeps_memory:
@@ -295,16 +285,16 @@ class ClientSide:
         return reply
 
     def _reply(
-        self, context: Context, request: Request, work: ClientWork, made: _Made
+        self, context: Context, request: Request, work: ClientWork, result: LocalResult
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
-        own, memory, told = made
+        own = result.bounded(work.received, whole=bounds_models(request.protection))
         noise = self._policy(context).noise(request.facts, _OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
         if request.facts.get("report-size"):
-            metrics |= {"num-examples": len(work.data.train), **told}
+            metrics |= {"num-examples": len(work.data.train), **result.metrics}
         if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
@@ -314,6 +304,7 @@ class ClientSide:
             metrics["update-norm"] = l2_norm(moved)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
+        memory = result.memory
         if callable(memory):
             memory = memory(_as_params(update, work.received))
         return record_of(RecordDict, content), memory

@@ -124,7 +124,8 @@ class InProcessGrid(Grid):
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
         replies = (self.pull_messages(self.push_messages(part)) for part in parts)
-        return chain(next(replies, []), chain.from_iterable(replies))
+        # An iterator forgets its list when it comes to its end; a chain would keep it.
+        return chain(iter(next(replies, [])), chain.from_iterable(replies))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
         return self.workers(messages)

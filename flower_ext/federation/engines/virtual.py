@@ -231,7 +231,7 @@ class VirtualGrid(Grid):
         for message, (turn, node) in zip(messages, self._parcels(messages, most), strict=True):
             turns[turn][node].append(message)
         answers = (self._answered(turns[turn], timeout) for turn in sorted(turns))
-        return chain(next(answers, []), chain.from_iterable(answers))
+        return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
     def _parcels(self, messages: Sequence[Message], most: float = inf) -> list[tuple[int, int]]:
         """In which turn each message goes to which node: no client is asked twice in a turn.
