@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Examples:
 
     features: Tree
     targets: Tree
+    _count: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         leaves: list[tuple[str, Tensor]] = []
@@ -49,9 +50,10 @@ class Examples:
         for name, rows in leaves:
             if len(rows) != most:
                 raise InvalidValue(f"{most} {first} but {len(rows)} {name}")
+        object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:
-        return trees.length(self.targets)
+        return self._count
 
     @property
     def plain(self) -> bool:

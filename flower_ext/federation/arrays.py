@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 
@@ -116,16 +116,18 @@ def _read_npy(array: Array) -> np.ndarray:
     return values.reshape(shape, order="F" if fortran_order else "C")
 
 
-def payload_bytes(messages: Iterable[Message]) -> int:
+def payload_bytes(messages: Sequence[Message]) -> int:
     """Bytes of all arrays in messages as they are serialised; the rest of them is small."""
-    contents = [message.content for message in messages if message.has_content()]
-    sizes = {
-        key: sum(
-            _payload(a) for r in content.values() if isinstance(r, ArrayRecord) for a in r.values()
-        )
-        for key, content in {id(content): content for content in contents}.items()
-    }
-    return sum(sizes[id(content)] for content in contents)
+    sizes: dict[int, int] = {}  # many may share a content
+    total = 0
+    for message in messages:
+        if message.has_content():
+            content = message.content
+            if id(content) not in sizes:
+                records = [r for r in content.values() if isinstance(r, ArrayRecord)]
+                sizes[id(content)] = sum(_payload(array) for r in records for array in r.values())
+            total += sizes[id(content)]
+    return total
 
 
 def _payload(array: Array) -> int:

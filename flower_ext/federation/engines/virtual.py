@@ -82,7 +82,7 @@ class CohortApp(ClientApp):
         self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
     ) -> list[Message]:
         """Replies in the order of ``messages``, all of one type that is in ``together``."""
-        before = [context.state.copy() for context in contexts]
+        before = [context.state.copy() if context.state else None for context in contexts]
         answer = self.together[messages[0].metadata.message_type]
         contents: Sequence[RecordDict | Exception]
         try:
@@ -92,7 +92,7 @@ class CohortApp(ClientApp):
         replies = []
         for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
             if isinstance(own, Exception):
-                context.state = state
+                context.state = RecordDict() if state is None else state
                 replies.append(failed(self, message, context, own))
             else:
                 replies.append(private.reply_to(message, own))
