@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue, tellable
-from flower_ext.federation._flower_private import record_of, replies
+from flower_ext.federation._flower_private import message_like, record_of, replies
 from flower_ext.federation.failures import said
 
 log = getLogger("flwr")
@@ -115,6 +115,9 @@ class Roster:
     def connect(cls, grid: Grid, population: int, *, timeout: float) -> Roster:
         """Wait for ``population`` nodes and ask each, once, which partition it holds.
 
+        Of the clients of one node (see `VirtualGrid`) the first is asked: the others follow it, in
+        their ids as in their partitions.
+
         Raises
         ------
         FederationNotReady
@@ -122,12 +125,14 @@ class Roster:
             some nodes answer. A node's first answer counts.
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
-        asked = [Message(RecordDict(), dst_node_id=node, message_type=IDENTITY) for node in nodes]
+        like = Message(RecordDict(), dst_node_id=nodes[0], message_type=IDENTITY)
+        together = getattr(grid, "clients_per_node", 1)
+        asked = [message_like(like, RecordDict(), dst_node_id=node) for node in nodes[::together]]
         log.info(
             "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
         )
         answers: dict[int, int] = {}
-        waiting, first_said = set(nodes), ""
+        waiting, first_said = {message.metadata.dst_node_id for message in asked}, ""
         for reply in replies(grid, asked, timeout=timeout):
             node = reply.metadata.src_node_id
             if reply.has_error() and not first_said:
@@ -135,19 +140,20 @@ class Roster:
             if reply.has_error() or not reply.has_content() or node not in waiting:
                 continue
             waiting.remove(node)
-            identity: Mapping[str, object] = reply.content.config_records.get("identity", {})
-            partition = identity.get("partition")
-            if type(partition) is not int or not 0 <= partition < population:
+            identity = reply.content.get("identity")
+            partition = identity.get("partition") if isinstance(identity, ConfigRecord) else None
+            if type(partition) is not int or not 0 <= partition <= population - together:
                 raise FederationNotReady(
                     f"node {node} says it holds partition {partition!r}; "
-                    f"expected 0 … {population - 1} (node config partition-id)"
+                    f"expected 0 … {population - together} (node config partition-id)"
                 )
-            if partition in answers:
+            held = {partition + place: node + place for place in range(together)}
+            if twice := sorted(answers.keys() & held):
                 raise FederationNotReady(
-                    f"nodes {answers[partition]} and {node} both hold partition {partition}; "
-                    "give each SuperNode its own partition-id in --node-config"
+                    f"nodes {answers[twice[0]]} and {held[twice[0]]} both hold partition "
+                    f"{twice[0]}; give each SuperNode its own partition-id in --node-config"
                 )
-            answers[partition] = node
+            answers |= held
         if not answers:
             return cls(dict(enumerate(nodes)), known=False, said=first_said)
         if len(answers) < population:
@@ -159,11 +165,11 @@ class Roster:
         return cls(answers, known=True)
 
 
-def tell_partition(message: Message, partition: object) -> Message:
+def identity(node_config: Mapping[str, object]) -> RecordDict:
     """A client's answer to ``query.identity``; what is no partition the server refuses by name."""
+    partition = node_config.get(PARTITION)
     known = partition if isinstance(partition, int) else str(partition)
-    identity = ConfigRecord({"partition": known})
-    return Message(RecordDict({"identity": identity}), reply_to=message)
+    return record_of(RecordDict, {"identity": ConfigRecord({"partition": known})})
 
 
 def addressed(content: RecordDict, partition: int) -> RecordDict:

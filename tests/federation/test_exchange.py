@@ -6,7 +6,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from flower_ext.federation import FederationNotReady, InProcessGrid
-from flower_ext.federation.cohort import partition_of, tell_partition
+from flower_ext.federation.cohort import identity, partition_of
 from flower_ext.federation.exchange import Exchange
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.records import RefusedReply
@@ -37,7 +37,7 @@ def client_app(method: str | None = "meth", fails: tuple[int, ...] = ()) -> Clie
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
-        return tell_partition(message, partition_of(context.node_config))
+        return Message(identity(context.node_config), reply_to=message)
 
     app.train(method)(answer)
     app.evaluate(method)(answer)

@@ -9,7 +9,7 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.federation import records
 from flower_ext.federation.client.method import ClientMethod
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.cohort import PARTITION, tell_partition
+from flower_ext.federation.cohort import IDENTITY, identity
 from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.training import (
     Task,
@@ -45,7 +45,9 @@ def client_app(
 
     @app.query("identity")
     def _(message: Message, context: Context) -> Message:
-        return tell_partition(message, context.node_config.get(PARTITION))
+        return Message(identity(context.node_config), reply_to=message)
+
+    app.together[IDENTITY] = _identities
 
     for method in methods:
         side = app.sides[method.name] = ClientSide(method, task, allow_seeded_noise)
@@ -70,6 +72,12 @@ def client_app(
             return side.tell_state(message, context)
 
     return app
+
+
+def _identities(
+    messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
+) -> list[RecordDict | Exception]:
+    return [identity(context.node_config) for context in contexts]
 
 
 def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:

@@ -161,7 +161,7 @@ class VirtualGrid(Grid):
     def __init__(self, grid: Grid, clients_per_node: int) -> None:
         if clients_per_node < 1:
             raise InvalidValue(f"clients_per_node={clients_per_node!r}: expected an integer >= 1")
-        self._grid, self._per_node = grid, clients_per_node
+        self._grid, self.clients_per_node = grid, clients_per_node
         self._nodes: dict[int, int] = {}
         self._packed: dict[str, dict[str, Message]] = {}
         self._replies: dict[str, Message] = {}
@@ -193,10 +193,10 @@ class VirtualGrid(Grid):
         for node in sorted(connected - set(self._nodes.values())):
             self._nodes[len(self._nodes)] = node
         return [
-            _FIRST_ID + number * self._per_node + place
+            _FIRST_ID + number * self.clients_per_node + place
             for number, node in self._nodes.items()
             if node in connected
-            for place in range(self._per_node)
+            for place in range(self.clients_per_node)
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -265,7 +265,7 @@ class VirtualGrid(Grid):
 
     def _place(self, message: Message) -> tuple[int, int]:
         """Node of the client that a message is for, and which of its clients that is."""
-        number, place = divmod(message.metadata.dst_node_id - _FIRST_ID, self._per_node)
+        number, place = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
         if number not in self._nodes:
             raise InvalidValue(f"no client has the id {message.metadata.dst_node_id}")
         return self._nodes[number], place
@@ -273,7 +273,7 @@ class VirtualGrid(Grid):
     def _pack(self, node: int, messages: Sequence[Message]) -> Message:
         places = [self._place(message)[1] for message in messages]
         facts = {
-            "clients-per-node": self._per_node,
+            "clients-per-node": self.clients_per_node,
             "place": places,
             "type": [message.metadata.message_type for message in messages],
         }
