@@ -172,6 +172,30 @@ def test_replies_of_others_of_other_rounds_or_sent_twice_are_refused():
     ]
 
 
+def test_whoever_answers_first_replies_are_heard_in_the_order_of_partitions():
+    exchange, grid = connected()
+    everyone = range(CLIENTS)
+    replies = list(grid.send_and_receive(exchange.ask("train", {p: {} for p in everyone}, 1)))
+    heard = exchange.heard("train", 1, [replies[i] for i in (2, 3, 0, 1)], everyone, square_of)
+    assert list(heard) == [(0, 0), (1, 1), (2, 4), (3, 9)]
+
+
+def test_a_reply_is_heard_as_soon_as_those_before_it_are_or_were_refused():
+    exchange, grid = connected(client_app(fails=(1,)))
+    everyone, come = range(CLIENTS), []
+    replies = grid.send_and_receive(exchange.ask("train", {p: {} for p in everyone}, 1))
+
+    def coming():
+        for reply in replies:
+            come.append(reply.metadata.src_node_id)
+            yield reply
+
+    heard = exchange.heard("train", 1, coming(), everyone, square_of)
+    assert [(next(heard), len(come)) for _ in range(3)] == [((0, 0), 1), ((2, 4), 3), ((3, 9), 4)]
+    assert next(heard, None) is None
+    assert len(exchange.refusals) == 1
+
+
 def test_nothing_asked_costs_nothing():
     exchange, grid = connected()
     assert listen(exchange, grid, "train", []) == {}

@@ -1,0 +1,132 @@
+"""What a server holds of a round does not grow with the cohort: uploads are added and dropped."""
+
+import weakref
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
+from flower_ext.federation import InProcessGrid, VirtualGrid, client_app, records
+from flower_ext.federation.engines import virtual
+from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
+from flower_ext.training import LocalTraining
+from tests.support.worlds import initial, task
+
+CLIENTS = 8
+SAMPLING = FixedSizeSampling(CLIENTS, CLIENTS)
+SGD = LocalTraining(epochs=1, batch_size=8, learning_rate=0.05)
+MODEL_BYTES = sum(len(array.data) for array in initial().values())
+
+
+def released(placement: str) -> ReleasePlan:
+    return ReleasePlan(
+        sampling=SAMPLING,
+        clipping_norm=0.5,
+        noise_multiplier=0.3,
+        rounds=2,
+        delta=1e-3,
+        noise_placement=placement,
+    )
+
+
+SUMS = {
+    "server noise": lambda: DPFedAvg(
+        plan=released("server"), local=SGD, seed=1, seeded_noise=True, evaluate_every=0
+    ),
+    "client noise": lambda: DPFedAvg(
+        plan=released("client"), local=SGD, seed=1, seeded_noise=True, evaluate_every=0
+    ),
+    "personal head": lambda: DP2FedSAM(
+        plan=released("client"),
+        head=SGD,
+        extractor=SGD,
+        personal=["head"],
+        seed=1,
+        seeded_noise=True,
+        evaluate_every=0,
+    ),
+    "by examples": lambda: DPFedAvg(
+        plan=NonPrivatePlan(sampling=SAMPLING, weighting="examples"),
+        local=SGD,
+        seed=1,
+        evaluate_every=0,
+    ),
+}
+
+
+class Watching(InProcessGrid):
+    """Counts, whenever clients are run, how many replies of the round are still there."""
+
+    def start(self) -> None:
+        self.alive: list[int] = []
+        self.seen: list[weakref.ref] = []
+
+    def _answers(self, messages):
+        self.alive.append(sum(one() is not None for one in self.seen))
+        replies = super()._answers(messages)
+        self.seen += map(weakref.ref, replies)
+        return replies
+
+
+def played(strategy, memory_limit):
+    app = client_app(strategy.client, task=task(), allow_seeded_noise=True)
+    grid = Watching(app, num_clients=CLIENTS, memory_limit=memory_limit)
+    grid.start()
+    result = strategy.start(grid, initial(), num_rounds=2)
+    assert strategy.refusals == []
+    return records.to_arrays(result.arrays), grid
+
+
+@pytest.mark.parametrize("strategy", SUMS.values(), ids=SUMS)
+def test_a_part_of_the_cohort_is_run_when_the_one_before_it_is_forgotten(strategy):
+    whole, _ = played(strategy(), 2**30)
+    parted, grid = played(strategy(), 2 * 4 * MODEL_BYTES)
+    assert max(grid.alive) <= 1  # the reply that is being added
+    assert len(grid.alive) > CLIENTS / 2
+    for name, array in whole.items():
+        np.testing.assert_allclose(parted[name], array, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: FedAMP(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, seed=1),
+        lambda: Scaffold(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD, seed=1),
+    ],
+)
+def test_who_needs_each_update_gets_them_whatever_the_parts(strategy):
+    whole, _ = played(strategy(), 2**30)
+    parted, _ = played(strategy(), MODEL_BYTES)
+    for name, array in whole.items():
+        np.testing.assert_allclose(parted[name], array, atol=1e-6)
+
+
+def test_a_method_that_reads_updates_without_asking_for_them_is_told_what_to_say():
+    class Careless(DPFedAvg):
+        def next_model(self, base, mean, updates):
+            assert sorted(updates) == list(range(CLIENTS))
+            return {name: base[name] + updates[0].arrays[name] for name in base}
+
+    strategy = Careless(plan=NonPrivatePlan(sampling=SAMPLING), local=SGD)
+    with pytest.raises(ValueError, match="needs_each_update = True"):
+        played(strategy, 2**30)
+
+
+def test_clients_of_a_node_are_asked_in_parts_where_models_are_large(monkeypatch):
+    def models():
+        strategy = SUMS["client noise"]()
+        app = client_app(strategy.client, task=task(), allow_seeded_noise=True)
+        grid = Watching(app, num_clients=2)
+        grid.start()
+        fat = VirtualGrid(grid, CLIENTS // 2)
+        model = strategy.start(fat, ArrayRecord(task().initial_params(1)), num_rounds=2).arrays
+        return records.to_arrays(model), grid
+
+    whole, grid = models()
+    at_once = len(grid.alive)
+    monkeypatch.setattr(virtual, "MEMORY_LIMIT", 3 * 4 * MODEL_BYTES)
+    parted, grid = models()
+    assert len(grid.alive) == at_once + 2  # one more a round, for the fourth client of each node
+    for name, array in whole.items():
+        np.testing.assert_allclose(parted[name], array, atol=1e-6)
