@@ -123,10 +123,13 @@ def payload_bytes(messages: Sequence[Message]) -> int:
     for message in messages:
         if message.has_content():
             content = message.content
-            if id(content) not in sizes:
-                records = [r for r in content.values() if isinstance(r, ArrayRecord)]
-                sizes[id(content)] = sum(_payload(array) for r in records for array in r.values())
-            total += sizes[id(content)]
+            if (size := sizes.get(id(content))) is None:
+                size = 0
+                for record in content.values():
+                    if isinstance(record, ArrayRecord):
+                        size += sum(map(_payload, record.values()))
+                sizes[id(content)] = size
+            total += size
     return total
 
 

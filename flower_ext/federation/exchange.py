@@ -163,21 +163,14 @@ class Exchange:
         No reply is kept. Those who ask for the next one only when they have made something of the
         last need no more memory for a thousand clients than for one.
         """
-        missing, refusals, progress = set(partitions), list[str](), self.progress
-        progress.answered(kind, [], [])
-
-        def counted() -> Iterator[Message]:
-            for reply in replies:
-                progress.answered(kind, [reply], [])
-                yield reply
+        missing, refusals = set(partitions), list[str]()
 
         def refuse(reason: str) -> None:
             refusals.append(reason)
             self.refusals.append(reason)
-            progress.answered(kind, [], [reason])
 
         accepted = records.accept(
-            counted(),
+            self.progress.answered(kind, replies, refusals),
             asked={partition: self.nodes[partition] for partition in sorted(partitions)},
             server_round=server_round,
             read=read,
@@ -188,4 +181,4 @@ class Exchange:
             missing.remove(partition)
             yield partition, value
         if missing:
-            progress.missing(kind, server_round, sorted(missing), refusals)
+            self.progress.missing(kind, server_round, sorted(missing), refusals)

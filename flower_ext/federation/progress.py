@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from logging import getLogger
 
 import numpy as np
@@ -41,10 +41,17 @@ class Progress:
         self._count(_prefix(kind) + "messages", len(messages))
         self._count(_prefix(kind) + "bytes_down", payload_bytes(messages))
 
-    def answered(self, kind: str, replies: Sequence[Message], refusals: Sequence[str]) -> None:
-        """Count replies; each refusal is reported."""
-        self._count(_prefix(kind) + "messages", len(replies))
-        self._count(_prefix(kind) + "bytes_up", payload_bytes(replies))
+    def answered(
+        self, kind: str, replies: Iterable[Message], refusals: Sequence[str]
+    ) -> Iterator[Message]:
+        """Yield replies and count them; afterwards report the refusals that there are by then."""
+        number = size = 0
+        for reply in replies:
+            number += 1
+            size += payload_bytes((reply,))
+            yield reply
+        self._count(_prefix(kind) + "messages", number)
+        self._count(_prefix(kind) + "bytes_up", size)
         self._count("refused", len(refusals))
         for refusal in refusals:
             log.warning("refused reply: %s", refusal)

@@ -25,8 +25,8 @@ def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
     progress.asked("evaluate", [])
     assert progress.row["evaluation_messages"] == 0
     assert "evaluation_bytes_up" not in progress.row
-    progress.answered("train", [], ["one", "two"])
-    progress.answered("evaluate", [], ["three"])
+    assert list(progress.answered("train", [], ["one", "two"])) == []
+    assert list(progress.answered("evaluate", [], ["three"])) == []
     assert progress.row["refused"] == 3
     assert progress.row["evaluation_bytes_up"] == 0
 
