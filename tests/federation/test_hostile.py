@@ -158,20 +158,20 @@ class Identities(InProcessGrid):
 
 def said(value):
     def change(replies):
-        replies[1].content["identity"] = ConfigRecord({"partition": value})
+        replies[0].content["identity"] = ConfigRecord({"partition": value})
         return replies
 
     return change
 
 
 def nothing_said(replies):
-    replies[1].__dict__["_content"] = RecordDict()
+    replies[0].__dict__["_content"] = RecordDict()
     return replies
 
 
 @pytest.mark.parametrize("change", [said(True), said(-1), said("1"), said(1.0), nothing_said])
 def test_a_node_that_does_not_say_its_partition_is_named(change):
-    with pytest.raises(FederationNotReady, match="node 1001 says it holds partition"):
+    with pytest.raises(FederationNotReady, match="node 1000 says it holds partition"):
         Roster.connect(Identities(change), CLIENTS, timeout=1.0)
 
 

@@ -509,6 +509,20 @@ def test_a_foreign_client_app_takes_part_and_without_noise_equals_flowers_own_fe
     assert ours.evaluate_metrics_clientapp[1]["accuracy_mean"] == 0.5
 
 
+def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
+    asked = []
+
+    class Counting(InProcessGrid):
+        def _answers(self, messages):
+            asked.extend(message.metadata.message_type for message in messages)
+            return super()._answers(messages)
+
+    grid = Counting(foreign_app(), num_clients=CLIENTS)
+    without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    DPFedAvg(plan=without, local=FAST).start(grid, initial(), num_rounds=2)
+    assert asked.count("query.identity") == 1
+
+
 def test_a_foreign_client_app_is_bounded_and_noised_by_the_server():
     the_plan = plan(noise_placement="server", sampling=FullParticipation(CLIENTS))
     strategy = DPFedAvg(plan=the_plan)
