@@ -519,7 +519,9 @@ def test_a_foreign_client_app_of_a_simulation_is_asked_for_its_partition_once():
 
     grid = Counting(foreign_app(), num_clients=CLIENTS)
     without = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
-    DPFedAvg(plan=without, local=FAST).start(grid, initial(), num_rounds=2)
+    DPFedAvg(plan=without, local=FAST).start(
+        grid, initial(), num_rounds=2, train_config=ConfigRecord({"lr": 0.1})
+    )
     assert asked.count("query.identity") == 1
 
 
