@@ -31,7 +31,7 @@ import torch
 import typer
 
 from flower_ext.privacy.noised_sum import DropoutPolicy, NoisePlacement
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from tests.faults import kill, processes
 from tests.faults.clients import Asked, everyone
 from tests.faults.engine import Outcome, run_case

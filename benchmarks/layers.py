@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
 from flower_ext.training.batched.many import train_groups
 from flower_ext.training.local import own_draws

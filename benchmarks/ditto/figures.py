@@ -22,7 +22,7 @@ from flower_ext.privacy.theorems.dp_ditto import dp_ditto_noise_stddev
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import Line, draw_comparison, draw_lines
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 ACCURACY, LOSS, SPREAD = "accuracy_mean", "training_loss_mean", "training_loss_std"
 WORST, JAIN = "accuracy_worst_decile", "accuracy_jain"

@@ -19,7 +19,7 @@ from statistics import mean, stdev
 from benchmarks.finetuning.timing import timing
 from benchmarks.runs import Config, Experiment, settings
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 APP = Path(__file__).parents[2] / "apps" / "private_finetuning"
 SEARCHED_ON = 100

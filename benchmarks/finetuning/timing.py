@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flower_ext.data import ClientData, Examples
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.training import Job, LocalTraining, Task, train, train_each
 from flower_ext.training.models import HeadedModel
 

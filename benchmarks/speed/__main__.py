@@ -23,7 +23,7 @@ import typer
 from benchmarks.speed import growth
 from benchmarks.speed.contest import Contender, Measured, by_turns, contenders
 from benchmarks.speed.workload import MODELS, Workload
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 OURS = "vectorised, in process"
 NAMES = {

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.speed.texts import Adapted, Transformer, padded_texts, texts
 from benchmarks.speed.workload import CLASSES, convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, trees
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Task
 from flower_ext.training.calls import called
 from flower_ext.training.models import cifar10_cnn, mnist_cnn

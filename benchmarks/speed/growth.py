@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.speed.contest import Contender, Measured, contenders
 from benchmarks.speed.workload import Workload
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 CLIENTS = (1_000, 3_000, 10_000)
 COHORTS = (100, 300, 1_000)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.speed.workload import convolutional, logistic_regression, perceptron
 from flower_ext.data import ClientData, Examples
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.training import Job, LocalTraining, Task, train, train_each
 from flower_ext.training.models import mnist_cnn
 

@@ -29,7 +29,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.federation import run_in_process
 from flower_ext.federation.client import ClientMethod, ClientWork, LocalResult
 from flower_ext.privacy import FixedSizeSampling, ReleasePlan
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.training import LocalTraining, Params, Task
 
 MILLIONS, COHORTS = (0.11, 1.1, 11.0), (10, 30, 100, 300, 1_000)

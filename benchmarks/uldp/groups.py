@@ -14,7 +14,7 @@ from flower_ext.privacy.theorems.uldp_group import (
     uldp_group_guarantees,
 )
 from flower_ext.runs.figures import draw_lines
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 TRAINING = DpSgd(noise_multiplier=NOISE_MULTIPLIER, sampling_rate=0.01, steps=100_000)

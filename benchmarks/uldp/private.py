@@ -35,7 +35,7 @@ from flower_ext.data import describe_silos, load_silos
 from flower_ext.evaluation import concordance_index
 from flower_ext.federation import InProcessGrid, records
 from flower_ext.privacy import FullParticipation, PoissonSampling, PrivacyUnit, ReleasePlan
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.secure import WeightingServer, WeightingSilo, estimate_round
 from flower_ext.training import LocalTraining, Task, accuracy, cox_loss
 from flower_ext.training.models import build

@@ -25,7 +25,7 @@ import numpy as np
 import phe
 from gmpy2 import mpz
 
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 from flower_ext.secure import (
     WeightingServer,
     WeightingSettings,

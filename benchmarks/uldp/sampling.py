@@ -19,7 +19,7 @@ from flower_ext.privacy import epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import draw_comparison
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 LABEL = "ULDP-AVG-w"
 BASES = ("provable", "published")

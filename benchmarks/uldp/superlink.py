@@ -21,7 +21,7 @@ from flower_ext.cli.deployment import CONNECTION, Deployment
 from flower_ext.cli.launch import launch
 from flower_ext.data import describe_silos
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 APP = Path(__file__).parents[2] / "apps" / "uldp_fl"
 _SILO = re.compile(r"silo (\d+), round (\d+): ([\d.]+) s of training, ([\d.]+) s of encryption")

@@ -9,7 +9,7 @@ from benchmarks.uldp.experiment import Problem, Scale, choose, last, search_text
 from benchmarks.uldp.utility import CREDITCARD, run_methods
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import draw_comparison
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 LABELS = ("ULDP-AVG", "ULDP-AVG-w")
 SILOS = (5, 20, 50)

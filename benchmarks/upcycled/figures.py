@@ -26,7 +26,7 @@ from flower_ext.privacy import Guarantee, epsilon_text
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.comparison import mean_and_std
 from flower_ext.runs.figures import draw_comparison
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 EXACT = ("fedavgm", "fedprox", "fedyogi")
 """Methods whose clients may minimise loss + (μ/2) ‖w − w̄‖² exactly."""

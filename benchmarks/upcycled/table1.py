@@ -24,7 +24,8 @@ from benchmarks.upcycled.experiment import (
 from flower_ext.data import describe_devices
 from flower_ext.runs import RunDirectory, write_comparison
 from flower_ext.runs.comparison import mean_and_std
-from flower_ext.runs.report import pooled_accuracy, table
+from flower_ext.runs.page import table
+from flower_ext.runs.report import pooled_accuracy
 
 PAPER = {  # Table 1: plain and upcycled accuracy in per cent on the four synthetic sets
     "fedavg": ((98.06, 98.83), (79.28, 81.46), (81.58, 82.89), (80.40, 81.49)),

@@ -7,7 +7,7 @@ import time
 
 from benchmarks.runs import Config, Experiment, run
 from benchmarks.upcycled.experiment import APP, METHODS, Scale, method_config
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 PAPER = {  # seconds, plain and upcycled
     "fedavg": (147.50, 86.44),

@@ -17,8 +17,8 @@ from rich.markup import escape
 from flower_ext.cli.launch import LaunchFailed, checked_settings
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.runs.files import write_whole
-from flower_ext.runs.report import Markup, escaped
-from flower_ext.runs.report import table as markdown_table
+from flower_ext.runs.page import Markup, escaped
+from flower_ext.runs.page import table as markdown_table
 
 _SECTION = "[tool.flwr.app.config]"
 _LINE = re.compile(r'(?P<name>[\w-]+) *= *(?:"[^"]*"|[^#"]*?) *(?:# *(?P<comment>.*))?')

@@ -248,6 +248,8 @@ class FederatedStrategy(MethodHooks):
         """ε so far, for the log and the report's figures."""
         run = self.run_facts
         spent = self.accounted.spent(run)
+        if spent and self.accounted.delta is not None:
+            spent["delta"] = self.accounted.delta
         if self.accounted.release is not None:  # else the plan knows what is published
             for one in self.claims(run):
                 if one.basis == "published":

@@ -17,6 +17,9 @@ ON_A_GRID = (
     "exact to the grid's resolution"
 )
 """What is assumed of Gaussian noise in floating point (see `privacy.noise`)."""
+NOT_PROVIDED = "which this run does not provide"
+"""Part of an assumption that nothing in the run sees to."""
+NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
 WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
 """What is assumed where sums are protected by noise that their parts carry."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"

@@ -10,6 +10,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import PrivacyLoss, participations_loss, privacy_loss_of
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
+    NO_SECURE_SUM,
     NOISE_OF_OTHERS,
     ON_A_GRID,
     TELLS,
@@ -121,7 +122,7 @@ def client_level_guarantees(
                 *common,
                 *honest_clients,
                 WHOLE_UPLOADS,
-                "secure aggregation, which this run does not provide: the server sees no upload",
+                NO_SECURE_SUM,
             ),
             not_covered=tuple(not_covered),
         ),

@@ -23,8 +23,18 @@ def epsilon_text(epsilon: float) -> str:
     return _rounded_up(epsilon)
 
 
-_LARGE_DELTA = 1e-3
+LARGE_DELTA = 1e-3
 """Above it a guarantee says that δ is large, as 1/N is for few clients."""
+
+
+def large_delta(delta: float, unit: PrivacyUnit) -> str | None:
+    """Return what to think of a δ that is large; None of others."""
+    if delta <= LARGE_DELTA:
+        return None
+    return (
+        f"δ = {_rounded_up(delta)} is large: with that probability all of one {unit.value} may "
+        f"show; usual is far below 1 / number of {unit.value}s."
+    )
 
 
 def _rounded_up(value: float) -> str:
@@ -71,6 +81,11 @@ class Guarantee:
         """Whether every precondition is met."""
         return all(condition.holds for condition in self.conditions)
 
+    @property
+    def large_delta(self) -> str | None:
+        """What to think of δ, where it is large."""
+        return None if math.isinf(self.epsilon) else large_delta(self.delta, self.unit)
+
     def statement(self) -> str:
         """The guarantee as one paragraph."""
         if math.isinf(self.epsilon):
@@ -79,14 +94,11 @@ class Guarantee:
             promise = f"ε = {epsilon_text(self.epsilon)} at δ = {_rounded_up(self.delta)}"
         parts = [
             f"{promise} for one {self.unit.value} under the relation {self.relation.value}, "
-            f"against an adversary who sees {_SEES[self.view]} "
+            f"against an adversary who sees {self.view.sees} "
             f"({self.basis}; {self.accountant}; {self.source})."
         ]
-        if self.delta > _LARGE_DELTA and math.isfinite(self.epsilon):
-            parts.append(
-                f"This δ is large: with that probability all of one {self.unit.value} may show; "
-                f"usual is far below 1 / number of {self.unit.value}s."
-            )
+        if warning := self.large_delta:
+            parts.append(warning)
         failed = [condition.text for condition in self.conditions if not condition.holds]
         if failed:
             parts.append("Conditions NOT met: " + "; ".join(failed) + ".")
@@ -121,10 +133,3 @@ class Guarantee:
                 "conditions": tuple(Condition(**c) for c in values.get("conditions", ())),
             }
         )
-
-
-_SEES = {
-    AdversaryView.EACH_UPLOAD: "every upload and who sent it",
-    AdversaryView.SUM_ONLY: "each round's sum and who took part",
-    AdversaryView.RELEASED_MODELS: "the released models, not who took part",
-}

@@ -47,3 +47,12 @@ class AdversaryView(StrEnum):
     EACH_UPLOAD = "each-upload"
     SUM_ONLY = "sum-only"
     RELEASED_MODELS = "released-models"
+
+    @property
+    def sees(self) -> str:
+        """The same in words."""
+        return {
+            AdversaryView.EACH_UPLOAD: "every upload and who sent it",
+            AdversaryView.SUM_ONLY: "each round's sum and who took part",
+            AdversaryView.RELEASED_MODELS: "the released models, not who took part",
+        }[self]

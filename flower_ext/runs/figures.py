@@ -277,6 +277,7 @@ def draw_roc(
 
 def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6.0, 3.4))
     axes = figure.add_subplot()
@@ -285,6 +286,8 @@ def _canvas(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     axes.set_ylabel(ylabel, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
+    if xlabel == "round":
+        axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.ticklabel_format(axis="y", scilimits=(-3, 5), useOffset=False)
     return figure, axes
 

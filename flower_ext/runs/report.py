@@ -1,79 +1,28 @@
-"""The report of a run: ``report.md``, and ``report.html`` with the figures inside."""
+"""The report of a run: ``report.md``, and ``report.html`` with the figures inside.
+
+What a reader wants first comes first: how well the clients' models do and which ε is proved; then
+figures; then what each guarantee rests on, the papers' claims after what is provable.
+"""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from html import escape
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from markdown_it import MarkdownIt
-
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
+from flower_ext.privacy.assumptions import NOT_PROVIDED
 from flower_ext.runs.figures import draw_figures, in_words, qualities
-from flower_ext.runs.files import write_whole
 from flower_ext.runs.directory import RunDirectory
+from flower_ext.runs.page import Markup, escaped, table, write_page
 from flower_ext.runs.scores import lower_is_better
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 0.92em; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: left;
-  vertical-align: top; }
-figure { margin: 1rem 0; } svg { max-width: 100%; height: auto; }
-blockquote { margin: 1rem 0; padding: 0.1rem 1rem; border-left: 4px solid #D55E00;
-  background: #fdf3ec; }
-code { background: #f4f4f4; padding: 0.1em 0.3em; }
-"""
-
 
 def write_report(run: RunDirectory) -> Path:
     """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
     figures = draw_figures(run, run.path / "figures")
     return write_page(run.path, "report", "\n\n".join(_sections(run, figures)), title=_title(run))
-
-
-def write_page(folder: Path, name: str, text: str, *, title: str) -> Path:
-    """Write a report as Markdown and as HTML; returns the HTML's path."""
-    write_whole(folder / f"{name}.md", (text + "\n").encode(), sync=False)
-    path = folder / f"{name}.html"
-    write_whole(path, to_html(text, title=title, folder=folder).encode(), sync=False)
-    return path
-
-
-def to_html(text: str, *, title: str, folder: Path) -> str:
-    """A Markdown report as one HTML page: no markup passes, SVG figures are put inside."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-
-    def inline(match: re.Match[str]) -> str:
-        svg = (folder / match["source"]).read_text(encoding="utf-8")
-        return f"<figure>{svg[svg.index('<svg') :]}</figure>"
-
-    body = re.sub(r'<p><img src="(?P<source>figures/[\w-]+\.svg)"[^>]*></p>', inline, body)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}</body></html>\n"
-    )
-
-
-class Markup(str):
-    """Text that is Markdown, and stays so in a `table`."""
-
-
-def escaped(text: str) -> str:
-    """Text as Markdown that shows it, and no link, image, emphasis or markup in it."""
-    return re.sub(r"([\\`*\[\]<&])", r"\\\1", text)
-
-
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; what is in it is shown as it is, but for `Markup`."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
 def _title(run: RunDirectory) -> str:
@@ -82,12 +31,12 @@ def _title(run: RunDirectory) -> str:
 
 
 def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
-    guarantees = run.guarantees()
-    sections = [f"# {_title(run)}", *_outcome(run), "## Privacy", *_privacy(run, guarantees)]
+    guarantees = sorted(run.guarantees(), key=lambda each: each.basis == "published")
+    sections = [f"# {_title(run)}", *_state(run), *_verdict(run, guarantees)]
     if figures:
-        sections.append("## Figures")
         sections += [f"![{escaped(title)}](figures/{file})" for file, title in figures.items()]
         sections.append("The numbers of each figure are in `figures/`, as CSV.")
+    sections += ["## Privacy", *_privacy(run, guarantees), "## Scores", *_scores(run)]
     sections += ["## Rounds", _rounds(run)]
     if missing := run.missing():
         sections += ["## Missing answers", _missing(missing)]
@@ -96,7 +45,8 @@ def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
     return sections
 
 
-def _outcome(run: RunDirectory) -> list[str]:
+def _state(run: RunDirectory) -> list[str]:
+    """How the run ended, where that is not at its end."""
     facts = run.facts
     lines = []
     if facts["status"] != "completed":
@@ -108,10 +58,54 @@ def _outcome(run: RunDirectory) -> list[str]:
         lines.append(f"Resumed after round {', '.join(later)}.")
     if behind := _behind(run):
         lines.append(behind)
-    for name in qualities(run):
-        scores = [row[name] for row in run.client_metrics() if name in row]
-        if not scores:
-            continue
+    return lines
+
+
+def _verdict(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
+    """One sentence on the models, one on privacy."""
+    said = []
+    for name, scores in _by_quality(run).items():
+        spread = summarize(scores, lower_is_better=lower_is_better(name))
+        said.append(
+            f"{escaped(in_words(name).capitalize())} of the clients' models: **{spread.mean:.3f}** on "
+            f"average, {spread.worst_decile:.3f} over their worst tenth"
+        )
+    rounds, clients = len(run.metrics()), len(run.client_metrics())
+    ran = f"{rounds} round{'s' * (rounds != 1)}{f', {clients} clients' if clients else ''}"
+    lines = [". ".join([ran, *said]) + "."]
+    provable = [each for each in guarantees if each.basis == "provable" and each.epsilon < inf]
+    if provable:
+        first = provable[0]
+        proved = "; ".join(
+            f"**ε = {epsilon_text(each.epsilon)}** against who sees {each.view.sees}"
+            + _only_if(each)
+            for each in provable
+        )
+        lines.append(
+            f"Proved for one {first.unit.value}, at δ = {first.delta:.3g}: {proved}. Each holds "
+            "with the assumptions below."
+        )
+    elif guarantees:
+        lines.append("**No ε is proved for this run**: why is below.")
+    if warning := next((each.large_delta for each in provable if each.large_delta), None):
+        lines.append(f"> {warning}")
+    return lines
+
+
+def _only_if(guarantee: Guarantee) -> str:
+    lacking = [a.partition(",")[0] for a in guarantee.assumptions if NOT_PROVIDED in a]
+    return f" (only with {' and '.join(lacking)}, {NOT_PROVIDED})" if lacking else ""
+
+
+def _by_quality(run: RunDirectory) -> dict[str, list[float]]:
+    rows = run.client_metrics()
+    found = {name: [row[name] for row in rows if name in row] for name in qualities(run)}
+    return {name: scores for name, scores in found.items() if scores}
+
+
+def _scores(run: RunDirectory) -> list[str]:
+    lines = []
+    for name, scores in _by_quality(run).items():
         spread = summarize(scores, lower_is_better=lower_is_better(name))
         facts = {"mean over clients": f"{spread.mean:.4f}"}
         if name == "accuracy" and (pooled := pooled_accuracy(run)) is not None:
@@ -123,7 +117,7 @@ def _outcome(run: RunDirectory) -> list[str]:
             "clients": str(len(scores)),
         }
         lines.append(table((f"{in_words(name)} of the clients' models", "value"), facts.items()))
-    return lines
+    return lines or ["No client was evaluated."]
 
 
 def _behind(run: RunDirectory) -> str | None:
@@ -133,7 +127,7 @@ def _behind(run: RunDirectory) -> str | None:
     if not evaluated or evaluated[-1] == last:
         return None
     return (
-        f"> The scores below are of the model after round {evaluated[-1]:.0f}; the run ended after "
+        f"> The scores are of the model after round {evaluated[-1]:.0f}; the run ended after "
         f"round {last:.0f}."
     )
 
@@ -194,7 +188,7 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
             "missing, so that no budget can rest on it."
         )
     for g in guarantees:
-        parts.append(f"### {g.basis.capitalize()}, {g.view.value}: {g.source}")
+        parts.append(f"#### {g.basis.capitalize()}, {g.view.value}: {g.source}")
         items = [f"- {'✓' if c.holds else '**✗ not met**'} — {c.text}" for c in g.conditions]
         items += [f"- assumes: {text}" for text in g.assumptions]
         items += [f"- not covered: {text}" for text in g.not_covered]
@@ -309,8 +303,3 @@ def _conditions(guarantee: Guarantee) -> str:
     if not guarantee.conditions:
         return "see assumptions"
     return Markup(f"**✗ {failed} not met**") if failed else "✓ all met"
-
-
-def _cell(value: object) -> str:
-    text = value if isinstance(value, Markup) else escaped(str(value))
-    return " ".join(text.replace("|", "\\|").splitlines())

@@ -38,7 +38,7 @@ from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.report import table
+from flower_ext.runs.page import table
 
 APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
 NODES = 4

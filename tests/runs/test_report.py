@@ -1,11 +1,13 @@
 import csv
 import html
 import os
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePlan, epsilon_text
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.client_level import client_level_guarantees
@@ -13,7 +15,7 @@ from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
 from tests.support.finished_runs import finished
 from tests.support.run_facts import run_facts
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
-from flower_ext.runs.report import table, to_html
+from flower_ext.runs.page import table, to_html
 from tests.support.finished_runs import PLAN
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
@@ -71,6 +73,52 @@ def test_other_scores_than_accuracy_are_shown_over_the_clients_that_have_them(tm
     assert svgs == ["concordance", "concordance_spread"]
 
 
+def test_the_first_screen_says_how_good_the_models_are_and_what_is_proved(tmp_path):
+    run = finished(tmp_path / "run")
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    first = text[: text.index("![")]
+    spread = summarize([row["accuracy"] for row in run.client_metrics()])
+    assert f"Accuracy of the clients' models: **{spread.mean:.3f}** on average" in first
+    assert f"{spread.worst_decile:.3f} over their worst tenth" in first
+    for guarantee in run.guarantees():
+        said = f"**ε = {epsilon_text(guarantee.epsilon)}** against who sees {guarantee.view.sees}"
+        assert (said in first) == (guarantee.basis == "provable")
+        assert f"at δ = {guarantee.delta:.3g}" in first
+    titles = [line for line in text.splitlines() if line.startswith("#### ")]
+    assert [line.split()[1] for line in titles] == sorted(
+        (line.split()[1] for line in titles), key="Provable,".__ne__  # False comes first
+    )
+
+
+def test_a_large_delta_is_said_where_epsilon_is(tmp_path):
+    run = finished(tmp_path / "run")
+    run.save_guarantees([replace(one, delta=0.25) for one in run.guarantees()])
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    assert "> δ = 0.25 is large: with that probability all of one client may show" in text
+
+
+def test_a_page_fits_small_screens_and_is_read_aloud(tmp_path):
+    page = write_report(finished(tmp_path / "run")).read_text(encoding="utf-8")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert "<th>" not in page
+    assert page.count("<table>") == page.count('<div class="table"><table>') > 0
+    assert page.count("<svg") == page.count('<svg role="img" aria-label="') > 0
+    assert page.count('<div class="figures">') == 1
+
+
+def test_what_a_guarantee_rests_on_is_folded_until_it_is_asked_for(tmp_path):
+    run = finished(tmp_path / "run")
+    page = write_report(run).read_text(encoding="utf-8")
+    folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
+    assert len(folded) == len(run.guarantees())
+    for summary, rest in folded:
+        assert summary.split(",")[0] in ("Provable", "Published")
+        assert "<h" not in rest
+    assert page.count("assumes: ") == sum(rest.count("assumes: ") for _, rest in folded) > 0
+
+
 def test_every_figure_is_inside_the_page_and_beside_its_numbers(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text(encoding="utf-8")
@@ -107,7 +155,7 @@ def test_the_name_of_a_metric_stays_text_in_tables_and_titles(tmp_path, name):
     run.save_client_metrics([{"partition": 0, name: 0.5}])
     run.finish("completed")
     page = write_report(run).read_text(encoding="utf-8")
-    assert f"<th>{html.escape(f'{name} of the clients')}" in page
+    assert f'<th scope="col">{html.escape(f"{name} of the clients")}' in page
     assert page.count("<svg") == 1
     for markup in ("<script", "<img", "<a ", "<em", "<code>a"):
         assert markup not in page

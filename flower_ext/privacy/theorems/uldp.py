@@ -42,6 +42,7 @@ from flower_ext.privacy.accounting import (
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
+    NOT_PROVIDED,
     ON_A_GRID,
     WHOLE_UPLOADS,
     noise_assumption,
@@ -66,7 +67,7 @@ _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, whic
 of_one_user = partial(
     Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
 )
-SECURE_SUM = "secure aggregation: the server sees no silo's upload"
+SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
 """Assumption of what is said about sums, where silos send their uploads as they are."""
 
 
