@@ -10,6 +10,7 @@ from torch.func import functional_call, vmap
 
 from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.unfused import unfuse
+from flower_ext.training.dropout import Draws
 
 
 class MappedModel:
@@ -18,6 +19,7 @@ class MappedModel:
     fewest = 5
     steady = False
     """Nobody knows how what vmap makes of a model rounds."""
+    draws = False
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -29,7 +31,12 @@ class MappedModel:
         return stacked(many)
 
     def gradient(
-        self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        loss: Loss,
+        targets: Mapping[str, Target],
+        draws: Draws | None = None,
     ) -> None:
         """As `ManyModels.gradient`."""
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}

@@ -65,6 +65,24 @@ def narrow():
     return nn.Sequential(nn.Linear(64, 1), nn.Tanh(), nn.Linear(1, 10))
 
 
+def normed_between():
+    """Blocks of a norm, an activation and dropout."""
+    return nn.Sequential(
+        *(nn.Linear(64, 12), nn.GroupNorm(2, 12), nn.ReLU(), nn.Dropout(0.5)),
+        *(nn.Linear(12, 13, bias=False), nn.Tanh(), nn.LayerNorm(13), nn.Dropout(0.2)),
+        nn.Linear(13, 10),
+    )
+
+
+def normed_around():
+    """Norms of other kinds, in other places; dropout before an activation."""
+    return nn.Sequential(
+        *(nn.Dropout(0.1), nn.LayerNorm(64, elementwise_affine=False, eps=1e-3)),
+        *(nn.Linear(64, 20), nn.Dropout(0.2), nn.Sigmoid(), nn.GroupNorm(1, 20, affine=False)),
+        *(nn.LayerNorm(20, bias=False), nn.Linear(20, 10), nn.GroupNorm(2, 10)),
+    )
+
+
 def task(model=digits_mlp, loss=functional.cross_entropy):
     return problem(model, loss)
 
@@ -112,6 +130,15 @@ def test_the_same_model_comes_out(model, way, compiled):
     assert len(compiled) == 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [normed_between, normed_around])
+def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
+    slow = replace(WAYS[way], learning_rate=0.05)  # norms amplify what rounding differs by
+    ours = train_many(task(model), jobs(model, slow))
+    same(ours, one_by_one(task(model), jobs(model, slow)))
+    assert len(compiled) == 4
+
+
 @pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
 def test_terms_pull_as_in_the_loop(way, compiled):
     def terms(start):
@@ -143,6 +170,20 @@ def test_the_rest_is_frozen(trained, way, compiled):
     for model, job in zip(ours, jobs(), strict=True):
         for name, start in job.params.items():
             assert torch.equal(model[name], start) != trained(name)
+
+
+@pytest.mark.parametrize("way", ["plain", "momentum", "all"])
+@pytest.mark.parametrize("chosen", ["1.weight", "1.bias", "6.weight", "4.weight", "1."])
+def test_norms_train_as_any_other_part(chosen, way, compiled):
+    def trained(name):
+        return name.startswith(chosen)
+
+    slow = replace(WAYS[way], learning_rate=0.05)
+    ours = train_many(task(normed_between), jobs(normed_between, slow), trained=trained)
+    same(ours, one_by_one(task(normed_between), jobs(normed_between, slow), trained))
+    start = jobs(normed_between)[0].params
+    assert all(torch.equal(ours[0][name], start[name]) != trained(name) for name in start)
+    assert compiled
 
 
 def test_nothing_to_train_is_an_error():
@@ -203,8 +244,8 @@ def test_few_models_are_held_at_a_time(compiled):
     assert len(compiled) == 4 + 2
 
 
-def dropout():
-    return nn.Sequential(nn.Linear(64, 5), nn.Dropout(0.1), nn.Linear(5, 10))
+def dropping_all():
+    return nn.Sequential(nn.Linear(64, 5), nn.Dropout(1.0), nn.Linear(5, 10))
 
 
 def twice():
@@ -219,7 +260,11 @@ def buffered():
 
 
 def normed():
-    return nn.Sequential(nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 10))
+    return nn.Sequential(nn.Linear(64, 5), nn.LayerNorm(5, eps=0.0), nn.Linear(5, 10))
+
+
+def normed_elsewhere():
+    return nn.Sequential(nn.Linear(64, 10), nn.GroupNorm(2, 4))
 
 
 def activated_first():
@@ -273,7 +318,8 @@ def weight_normed():
 @pytest.mark.parametrize(
     "model",
     [
-        *(dropout, twice, buffered, normed, activated_first, activated_twice, mismatched, Odd),
+        *(dropping_all, twice, buffered, normed, normed_elsewhere, activated_first),
+        *(activated_twice, mismatched, Odd),
         *(Again, tied, hooked, hooked_whole, weight_normed),
     ],
 )
