@@ -118,6 +118,39 @@ def test_a_stack_of_models_is_the_same_one_by_one(stacked, which, way, sizes):
     assert type(models_for(task, jobs(which, WAYS[way])[0])) is StackedModel
 
 
+class Read(nn.Module):
+    """Words, read by a recurrent layer or as they are; dropout of both."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        self.words, self.drop = nn.Embedding(10, 6, padding_idx=9), nn.Dropout(0.2)
+        self.read = nn.GRU(6, 5, batch_first=True) if recurrent else None
+        self.forget, self.head = nn.Dropout(0.5), nn.Linear(5 if recurrent else 6, 3)
+
+    def forward(self, x):
+        x = self.drop(self.words(x))
+        x = x if self.read is None else self.read(x)[0]
+        return self.head(self.forget(x.mean(dim=1)))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
+    task = problem(partial(Read, recurrent))
+
+    def texts():
+        for job in jobs("one group", WAYS[way]):
+            words = (100 * job.examples.features[:, :5]).abs().long() % 10
+            yield replace(
+                job,
+                params=task.initial_params(0),
+                examples=Examples(words, job.examples.targets),
+            )
+
+    same(train_many(task, [*texts()]), one_by_one(task, [*texts()]))
+    assert sum(batched) == len(UNEVEN)
+
+
 @pytest.mark.parametrize("which", MODELS)
 def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(stacked, which):
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
