@@ -52,6 +52,8 @@ _ACTIVATIONS: Mapping[Any, int] = {
 _TOGETHER = 2**22
 """Numbers of the models that are handed out together, 16 MB: who uses them next, in Python, and
 their training drive each other out of the processor's caches, the less the fewer the turns."""
+_MOST_DRAWN = 2**24
+"""Numbers of 32 bits that dropout of one training may draw, 64 MB: all are held at once."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
@@ -96,6 +98,7 @@ class DenseNetwork:
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
         self.size = math.ceil(self.size / LINE) * LINE
+        self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
         """Of which jobs all numbers are of the usual kinds, and all targets classes."""
@@ -111,10 +114,23 @@ class DenseNetwork:
         return [one and bool(other) for one, other in zip(usual, found, strict=True)]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out."""
-        own = [index for index, fits in enumerate(self.takes(jobs)) if fits]
-        size = max(1, min(_TOGETHER, memory_limit // 16) // self.size)
-        return [own[start : start + size] for start in range(0, len(own), size)]
+        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out.
+
+        What dropout draws takes room, too: those that draw more than may be, are left out.
+        """
+        most, room = min(_TOGETHER, memory_limit // 16), 0
+        found: list[list[int]] = []
+        for index, fits in enumerate(self.takes(jobs)):
+            drawn = self._draws(jobs[index]) if fits else 0
+            if not fits or 2 * drawn > _MOST_DRAWN:
+                continue
+            needed = self.size + 2 * drawn
+            if not found or needed > room:
+                found.append([])
+                room = most
+            found[-1].append(index)
+            room -= needed
+        return found
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """What `local.train` makes of the trained parameters of each job, in rows.
@@ -177,18 +193,20 @@ class DenseNetwork:
                 offset.add_(self._joined(direction, names), alpha=scale)
         return pull, offset
 
+    def _draws(self, job: Job) -> int:
+        """Return how many numbers of 64 bits dropout draws in a training."""
+        if not self._dropped:
+            return 0
+        size = job.training.batch_size
+        whole, rest = divmod(len(job.examples), size)
+        full, last = (sum(words(rows * wide) for wide in self._dropped) for rows in (size, rest))
+        epochs, more = divmod(job.num_steps, whole + (rest > 0))
+        return (1 + (job.training.sam_radius > 0)) * (epochs * (whole * full + last) + more * full)
+
     def _drawn(self, job: Job) -> Tensor:
         """Return all random numbers of dropout in a training, pass after pass."""
-        widths = [layer.inputs for layer in self.layers if layer.kind == DROP]
-        if not widths:
-            return _NO_TARGETS
-        passes = 1 + (job.training.sam_radius > 0)
-        count, size = len(job.examples), job.training.batch_size
-        whole, rest = divmod(count, size)
-        sizes_of_epoch = [*[size] * whole, *[rest] * (rest > 0)]
-        of_batch = [passes * sum(words(rows * wide) for wide in widths) for rows in sizes_of_epoch]
-        epochs, more = divmod(job.num_steps, len(of_batch))
-        return draw(epochs * sum(of_batch) + sum(of_batch[:more]), own_generator(job.generator))
+        count = self._draws(job)
+        return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
 
     def _room(self, rows: int) -> list[np.ndarray]:
         """Outputs, slopes, factors and norms for mini-batches of so many rows; three models."""

@@ -15,11 +15,13 @@ from flower_ext.training import (
     Linear,
     LocalTraining,
     Proximal,
+    dropout,
     train_each,
     train_groups,
     train_many,
 )
 from flower_ext.training.batched import dense, native
+from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
 from tests.support.jobs import one_by_one, problem, same
@@ -242,6 +244,38 @@ def test_few_models_are_held_at_a_time(compiled):
     each = train_each(task(), jobs(), memory_limit=limit)
     next(each)
     assert len(compiled) == 4 + 2
+
+
+def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
+    made = jobs(normed_between, SGD, [9, 4, 40, 12])
+    found = network_of(normed_between, 64)
+    small, large = found.size + 2 * found._draws(made[0]), 2 * found._draws(made[2])
+    assert found.groups(made, 16 * small) == [[0], [1], [2], [3]]
+    assert found.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
+    monkeypatch.setattr(dense, "_MOST_DRAWN", large - 1)
+    assert found.groups(made, 2**30) == [[0, 1, 3]]
+    slow = replace(SGD, learning_rate=0.05)
+    ours = train_many(task(normed_between), jobs(normed_between, slow, [9, 4, 40, 12]))
+    expected = jobs(normed_between, slow, [9, 4, 40, 12])
+    same(ours, one_by_one(task(normed_between), expected))
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 4, 9, 12])
+def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
+    """By a training alone, as counted in its layers."""
+    (job,) = jobs(normed_between, replace(WAYS[way], learning_rate=0.05), [size])
+    drawn = []
+
+    def counted(count, generator):
+        drawn.append(count)
+        return draw(count, generator)
+
+    monkeypatch.setattr(dropout, "draw", counted)
+    one_by_one(task(normed_between), [job])
+    (again,) = jobs(normed_between, WAYS[way], [size])
+    assert network_of(normed_between, 64)._draws(again) == sum(drawn)
 
 
 def dropping_all():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -151,8 +152,14 @@ def test_models_of_words_draw_as_by_themselves_too(batched, way, recurrent):
     assert sum(batched) == len(UNEVEN)
 
 
-@pytest.mark.parametrize("which", MODELS)
-def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(stacked, which):
+@pytest.mark.parametrize(
+    ("which", "compiled"), [*product(MODELS, [False]), *product(["a block", "a layer"], [True])]
+)
+def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(
+    which, compiled, monkeypatch
+):
+    if not compiled:
+        monkeypatch.setattr(dense, "network", lambda task, job: None)
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
     assert why_apart(task, jobs(which, [SGD]), steady=True) is None
 
