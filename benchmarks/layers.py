@@ -26,6 +26,7 @@ from flower_ext.data import ClientData, Examples
 from flower_ext.runs.page import table
 from flower_ext.training import ClippedGradient, Job, LocalTraining, Params, Task, train
 from flower_ext.training.batched.many import train_groups
+from flower_ext.training.dropout import own_dropout
 from flower_ext.training.local import own_draws
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
@@ -232,6 +233,9 @@ KINDS: Mapping[str, Kind] = {
     "Embedding with sparse=True": Kind(_words(sparse=True), (6,), words=True),
     "LayerNorm": Kind(partial(nn.LayerNorm, 4), (6, 4)),
     "GroupNorm": Kind(partial(nn.GroupNorm, 2, 4), (4, 6, 6)),
+    "GroupNorm over features": Kind(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.GroupNorm(2, 6)), (4,)
+    ),
     "InstanceNorm": Kind(partial(nn.InstanceNorm2d, 4, affine=True), (4, 6, 6)),
     "RMSNorm": Kind(partial(nn.RMSNorm, 4), (6, 4)),
     "BatchNorm": Kind(partial(nn.BatchNorm1d, 4), (4,)),
@@ -298,11 +302,12 @@ def trained(kind: Kind) -> Cell:
 
 
 def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator) -> Params:
-    """Train as anyone would."""
-    with own_draws(draw, torch.device("cpu")):
-        model = kind.build()
+    """Train as anyone would, with our masks of dropout."""
+    with own_draws(draw, torch.device("cpu")) as anew:
+        model = own_dropout(kind.build())
         model.load_state_dict(start, strict=False)  # tied parameters travel once
         model.train()
+        anew()
         steps = torch.optim.SGD(model.parameters(), TRAINING.learning_rate)
         for _ in range(TRAINING.epochs):
             for rows in torch.split(torch.randperm(len(data), generator=draw), TRAINING.batch_size):

@@ -3,8 +3,10 @@
     python -m benchmarks.speed.many
 
 Clients hold 50 examples each, one epoch of SGD in batches of 10; sequences are the rows of their
-images. Tiny ones (users inside a silo) hold one to three and train for two epochs. One thread; by
-turns; the fastest of three.
+images. Tiny ones (users inside a silo) hold one to three and train for two epochs. Users with norms
+and dropout hold 30 to 100 rows of a table, in batches of 32, as for fraud; *apart*: no bit of one
+depends on the others, as where a guarantee bounds each update. One thread; by turns; the fastest of
+three.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class Case:
     trainings: int
     examples: tuple[int, ...]
     epochs: int
+    shape: tuple[int, ...] = (1, 28, 28)
+    batch_size: int = 10
+    steady: bool = False
 
 
 def small_perceptron() -> nn.Module:
@@ -59,6 +64,15 @@ class Sequences(nn.Module):
         return cast(Tensor, self.head(outputs[:, -1]))
 
 
+def fraud() -> nn.Module:
+    """Two blocks of 64 neurons on 30 features, and two classes: 6,530 parameters."""
+
+    def block(wide: int) -> list[nn.Module]:
+        return [nn.Linear(wide, 64), nn.GroupNorm(8, 64), nn.ReLU(), nn.Dropout(0.2)]
+
+    return nn.Sequential(*block(30), *block(64), nn.Linear(64, 2))
+
+
 CASES = [
     Case(name="clients, " + name, build=build, trainings=100, examples=(50,), epochs=1)
     for name, build in (
@@ -75,6 +89,20 @@ CASES = [
         ("convolutional, 19,988", mnist_cnn),
     )
 ]
+CASES += [
+    Case(
+        name=f"{count:,} users{way}, norms and dropout, 6,530",
+        build=fraud,
+        trainings=count,
+        examples=tuple(range(30, 101)),
+        epochs=2,
+        shape=(30,),
+        batch_size=32,
+        steady=bool(way),
+    )
+    for count in (100, 1_000)
+    for way in ("", " apart")
+]
 
 
 def main() -> None:
@@ -87,13 +115,15 @@ def main() -> None:
 def row(case: Case) -> tuple[str, str, str, str]:
     """Microseconds a training, both ways."""
     task = Task(model=case.build, data=no_partitions, device="cpu")
-    data = [examples(i, case.examples[i % len(case.examples)]) for i in range(case.trainings)]
-    few = [jobs_of(task, data[:ALONE], case.epochs) for _ in range(TURNS)]
-    all_ = [jobs_of(task, data, case.epochs) for _ in range(TURNS)]
+    classes = case.build()(torch.zeros(2, *case.shape)).shape[1]
+    sizes = [case.examples[i % len(case.examples)] for i in range(case.trainings)]
+    data = [examples(i, size, case.shape, classes) for i, size in enumerate(sizes)]
+    few = [jobs_of(task, data[:ALONE], case) for _ in range(TURNS)]
+    all_ = [jobs_of(task, data, case) for _ in range(TURNS)]
     alone, together = [], []
     for some, every in zip(few, all_, strict=True):
         alone.append(seconds(one_by_one, task, some) / len(some))
-        together.append(seconds(in_batches, task, every) / len(every))
+        together.append(seconds(in_batches, task, every, case.steady) / len(every))
     return (
         case.name,
         f"{1e6 * min(alone):,.0f}",
@@ -102,23 +132,24 @@ def row(case: Case) -> tuple[str, str, str, str]:
     )
 
 
-def examples(client: int, count: int) -> Examples:
-    """Random images of one client."""
+def examples(client: int, count: int, shape: tuple[int, ...], classes: int) -> Examples:
+    """Random numbers of one client."""
     generator = torch.Generator().manual_seed(client)
     return Examples(
-        features=torch.randn(count, 1, 28, 28, generator=generator),
-        targets=torch.randint(CLASSES, (count,), generator=generator),
+        features=torch.randn(count, *shape, generator=generator),
+        targets=torch.randint(classes, (count,), generator=generator),
     )
 
 
-def jobs_of(task: Task, data: list[Examples], epochs: int) -> list[Job]:
+def jobs_of(task: Task, data: list[Examples], case: Case) -> list[Job]:
     """One job a client, with a fresh batch order."""
     start = task.initial_params(0)
+    training = LocalTraining(epochs=case.epochs, batch_size=case.batch_size, learning_rate=0.05)
     return [
         Job(
             params=start,
             examples=own,
-            training=LocalTraining(epochs=epochs, batch_size=10, learning_rate=0.05),
+            training=training,
             generator=torch.Generator().manual_seed(client),
         )
         for client, own in enumerate(data)
@@ -136,9 +167,9 @@ def one_by_one(task: Task, waiting: list[Job]) -> None:
         train(task, job.params, job.examples, job.training, generator=job.generator)
 
 
-def in_batches(task: Task, waiting: list[Job]) -> None:
+def in_batches(task: Task, waiting: list[Job], steady: bool) -> None:
     """Each model is dropped at once, as who adds them up would."""
-    for _ in train_each(task, waiting):
+    for _ in train_each(task, waiting, steady=steady):
         pass
 
 

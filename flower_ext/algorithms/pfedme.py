@@ -116,9 +116,10 @@ def minimise_envelope(
 ) -> tuple[Params, Params]:
     """As `minimise_envelopes`, for one job, or a model that cannot train in a batch."""
     pull = job.training.learning_rate * job.attraction
-    with own_draws(job.generator, task.torch_device()):
+    with own_draws(job.generator, task.torch_device()) as anew:
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
+        anew()  # whatever was drawn while the model was built
         near = Proximal(weight=job.attraction, anchor=w)
 
         def envelope(point: Params, x: Tree, y: Tree) -> Tensor:

@@ -23,6 +23,7 @@ from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.blueprint import in_training, seeded
 from flower_ext.training.calls import Replaced, spared
+from flower_ext.training.dropout import own_dropout
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
 from flower_ext.training.params import Params, clone, to_device
@@ -268,7 +269,7 @@ def local_problem(
         ``trained`` selects nothing.
     """
     device = task.torch_device()
-    model = in_training(task.model().to(device))
+    model = own_dropout(in_training(task.model().to(device)))
     if dtype is not None and task.blueprint.frozen:
         model = deepcopy(model).to(dtype)
     everything = to_device(params, device)
@@ -329,9 +330,10 @@ def train_job(
         raise InvalidValue("cannot train on a client without examples")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
-    with own_draws(job.generator, task.torch_device()):
+    with own_draws(job.generator, task.torch_device()) as anew:
         problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
         data = job.examples.to(problem.device)
+        anew()  # whatever was drawn while the model was built
         if training.tolerance:
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
@@ -340,8 +342,25 @@ def train_job(
 
 
 @contextmanager
-def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else."""
+def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[Callable[[], object]]:
+    """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else.
+
+    Yields
+    ------
+    Callable[[], object]
+        Begins the draws anew.
+    """
+    seed, devices = own_seed(generator), device.type != "cpu"
+    with seeded(seed, devices=devices):
+        yield lambda: (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+
+
+def own_generator(generator: torch.Generator) -> torch.Generator:
+    """Return one that draws what torch's own does within `own_draws`."""
+    return torch.Generator().manual_seed(own_seed(generator))
+
+
+def own_seed(generator: torch.Generator) -> int:
+    """Return the seed of what a model draws by itself, where ``generator`` draws its batches."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    with seeded(int.from_bytes(digest[:8]) >> 1, devices=device.type != "cpu"):
-        yield
+    return int.from_bytes(digest[:8]) >> 1

@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from flower_ext.algorithms import pfedme
 from flower_ext.algorithms.pfedme import Envelope, minimise_envelopes
 from flower_ext.data import Examples
 from flower_ext.training import Linear, LocalTraining, Task
@@ -84,6 +85,37 @@ def test_models_that_fit_into_no_batch_train_by_themselves(model):
             torch.testing.assert_close(w[name], own_w[name], rtol=1e-5, atol=1e-6)
         for name in own_theta:
             torch.testing.assert_close(theta[name], own_theta[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.GroupNorm(1, 6)], ids=["plain", "norm"])
+def test_a_batch_of_models_with_dropout_is_the_same_one_by_one(norm, monkeypatch):
+    def model():
+        return nn.Sequential(nn.Linear(4, 6), norm(), nn.Dropout(0.3), nn.Linear(6, 3))
+
+    task = Task(model=model, data=lambda client: None, loss=cross_entropy, device="cpu")
+
+    def jobs():
+        for client, size in enumerate([9, 7, 5, 9, 16, 4]):
+            generator = torch.Generator().manual_seed(client)
+            yield Envelope(
+                params=task.initial_params(0),
+                examples=Examples(
+                    torch.randn(size, 4, generator=generator),
+                    torch.randint(3, (size,), generator=generator),
+                ),
+                training=LocalTraining(epochs=2, batch_size=4, learning_rate=0.05),
+                generator=generator,
+                personal=LocalTraining(steps=3, learning_rate=0.1),
+                attraction=2.0,
+            )
+
+    alone = [pfedme.minimise_envelope(task, job, lambda name: True) for job in jobs()]
+    monkeypatch.setattr(pfedme, "minimise_envelope", None)
+    together = minimise_envelopes(task, [*jobs()], trained=lambda name: True, memory_limit=2**30)
+    for one, other in zip(together, alone, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            for name, p in theirs.items():
+                torch.testing.assert_close(ours[name], p, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_with_dropout_trains():

@@ -15,6 +15,7 @@ DAILY = {
     "Embedding with sparse=True",
     "BatchNorm",
     "Dropout",
+    "GroupNorm over features",
     "a parameter of one number",
     "experts, of which each example takes one",
     "a model of bfloat16",

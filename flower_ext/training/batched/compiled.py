@@ -17,6 +17,13 @@ from typing import Any
 import numba
 import numpy as np
 
+from flower_ext.training.batched.between import (
+    drop,
+    normalise,
+    numbers_drawn,
+    send_norm,
+    through_norm,
+)
 from flower_ext.training.batched.layout import (
     ACROSS,
     ACTIVATION,
@@ -24,6 +31,8 @@ from flower_ext.training.batched.layout import (
     BIAS,
     COLUMNS,
     COUNT,
+    DENSE,
+    DROP,
     FEATURES,
     HAS_TERMS,
     INPUTS,
@@ -31,8 +40,10 @@ from flower_ext.training.batched.layout import (
     JOB_INTEGERS,
     JOB_NUMBERS,
     JOB_RATES,
+    KIND,
     LEARNING_RATE,
     MOMENTUM,
+    NORM,
     OFFSET,
     ORDER,
     OUTPUTS,
@@ -64,6 +75,7 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 def train(
     numbers: Any,
     integers: Any,
+    drawn: Any,
     counts: Any,
     rates: Any,
     jobs: int,
@@ -73,6 +85,7 @@ def train(
     outputs: Any,
     slopes: Any,
     factors: Any,
+    norms: Any,
     spare: Any,
 ) -> None:
     """Train networks one after the other as `local.minimise` with the cross-entropy loss does.
@@ -80,14 +93,18 @@ def train(
     Parameters
     ----------
     numbers, integers : addresses of float32 and int64 arrays, (jobs, 4) and (jobs, 2)
+    drawn : addresses of int16 arrays, (jobs,)
+        Random numbers of all dropout, pass after pass.
     counts, rates : int64, float64 (jobs, 4)
     jobs : int
         How many there are; the columns above are those of `layout`.
-    table : int64 (depth, 8)
+    table : int64 (depth, 11)
     depth, size : int
         Layers, and numbers of a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
     factors : float32 ((widest layer + 4) · (rows of a mini-batch + 4),)
+    norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
+        What layers put out before weight and bias of a norm, and the scales of its groups.
     spare : float32 (3 · size,)
         Room for the work; ``spare`` only for momentum, SAM and terms.
     """
@@ -104,12 +121,14 @@ def train(
             carray(numbers[own + FEATURES], (count, layers[0, INPUTS])),
             carray(integers[whole + TARGETS], count),
             integers[whole + ORDER],
+            drawn[job],
             count_of[job],
             rate_of[job],
             carray(numbers[own + OFFSET], size),
             outputs,
             slopes,
             factors,
+            norms,
             room,
         )
 
@@ -138,12 +157,14 @@ def _descend(
     features: np.ndarray,
     targets: np.ndarray,
     order: Any,
+    drawn: Any,
     counts: np.ndarray,
     rates: np.ndarray,
     offset: np.ndarray,
     working: Any,
     sloping: Any,
     factors: Any,
+    norms: Any,
     room: np.ndarray,
 ) -> None:
     """One job, from its first step to its last."""
@@ -152,32 +173,54 @@ def _descend(
     last = len(layers) - 1
     width = layers[last, ACROSS] + layers[last, INPUTS] + layers[last, OUTPUTS]
     outputs, slopes = carray(working, most * width), carray(sloping, most * width)
+    normed = carray(norms, 2 * most * width)
     rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
     radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
     plain = beta == 0 and radius == 0 and not has_terms
     velocity, climb, climbed = room[0], room[1], room[2]
     if not plain:
         fill(velocity, ZERO)
-    point, first, begin = weights, 0, 0
+    point, first, begin, used = weights, 0, 0, 0
     for _ in range(counts[STEPS]):
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
             copy(features[row], outputs[place * features.shape[1] :])
+        needed = _drawn_by(layers, len(rows))
         if radius > 0:
-            _slope(weights, layers, most, outputs, slopes, targets, rows)
+            own = carray(drawn, used + needed)[used:]
+            _slope(weights, layers, most, outputs, slopes, targets, rows, normed, own)
             fill(climb, ZERO)
-            _send(weights, layers, most, outputs, slopes, len(rows), factors, climb, ONE)
+            _send(
+                weights, layers, most, outputs, slopes, len(rows), factors, normed, own, climb, ONE
+            )
+            used += needed
             if has_terms:
                 _add_terms(climb, weights, layers, pull, offset)
             _climb(weights, climb, radius, climbed)
             point = climbed
-        _slope(point, layers, most, outputs, slopes, targets, rows)
+        own = carray(drawn, used + needed)[used:]
+        used += needed
+        _slope(point, layers, most, outputs, slopes, targets, rows, normed, own)
         if plain:
-            _send(weights, layers, most, outputs, slopes, len(rows), factors, weights, -rate)
+            _send(
+                weights,
+                layers,
+                most,
+                outputs,
+                slopes,
+                len(rows),
+                factors,
+                normed,
+                own,
+                weights,
+                -rate,
+            )
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
-            _send(point, layers, most, outputs, slopes, len(rows), factors, velocity, ONE)
+            _send(
+                point, layers, most, outputs, slopes, len(rows), factors, normed, own, velocity, ONE
+            )
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
             for i in range(len(weights)):
@@ -185,6 +228,16 @@ def _descend(
         first += most
         if first >= count:
             first, begin = 0, begin + count
+
+
+@loops
+def _drawn_by(layers: np.ndarray, count: int) -> int:
+    """Return how many numbers one pass of so many rows draws."""
+    total = 0
+    for layer in layers:
+        if layer[KIND] == DROP:
+            total += numbers_drawn(layer, count)
+    return total
 
 
 @loops
@@ -196,13 +249,28 @@ def _slope(
     slopes: np.ndarray,
     targets: np.ndarray,
     rows: np.ndarray,
+    normed: np.ndarray,
+    drawn: np.ndarray,
 ) -> None:
     """Forward pass; the slope of the mean cross-entropy by the last outputs to ``slopes``."""
     count = len(rows)
-    here = 0
+    here = used = 0
     for layer in layers:
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
-        multiply(weights, layer, outputs, below, here, count)
+        if layer[KIND] == DENSE:
+            multiply(weights, layer, outputs, below, here, count)
+        elif layer[KIND] == NORM:
+            normalise(
+                weights,
+                layer,
+                outputs[below:][: count * layer[INPUTS]],
+                outputs[here:],
+                normed[here:],
+                normed[len(outputs) + here :],
+            )
+        else:
+            drop(layer, drawn[used:], outputs[below:][: count * layer[INPUTS]], outputs[here:])
+            used += numbers_drawn(layer, count)
         activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
     for place, row in enumerate(rows):
@@ -230,11 +298,13 @@ def _send(
     slopes: np.ndarray,
     count: int,
     room: Any,
+    normed: np.ndarray,
+    drawn: np.ndarray,
     into: np.ndarray,
     factor: np.float32,
 ) -> None:
     """Backward pass: ``factor`` times the gradient onto ``into``, which may be ``weights``."""
-    lowest = 0
+    lowest, used = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
     for number in range(len(layers) - 1, lowest - 1, -1):
@@ -243,6 +313,16 @@ def _send(
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
         own = slopes[here:][: count * high]
         through(own, outputs[here:][: count * high], layer[ACTIVATION])
+        if layer[KIND] == DROP:
+            used -= numbers_drawn(layer, count)
+            drop(layer, drawn[used:], own, slopes[below:])
+            continue
+        if layer[KIND] == NORM:
+            unscaled, scales = normed[here:], normed[len(outputs) + here :]
+            if number > lowest:
+                through_norm(weights, layer, own, slopes[below:], unscaled, scales)
+            send_norm(layer, own, unscaled, into, factor)
+            continue
         if number > lowest:  # before the weights change
             fill(slopes[below:][: count * wide], ZERO)
             factors = carray(room, (count, high + -high % 5))
@@ -273,8 +353,9 @@ def _add_terms(
 ) -> None:
     """The terms' part of the gradient at ``point``, for what is trained."""
     for layer in layers:
+        entries = layer[OUTPUTS] * (layer[INPUTS] if layer[KIND] == DENSE else 1)
         for part, trains, size in (
-            (layer[WEIGHT], layer[TRAINS_WEIGHT], layer[INPUTS] * layer[OUTPUTS]),
+            (layer[WEIGHT], layer[TRAINS_WEIGHT], entries),
             (layer[BIAS], layer[TRAINS_BIAS], layer[OUTPUTS]),
         ):
             if trains:
@@ -295,9 +376,10 @@ def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.
 
 EXPORTS: dict[Any, str] = {
     train: (
-        "void(CPointer(CPointer(float32)), CPointer(CPointer(int64)), CPointer(int64), "
-        "CPointer(float64), int64, CPointer(int64), int64, int64, CPointer(float32), "
-        "CPointer(float32), CPointer(float32), CPointer(float32))"
+        "void(CPointer(CPointer(float32)), CPointer(CPointer(int64)), "
+        "CPointer(CPointer(int16)), CPointer(int64), CPointer(float64), int64, "
+        "CPointer(int64), int64, int64, CPointer(float32), CPointer(float32), CPointer(float32), "
+        "CPointer(float32), CPointer(float32))"
     ),
     are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
 }

@@ -24,9 +24,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.layout import LINE, PLAIN, RELU, SIGMOID, TANH
+from flower_ext.training.batched.layout import (
+    DENSE,
+    DROP,
+    LINE,
+    NORM,
+    PLAIN,
+    RELU,
+    SIGMOID,
+    TANH,
+)
 from flower_ext.training.batched.stacked import hooked
-from flower_ext.training.local import Job
+from flower_ext.training.dropout import LEVELS, draw, levels_dropped, words
+from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.task import Task
@@ -42,6 +52,8 @@ _ACTIVATIONS: Mapping[Any, int] = {
 _TOGETHER = 2**22
 """Numbers of the models that are handed out together, 16 MB: who uses them next, in Python, and
 their training drive each other out of the processor's caches, the less the fewer the turns."""
+_MOST_DRAWN = 2**24
+"""Numbers of 32 bits that dropout of one training may draw, 64 MB: all are held at once."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
@@ -60,24 +72,33 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A dense layer: its module and name, and what follows it."""
+    """A layer of one of `layout`'s kinds: its module, name and widths, and what follows it.
 
-    linear: nn.Linear
+    ``groups`` and ``setting`` are those of `layout`.
+    """
+
+    module: nn.Module
     name: str
+    kind: int
+    inputs: int
+    outputs: int
+    groups: int = 1
+    setting: int = 0
     activation: int = PLAIN
 
 
 class DenseNetwork:
-    """A network of dense layers as one array of numbers and a table of its layers."""
+    """A network of dense layers, norms and dropout: an array of numbers, a table of its layers."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
         self.size = 0
         for layer in layers:
-            for leaf, parameter in layer.linear.named_parameters():
+            for leaf, parameter in layer.module.named_parameters():
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
         self.size = math.ceil(self.size / LINE) * LINE
+        self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
         """Of which jobs all numbers are of the usual kinds, and all targets classes."""
@@ -88,15 +109,28 @@ class DenseNetwork:
         ]
         found = np.empty(len(jobs), np.int64)
         where, counts = (np.array([*map(of, targets)]) for of in (Tensor.data_ptr, len))
-        classes = self.layers[-1].linear.out_features
+        classes = self.layers[-1].outputs
         _library().are_classes(where, counts, len(jobs), classes, found)
         return [one and bool(other) for one, other in zip(usual, found, strict=True)]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out."""
-        own = [index for index, fits in enumerate(self.takes(jobs)) if fits]
-        size = max(1, min(_TOGETHER, memory_limit // 16) // self.size)
-        return [own[start : start + size] for start in range(0, len(own), size)]
+        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out.
+
+        What dropout draws takes room, too: those that draw more than may be, are left out.
+        """
+        most, room = min(_TOGETHER, memory_limit // 16), 0
+        found: list[list[int]] = []
+        for index, fits in enumerate(self.takes(jobs)):
+            drawn = self._draws(jobs[index]) if fits else 0
+            if not fits or 2 * drawn > _MOST_DRAWN:
+                continue
+            needed = self.size + 2 * drawn
+            if not found or needed > room:
+                found.append([])
+                room = most
+            found[-1].append(index)
+            room -= needed
+        return found
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
         """What `local.train` makes of the trained parameters of each job, in rows.
@@ -113,12 +147,14 @@ class DenseNetwork:
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
         used: list[tuple[Tensor, ...]] = []  # while the code runs
-        numbers, integers, counts, rates = [], [], [], []
+        numbers, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
             features, targets = _in_line(examples.features), _in_line(examples.targets)
+            draws = self._drawn(job)  # before its batches are
             order, (pull, offset) = _order(job), self._terms(job, names)
-            used.append((features, targets, order, offset))
+            used.append((features, targets, order, offset, draws))
+            drawn.append(draws.data_ptr())
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
             numbers += [weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()]
             integers += [targets.data_ptr(), order.data_ptr()]
@@ -128,6 +164,7 @@ class DenseNetwork:
         _library().train(
             np.array(numbers),
             np.array(integers),
+            np.array(drawn),
             np.array(counts),
             np.array(rates),
             len(jobs),
@@ -156,11 +193,27 @@ class DenseNetwork:
                 offset.add_(self._joined(direction, names), alpha=scale)
         return pull, offset
 
+    def _draws(self, job: Job) -> int:
+        """Return how many numbers of 64 bits dropout draws in a training."""
+        if not self._dropped:
+            return 0
+        size = job.training.batch_size
+        whole, rest = divmod(len(job.examples), size)
+        full, last = (sum(words(rows * wide) for wide in self._dropped) for rows in (size, rest))
+        epochs, more = divmod(job.num_steps, whole + (rest > 0))
+        return (1 + (job.training.sam_radius > 0)) * (epochs * (whole * full + last) + more * full)
+
+    def _drawn(self, job: Job) -> Tensor:
+        """Return all random numbers of dropout in a training, pass after pass."""
+        count = self._draws(job)
+        return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
+
     def _room(self, rows: int) -> list[np.ndarray]:
-        """Outputs, slopes and factors for mini-batches of so many rows; three models."""
-        widths = [layer.linear.out_features for layer in self.layers]
-        numbers = rows * (self.layers[0].linear.in_features + sum(widths))
-        sizes = [numbers, numbers, (rows + 4) * (max(widths) + 4), 3 * self.size]
+        """Outputs, slopes, factors and norms for mini-batches of so many rows; three models."""
+        widths = [layer.outputs for layer in self.layers]
+        numbers = rows * (self.layers[0].inputs + sum(widths))
+        norms = 2 * numbers if any(layer.kind == NORM for layer in self.layers) else 0
+        sizes = [numbers, numbers, (rows + 4) * (max(widths) + 4), norms, 3 * self.size]
         return [torch.empty(size).numpy() for size in sizes]
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
@@ -168,13 +221,13 @@ class DenseNetwork:
         rows, across = [], 0
         for layer in self.layers:
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
-            wide, high = layer.linear.in_features, layer.linear.out_features
             begins = [
                 self.parts[part].start if part in self.parts else -1 for part in (weight, bias)
             ]
             trains = [part in trained for part in (weight, bias)]
-            rows.append([wide, high, *begins, layer.activation, *trains, across])
-            across += wide
+            row = [layer.kind, layer.inputs, layer.outputs, *begins, layer.activation, *trains]
+            rows.append([*row, across, layer.groups, layer.setting])
+            across += layer.inputs
         return np.array(rows, dtype=np.int64)
 
 
@@ -228,13 +281,13 @@ def _library() -> Any:
 def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
 ) -> DenseNetwork | None:
-    """That of a model which is a chain of dense layers, for examples and parameters like these."""
+    """That of a model which is a chain of such layers, for examples and parameters like these."""
     model = build().train()
     if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    layers = _chain(model, flat=len(shape) == 1)
-    widths = [shape.numel(), *(layer.linear.out_features for layer in layers)]
-    if not layers or widths[:-1] != [layer.linear.in_features for layer in layers]:
+    layers = _chain(model, shape)
+    widths = [shape.numel(), *(layer.outputs for layer in layers)]
+    if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
     found = DenseNetwork(layers)
     # Each layer is used once, and all its parameters are its own.
@@ -244,8 +297,9 @@ def _network(
     return found if used_once and alike else None
 
 
-def _chain(model: nn.Module, *, flat: bool) -> list[Layer]:
+def _chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     """Its layers in order; none if there is anything else than `nn.Flatten` before them."""
+    flat, wide = len(shape) == 1, shape.numel()
     try:
         nodes = list(fx.Tracer().trace(model).nodes)
     except Exception:  # whatever a forward method makes of a symbol
@@ -258,8 +312,9 @@ def _chain(model: nn.Module, *, flat: bool) -> list[Layer]:
             return []
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         follows = _ACTIVATIONS.get(node.target if module is None else type(module))
-        if type(module) is nn.Linear and flat:
-            layers.append(Layer(linear=module, name=str(node.target)))
+        found = _layer(module, str(node.target), layers[-1].outputs if layers else wide)
+        if found is not None and flat:
+            layers.append(found)
         elif follows is not None and layers and layers[-1].activation == PLAIN:
             layers[-1] = replace(layers[-1], activation=follows)
         elif isinstance(module, nn.Flatten) and not layers:
@@ -267,3 +322,32 @@ def _chain(model: nn.Module, *, flat: bool) -> list[Layer]:
         elif node.op != "output":
             return []
     return layers
+
+
+def _layer(module: Any, name: str, wide: int) -> Layer | None:
+    """Return the layer of a module that follows one of this width; None if it is of no kind."""
+    if type(module) is nn.Linear:
+        inputs, outputs = module.in_features, module.out_features
+        return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
+    kind, groups, setting = DROP, 1, 0
+    if type(module) is nn.Dropout and module.training:
+        setting = levels_dropped(module.p)
+        known = 0 < setting < LEVELS
+    elif type(module) in (nn.GroupNorm, nn.LayerNorm):
+        grouped = isinstance(module, nn.GroupNorm)
+        kind, groups = NORM, module.num_groups if grouped else 1
+        setting = round(1 / module.eps) if module.eps > 0 else 0
+        over = (module.num_channels,) if grouped else module.normalized_shape
+        known = over == (wide,) and math.isclose(setting * module.eps, 1, rel_tol=1e-3)
+    else:
+        return None
+    layer = Layer(
+        module=module,
+        name=name,
+        kind=kind,
+        inputs=wide,
+        outputs=wide,
+        groups=groups,
+        setting=setting,
+    )
+    return layer if known else None

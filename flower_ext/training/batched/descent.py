@@ -23,7 +23,8 @@ from flower_ext.training.batched.mapped import MappedModel
 from flower_ext.training.batched.stacked import NotStackable, StackedModel
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.calls import spared
-from flower_ext.training.local import Job, batch_rows
+from flower_ext.training.dropout import Draws
+from flower_ext.training.local import Job, batch_rows, own_generator
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
 from flower_ext.training.task import Task
@@ -104,7 +105,10 @@ class Stack:
         self.weights = {name: every.pop(name) for name in self.names}
         self.dtype = self.weights[self.names[0]].dtype
         self.rest = every
-        self.batches = Batches(jobs, self.device)
+        self.batches = Batches(jobs, self.device, draws=self.models.draws)
+        self.generators = [
+            own_generator(job.generator) if self.models.draws else None for job in jobs
+        ]
         self._shape: tuple[Sequence[int], bool] | None = None
         # Whether each example counts the same, at the usual loss.
         self.classifies = task.loss is cross_entropy and not any(
@@ -126,7 +130,7 @@ class Stack:
             now = first(self.weights, active)
             point = now
             if radius.any():
-                climb = self.slope(now, batch, terms)
+                climb = self.slope(now, batch, terms, climbs=radius[:active] > 0)
                 norm = _norms(climb)
                 scale = torch.where(norm > 0, radius[:active] / norm, 0.0)
                 point = {n: torch.addcmul(w, climb[n], along(scale, w)) for n, w in now.items()}
@@ -148,11 +152,19 @@ class Stack:
         return self.weights
 
     def slope(
-        self, point: Params, batch: MiniBatches, terms: Mapping[str, tuple[Tensor, Tensor]]
+        self,
+        point: Params,
+        batch: MiniBatches,
+        terms: Mapping[str, tuple[Tensor, Tensor]],
+        climbs: Tensor | None = None,
     ) -> Params:
-        """Each job's gradient of its loss and ``terms`` (see `terms`) at ``point``."""
+        """Each job's gradient of its loss and ``terms`` (see `terms`) at ``point``.
+
+        Those that ``climbs`` leaves out draw nothing for it: they would not by themselves.
+        """
         found = {name: torch.empty_like(w) for name, w in point.items()}
-        self._send(point, batch, {name: Target(g) for name, g in found.items()})
+        targets = {name: Target(g) for name, g in found.items()}
+        self._send(point, batch, targets, climbs=None if climbs is None else climbs.tolist())
         add_terms(found, terms, point)
         return found
 
@@ -162,11 +174,16 @@ class Stack:
         batch: MiniBatches,
         targets: Mapping[str, Target],
         factors: Tensor | None = None,
+        climbs: Sequence[bool] | None = None,
     ) -> None:
         """Each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
         x = spared(self.task, batch.x, batched=2)
-        self.models.gradient(everything, x, self._loss(batch, factors), targets)
+        own = self.generators[: len(batch.x)]
+        if climbs is not None:
+            own = [one if climb else None for one, climb in zip(own, climbs, strict=True)]
+        loss, draws = self._loss(batch, factors), Draws(own, batch.counts)
+        self.models.gradient(everything, x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
         """Sum over jobs of factor · loss on the first ``counts`` examples."""
@@ -246,8 +263,8 @@ def _norms(params: Mapping[str, Tensor]) -> Tensor:
 class Batches:
     """The mini-batches of all jobs, step by step, in each job's own order."""
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
-        self.jobs, self.device = jobs, device
+    def __init__(self, jobs: Sequence[Job], device: torch.device, *, draws: bool = False) -> None:
+        self.jobs, self.device, self.draws = jobs, device, draws
         self.alike = len({(len(job.examples), job.training.batch_size) for job in jobs}) == 1
 
     def __iter__(self) -> Iterator[MiniBatches]:
@@ -262,7 +279,8 @@ class Batches:
             active, start = int((steps > step).sum()), step % per_epoch * size
             if start == 0:
                 orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
-                if step == 0 or per_epoch > 1:  # a batch of all examples may keep its order
+                # A batch of all examples may keep its order, unless each place has a mask.
+                if step == 0 or per_epoch > 1 or self.draws:
                     features = self._ordered("features", orders)
                     targets = self._ordered("targets", orders)
             x, y = (part[:active, start : start + size] for part in (features, targets))

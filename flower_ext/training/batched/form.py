@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job
 from flower_ext.training.params import Params
 
@@ -64,12 +65,19 @@ class ManyModels(Protocol):
     """Models below which one after the other is faster."""
     steady: bool
     """Whether no model is known to depend on which others there are, not even by its rounding."""
+    draws: bool
+    """Whether a model draws random numbers."""
 
     def stack(self, many: Sequence[Tensor]) -> Tensor:
         """Return one parameter of many models as one tensor."""
 
     def gradient(
-        self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        loss: Loss,
+        targets: Mapping[str, Target],
+        draws: Draws | None = None,
     ) -> None:
         """Send the gradient of ``loss`` to ``targets``, by parameter name.
 
@@ -81,6 +89,8 @@ class ManyModels(Protocol):
             Mini-batches (K, batch, …).
         loss : Callable[[Tensor], Tensor]
         targets : Mapping[str, Target]
+        draws : Draws, optional
+            What the models draw, if they do.
         """
 
 

@@ -16,14 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_ext.training.batched.form import Target
+from flower_ext.training.dropout import Draws
 from flower_ext.training.params import Params
 
 
 class Pass:
-    """What the layers of one pass over K models read, and where their gradients go."""
+    """What the layers of one pass over K models read and draw, and where their gradients go."""
 
-    def __init__(self, params: Mapping[str, Tensor], targets: Mapping[str, Target]) -> None:
-        self.params, self.targets = params, targets
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        targets: Mapping[str, Target],
+        draws: Draws | None = None,
+    ) -> None:
+        self.params, self.targets, self.draws = params, targets, draws
         first = next(iter(params.values()))
         self.count = len(first)
         self.begin = torch.zeros((), device=first.device, requires_grad=True)
@@ -128,6 +134,13 @@ class _Biased(torch.autograd.Function):
 
 
 def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) -> Tensor:
+    if x.dim() == 3:
+        every = functional.layer_norm(
+            x.view(*x.shape[:2], layer.num_groups, -1),
+            (layer.num_channels // layer.num_groups,),
+            eps=layer.eps,
+        )
+        return _affine(parameters, every.flatten(2), name) if layer.affine else every.flatten(2)
     weight = bias = None
     groups, x = layer.num_groups * parameters.count, _by_channel(x)
     if layer.affine:
@@ -135,6 +148,26 @@ def _group_norm(parameters: Pass, x: Tensor, *, layer: nn.GroupNorm, name: str) 
         if weight.requires_grad or bias.requires_grad:
             x = _Wanting.apply(parameters.begin, x)  # type: ignore[no-untyped-call]
     return functional.group_norm(x, groups, weight, bias, layer.eps)
+
+
+def _layer_norm(parameters: Pass, x: Tensor, *, layer: nn.LayerNorm, name: str) -> Tensor:
+    x = functional.layer_norm(
+        by_model(x, parameters.count), tuple(layer.normalized_shape), eps=layer.eps
+    )
+    return _affine(parameters, x, name) if layer.elementwise_affine else x
+
+
+def _affine(parameters: Pass, x: Tensor, name: str) -> Tensor:
+    """Each model's weight times x (K, batch, …), plus its bias if it has one."""
+
+    def leaf(part: str) -> Tensor:
+        own = parameters.leaf(f"{name}.{part}")
+        return own.view(len(own), *(1 for _ in range(x.dim() - own.dim())), *own.shape[1:])
+
+    weight = leaf("weight")
+    if f"{name}.bias".lstrip(".") not in parameters.params:
+        return x * weight
+    return torch.addcmul(leaf("bias"), x, weight)
 
 
 class _Wanting(torch.autograd.Function):
@@ -163,6 +196,16 @@ def _number_by_number(parameters: Pass, x: Tensor, *, layer: nn.Module, name: st
     return y
 
 
+def _dropout(parameters: Pass, x: Tensor, *, layer: nn.Dropout, name: str) -> Tensor:
+    if layer.p == 0 or not layer.training:
+        return x
+    own = x if x.dim() != 4 else by_model(x, parameters.count)
+    assert parameters.draws is not None
+    noise = parameters.draws.noise(own.shape, layer.p, x.dtype)
+    noise = noise if x.dim() != 4 else _by_channel(noise)
+    return x.mul_(noise) if layer.inplace else x * noise
+
+
 def _by_channel(x: Tensor) -> Tensor:
     """(K, batch, C, height, width) → (batch, K·C, height, width), channels last in memory."""
     if x.dim() == 4:
@@ -179,6 +222,8 @@ LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.Dropout: _dropout,
     nn.Flatten: _flattened,
     **dict.fromkeys(
         (
@@ -191,7 +236,6 @@ LAYERS: dict[type[nn.Module], Callable[..., Tensor]] = {
             nn.Tanh,
             nn.Sigmoid,
             nn.Softplus,
-            nn.Dropout,
         ),
         _number_by_number,
     ),
@@ -224,4 +268,4 @@ def usual(layer: nn.Module) -> bool:
         return layer.padding_mode == "zeros"
     if isinstance(layer, nn.Flatten):
         return (layer.start_dim, layer.end_dim) == (1, -1)
-    return not isinstance(layer, nn.Dropout) or layer.p == 0
+    return True

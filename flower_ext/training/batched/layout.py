@@ -1,9 +1,13 @@
 """How a network of dense layers lies in memory: what `dense` writes and `compiled` reads."""
 
-COLUMNS = 8
-INPUTS, OUTPUTS, WEIGHT, BIAS, ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS = range(COLUMNS)
-"""Columns of its table, one row a layer: widths, where weight and bias begin among all numbers (or
-−1), what follows the layer, whether they are trained, and the widths of all layers below."""
+COLUMNS = 11
+KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
+ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, COLUMNS)
+"""Columns of its table, one row a layer: its kind and widths, where weight and bias begin among all
+numbers (or −1), what follows the layer, whether they are trained, and the widths of all layers
+below. A norm has groups, and 1 / ε; dropout drops so many of `LEVELS`."""
+DENSE, NORM, DROP = range(3)
+"""Kinds of layers."""
 PLAIN, RELU, TANH, SIGMOID = range(4)
 """What follows a layer."""
 LINE = 16

@@ -28,10 +28,13 @@ from flower_ext.training.kept import keep, recall
 log = getLogger("flwr")
 
 _HERE = Path(__file__).parent
-_SOURCES = [_HERE / name for name in ("compiled.py", "layout.py", "native.py", "products.py")]
+_SOURCES = [
+    *(_HERE / f"{name}.py" for name in ("between", "compiled", "layout", "native", "products")),
+    _HERE.parent / "dropout.py",
+]
 _LONGEST = 600.0
 """Seconds that compiling may take: it takes some twenty."""
-_ARGUMENTS = {"train": 12, "are_classes": 5}
+_ARGUMENTS = {"train": 14, "are_classes": 5}
 # Nothing is allocated, so there are no references to count.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }

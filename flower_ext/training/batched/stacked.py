@@ -20,6 +20,8 @@ from torch.nn import functional
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.layers import LAYERS, OPERATIONS, UNSTEADY, Pass, by_model, usual
+from flower_ext.training.blueprint import seeded
+from flower_ext.training.dropout import Draws, own_dropout
 
 
 def hooked(model: nn.Module) -> bool:
@@ -85,7 +87,11 @@ class StackedModel:
             type(_layer(node, model)) if node.op == "call_module" else node.target for node in steps
         )
         """Whether no model depends on which others there are, not even by its rounding."""
-        self._check(model, example)
+        self.draws = any(
+            isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
+        )
+        """Whether a model draws random numbers."""
+        self._check(own_dropout(model), example)
 
     def __call__(self, parameters: Pass, x: Tensor) -> Tensor:
         """Outputs (K, batch, …) for mini-batches ``x`` (K, batch, …)."""
@@ -111,10 +117,15 @@ class StackedModel:
         return stacked([moved[id(one)] for one in many]).permute(0, 1, 4, 2, 3)
 
     def gradient(
-        self, params: Mapping[str, Tensor], x: Tensor, loss: Loss, targets: Mapping[str, Target]
+        self,
+        params: Mapping[str, Tensor],
+        x: Tensor,
+        loss: Loss,
+        targets: Mapping[str, Target],
+        draws: Draws | None = None,
     ) -> None:
         """As `ManyModels.gradient`."""
-        parameters = Pass(params, targets)
+        parameters = Pass(params, targets, draws)
         value = loss(self(parameters, x))
         inputs = [parameters.begin, *parameters.leaves.values()]
         _, *slopes = torch.autograd.grad(value, inputs, allow_unused=True)
@@ -129,12 +140,20 @@ class StackedModel:
         try:
             stacked = {name: self.stack([one[name] for one in models]) for name in own}
             with torch.no_grad():
-                found = self(Pass(stacked, {}), x)
-                expected = torch.stack([functional_call(model, one, (x[0],)) for one in models])
+                draws = Draws([torch.Generator().manual_seed(0) for _ in models], [3, 3])
+                found = self(Pass(stacked, {}, draws), x)
+                expected = torch.stack([_drawn(model, one, x[0]) for one in models])
         except Exception as error:  # shapes that the form of a layer does not foresee
             raise NotStackable(f"its forward pass has no such form ({error})") from error
         if found.shape != expected.shape or not torch.allclose(found, expected, 1e-3, 1e-4):
             raise NotStackable("its forward pass mixes dimensions in an unforeseen way")
+
+
+def _drawn(model: nn.Module, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What a model puts out where its draws begin with 0."""
+    with seeded(0, devices=False):
+        outputs: Tensor = functional_call(model, dict(params), (x,))
+        return outputs
 
 
 def _pooled_first(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:

@@ -140,7 +140,7 @@ def test_a_factory_with_new_settings_makes_new_models(batched):
     ("layer", "said"),
     [
         (nn.BatchNorm1d(4), "batch normalisation"),
-        (nn.Dropout(0.5), "dropout"),
+        (nn.AlphaDropout(0.5), "AlphaDropout(p=0.5, inplace=False) draws other numbers"),
         (nn.LSTM(4, 33), "on a CPU LSTM(4, 33) is faster by itself"),
         (nn.GRU(4, 129), "on a CPU GRU(4, 129) is faster by itself"),
     ],

@@ -15,11 +15,13 @@ from flower_ext.training import (
     Linear,
     LocalTraining,
     Proximal,
+    dropout,
     train_each,
     train_groups,
     train_many,
 )
 from flower_ext.training.batched import dense, native
+from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
 from tests.support.jobs import one_by_one, problem, same
@@ -63,6 +65,24 @@ class Plain(Odd):
 
 def narrow():
     return nn.Sequential(nn.Linear(64, 1), nn.Tanh(), nn.Linear(1, 10))
+
+
+def normed_between():
+    """Blocks of a norm, an activation and dropout."""
+    return nn.Sequential(
+        *(nn.Linear(64, 12), nn.GroupNorm(2, 12), nn.ReLU(), nn.Dropout(0.5)),
+        *(nn.Linear(12, 13, bias=False), nn.Tanh(), nn.LayerNorm(13), nn.Dropout(0.2)),
+        nn.Linear(13, 10),
+    )
+
+
+def normed_around():
+    """Norms of other kinds, in other places; dropout before an activation."""
+    return nn.Sequential(
+        *(nn.Dropout(0.1), nn.LayerNorm(64, elementwise_affine=False, eps=1e-3)),
+        *(nn.Linear(64, 20), nn.Dropout(0.2), nn.Sigmoid(), nn.GroupNorm(1, 20, affine=False)),
+        *(nn.LayerNorm(20, bias=False), nn.Linear(20, 10), nn.GroupNorm(2, 10)),
+    )
 
 
 def task(model=digits_mlp, loss=functional.cross_entropy):
@@ -112,6 +132,15 @@ def test_the_same_model_comes_out(model, way, compiled):
     assert len(compiled) == 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [normed_between, normed_around])
+def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
+    slow = replace(WAYS[way], learning_rate=0.05)  # norms amplify what rounding differs by
+    ours = train_many(task(model), jobs(model, slow))
+    same(ours, one_by_one(task(model), jobs(model, slow)))
+    assert len(compiled) == 4
+
+
 @pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
 def test_terms_pull_as_in_the_loop(way, compiled):
     def terms(start):
@@ -143,6 +172,20 @@ def test_the_rest_is_frozen(trained, way, compiled):
     for model, job in zip(ours, jobs(), strict=True):
         for name, start in job.params.items():
             assert torch.equal(model[name], start) != trained(name)
+
+
+@pytest.mark.parametrize("way", ["plain", "momentum", "all"])
+@pytest.mark.parametrize("chosen", ["1.weight", "1.bias", "6.weight", "4.weight", "1."])
+def test_norms_train_as_any_other_part(chosen, way, compiled):
+    def trained(name):
+        return name.startswith(chosen)
+
+    slow = replace(WAYS[way], learning_rate=0.05)
+    ours = train_many(task(normed_between), jobs(normed_between, slow), trained=trained)
+    same(ours, one_by_one(task(normed_between), jobs(normed_between, slow), trained))
+    start = jobs(normed_between)[0].params
+    assert all(torch.equal(ours[0][name], start[name]) != trained(name) for name in start)
+    assert compiled
 
 
 def test_nothing_to_train_is_an_error():
@@ -203,8 +246,40 @@ def test_few_models_are_held_at_a_time(compiled):
     assert len(compiled) == 4 + 2
 
 
-def dropout():
-    return nn.Sequential(nn.Linear(64, 5), nn.Dropout(0.1), nn.Linear(5, 10))
+def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
+    made = jobs(normed_between, SGD, [9, 4, 40, 12])
+    found = network_of(normed_between, 64)
+    small, large = found.size + 2 * found._draws(made[0]), 2 * found._draws(made[2])
+    assert found.groups(made, 16 * small) == [[0], [1], [2], [3]]
+    assert found.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
+    monkeypatch.setattr(dense, "_MOST_DRAWN", large - 1)
+    assert found.groups(made, 2**30) == [[0, 1, 3]]
+    slow = replace(SGD, learning_rate=0.05)
+    ours = train_many(task(normed_between), jobs(normed_between, slow, [9, 4, 40, 12]))
+    expected = jobs(normed_between, slow, [9, 4, 40, 12])
+    same(ours, one_by_one(task(normed_between), expected))
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 4, 9, 12])
+def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
+    """By a training alone, as counted in its layers."""
+    (job,) = jobs(normed_between, replace(WAYS[way], learning_rate=0.05), [size])
+    drawn = []
+
+    def counted(count, generator):
+        drawn.append(count)
+        return draw(count, generator)
+
+    monkeypatch.setattr(dropout, "draw", counted)
+    one_by_one(task(normed_between), [job])
+    (again,) = jobs(normed_between, WAYS[way], [size])
+    assert network_of(normed_between, 64)._draws(again) == sum(drawn)
+
+
+def dropping_all():
+    return nn.Sequential(nn.Linear(64, 5), nn.Dropout(1.0), nn.Linear(5, 10))
 
 
 def twice():
@@ -219,7 +294,11 @@ def buffered():
 
 
 def normed():
-    return nn.Sequential(nn.Linear(64, 5), nn.LayerNorm(5), nn.Linear(5, 10))
+    return nn.Sequential(nn.Linear(64, 5), nn.LayerNorm(5, eps=0.0), nn.Linear(5, 10))
+
+
+def normed_elsewhere():
+    return nn.Sequential(nn.Linear(64, 10), nn.GroupNorm(2, 4))
 
 
 def activated_first():
@@ -273,7 +352,8 @@ def weight_normed():
 @pytest.mark.parametrize(
     "model",
     [
-        *(dropout, twice, buffered, normed, activated_first, activated_twice, mismatched, Odd),
+        *(dropping_all, twice, buffered, normed, normed_elsewhere, activated_first),
+        *(activated_twice, mismatched, Odd),
         *(Again, tied, hooked, hooked_whole, weight_normed),
     ],
 )

@@ -218,7 +218,7 @@ def hooked():
         (Twice, (4,), "used twice"),
         (Unused, (4,), "not used"),
         (Tied, (4,), "share"),
-        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), (4,), "Dropout"),
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.5)), (4,), "AlphaDropout"),
         (lambda: nn.Sequential(nn.Flatten(2), nn.Linear(4, 3)), (5, 4), "Flatten"),
         (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Linear(4, 3)), (1, 4, 4), "form"),
     ],
