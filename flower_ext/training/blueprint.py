@@ -226,6 +226,9 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
 
     Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
     """
-    with torch.random.fork_rng(devices=[]):
-        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+    former = torch.get_rng_state()
+    (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+    try:
         yield
+    finally:
+        torch.set_rng_state(former)

@@ -104,9 +104,7 @@ def _layer(module: nn.Module, numbers: Mapping[int, int], names: Mapping[int, st
     for key, value in vars(module).items():
         if key in ("_modules", "_parameters", "_buffers"):
             continue
-        if isinstance(value, dict | set | list):
-            if key.endswith("_hooks") and value:
-                raise NotPlain(f"{kind.__name__}.{key}")
+        if isinstance(value, dict | set | list):  # of hooks, too, which are nothing plain
             if not all(type(one) in _PLAIN for one in _contents(value)):
                 raise NotPlain(f"{kind.__name__}.{key}")
             containers[key] = value.copy()

@@ -208,9 +208,11 @@ def _leaves(params: Mapping[str, Tensor]) -> Params:
 def _slope(
     loss_at: Callable[..., Tensor], leaves: Mapping[str, Tensor], *data: Tree
 ) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(
-        loss_at(leaves, *data), [*leaves.values()], allow_unused=True, materialize_grads=True
-    )
+    found = torch.autograd.grad(loss_at(leaves, *data), [*leaves.values()], allow_unused=True)
+    if any(part is None for part in found):
+        pairs = zip(found, leaves.values(), strict=True)
+        return tuple(torch.zeros_like(p) if part is None else part for part, p in pairs)
+    return found
 
 
 def minimise(
