@@ -9,8 +9,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from markdown_it import MarkdownIt
-
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
 from flower_ext.runs.figures import draw_figures, in_words, qualities
@@ -48,6 +46,8 @@ def write_page(folder: Path, name: str, text: str, *, title: str) -> Path:
 
 def to_html(text: str, *, title: str, folder: Path) -> str:
     """A Markdown report as one HTML page: no markup passes, SVG figures are put inside."""
+    from markdown_it import MarkdownIt  # 60 modules, of which no client has any use
+
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
 
     def inline(match: re.Match[str]) -> str:
