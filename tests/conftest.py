@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from flower_ext.federation import recording
+from flower_ext import runs
 
 # Tests run side by side and their models are tiny: more threads would only wait for one another.
 torch.set_num_threads(1)
@@ -18,7 +18,7 @@ def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     Its figures take longer to draw than a small run takes.
     """
     if request.node.get_closest_marker("report") is None:
-        monkeypatch.setattr(recording, "write_report", lambda run: run.path)
+        monkeypatch.setattr(runs, "write_report", lambda run: run.path)
 
 
 def pytest_collection_finish() -> None:

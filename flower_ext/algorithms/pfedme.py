@@ -40,7 +40,8 @@ from flower_ext.training import Job, LocalTraining, Params, Proximal, Task, clon
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import Stack, along, first, unstacked
 from flower_ext.training.batched.grouping import groups
-from flower_ext.training.local import batches, gradient, local_problem, own_draws
+from flower_ext.training.local import batches, gradient, own_draws
+from flower_ext.training.problem import local_problem
 
 ATTRACTION = "attraction"
 

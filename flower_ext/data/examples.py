@@ -84,6 +84,8 @@ class Examples:
 
     def to(self, device: torch.device) -> Examples:
         """The same examples on ``device``."""
+        if all(trees.first(part).device == device for part in (self.features, self.targets)):
+            return self
         return Examples(*trees.to((self.features, self.targets), device))
 
 

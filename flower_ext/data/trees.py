@@ -6,6 +6,7 @@ also know lists and dataclasses, which a model may put out, and hold all else fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -61,6 +62,13 @@ def length(tree: Tree) -> int:
     return int(first(tree).shape[0])
 
 
+def row_bytes(tree: Tree) -> int:
+    """Return how many bytes the numbers of one row take."""
+    if isinstance(tree, Tensor):
+        return math.prod(tree.shape[1:]) * tree.element_size()
+    return sum(map(row_bytes, _children(tree).values()))
+
+
 def form(tree: Tree) -> tuple[Hashable, ...]:
     """Return shapes and types of one row; of a mapping by name, whatever its order."""
     if isinstance(tree, Tensor):
@@ -84,6 +92,11 @@ def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
 def rows(tree: Tree, indices: Tensor) -> Tree:
     """Return the rows at ``indices``, in their order."""
     return mapped(lambda leaf: leaf[indices.to(leaf.device)], tree)
+
+
+def selected(tree: Tree, indices: Tensor) -> Tree:
+    """As `rows`, several times faster, for integers >= 0 where the tree is."""
+    return mapped(lambda leaf: torch.index_select(leaf, 0, indices), tree)
 
 
 def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:

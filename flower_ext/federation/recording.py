@@ -12,9 +12,10 @@ from pathlib import Path
 from flwr.app import Context, UserConfig
 from flwr.serverapp.strategy import Result
 
+from flower_ext import runs
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget
-from flower_ext.runs import RunDirectory, new_run_path, write_report
+from flower_ext.runs import RunDirectory, new_run_path
 from flower_ext.runs.directory import Status
 from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, absolute_path, flag, number
 
@@ -72,7 +73,7 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
         raise
     finally:
         run.close()
-    print(f"Report: {write_report(run)}", flush=True)
+    print(f"Report: {runs.write_report(run)}", flush=True)
 
 
 def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:

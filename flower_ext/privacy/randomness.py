@@ -6,7 +6,6 @@ import hashlib
 import secrets
 
 import numpy as np
-from randomgen import ChaCha
 
 from flower_ext.checks import require_count
 
@@ -16,6 +15,8 @@ def secure_generator() -> np.random.Generator:
 
     Every call has its own key, so no two releases share a stream.
     """
+    from randomgen import ChaCha  # 35 modules, for who adds noise alone
+
     return np.random.Generator(ChaCha(key=secrets.randbits(256), rounds=20))
 
 

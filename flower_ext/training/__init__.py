@@ -22,17 +22,16 @@ from flower_ext.training.dp.dp_sgd import (
 from flower_ext.training.features import Features
 from flower_ext.training.local import (
     Job,
-    LocalProblem,
     LocalTraining,
     batches,
     gradient,
-    local_problem,
     minimise,
     train,
 )
 from flower_ext.training.newton import NotConverged, newton
 from flower_ext.training.objective import Linear, Proximal, Term
 from flower_ext.training.params import Params, clone, difference, matches, part, split, tagged
+from flower_ext.training.problem import LocalProblem, local_problem
 from flower_ext.training.rounding import products_are_reproducible
 from flower_ext.training.scoring import evaluate, evaluate_each, evaluate_many
 from flower_ext.training.survival import cox_loss

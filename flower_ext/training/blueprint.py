@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,10 @@ class Blueprint:
     ) -> None:
         self.factory, self.trainable = factory, trainable
         self._last: tuple[int, Params] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be the one blueprint of the factory again in a process that knows it: see `blueprint`."""
+        return _known_again, (self.factory, self.trainable, vars(self))
 
     def __call__(self) -> nn.Module:
         """Return a model of one's own: only frozen parameters are those of others, too."""
@@ -153,6 +158,19 @@ class Blueprint:
         return model
 
 
+def _known_again(
+    factory: Callable[[], nn.Module],
+    trainable: tuple[str, ...] | None,
+    found_out: Mapping[str, Any],
+) -> Blueprint:
+    """Return a blueprint that was sent, with what is not yet known of it here."""
+    known = blueprint(factory, trainable)
+    for name, value in found_out.items():
+        if vars(known).get(name) is None:
+            vars(known)[name] = value
+    return known
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256, in hexadecimal, of names, types, shapes and values."""
     sha = hashlib.sha256()
@@ -188,7 +206,8 @@ def blueprint(
 ) -> Blueprint:
     """Return the one blueprint of a factory: what is known of a model is asked for by it.
 
-    Two `functools.partial` of equal parts are one factory.
+    Two `functools.partial` of equal parts are one factory, and so are one method of two equal
+    objects: on Ray each message brings its own copy of them.
     """
     if isinstance(factory, Blueprint):
         if trainable in (None, factory.trainable):
@@ -199,6 +218,9 @@ def blueprint(
             return _of_partial(
                 factory.func, factory.args, frozenset(factory.keywords.items()), trainable
             )
+    if isinstance(factory, MethodType):
+        with suppress(TypeError):  # an object without a hash
+            return _of_method(factory.__func__, factory.__self__, trainable)
     try:
         return _of_factory(factory, trainable)
     except TypeError:  # an object without a hash
@@ -208,6 +230,13 @@ def blueprint(
 @lru_cache(maxsize=64)
 def _of_factory(factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None) -> Blueprint:
     return Blueprint(factory, trainable)
+
+
+@lru_cache(maxsize=64)
+def _of_method(
+    function: Callable[..., nn.Module], owner: Hashable, trainable: tuple[str, ...] | None
+) -> Blueprint:
+    return Blueprint(MethodType(function, owner), trainable)
 
 
 @lru_cache(maxsize=64)
@@ -226,6 +255,9 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
 
     Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
     """
-    with torch.random.fork_rng(devices=[]):
-        (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+    former = torch.get_rng_state()
+    (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)
+    try:
         yield
+    finally:
+        torch.set_rng_state(former)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,8 +36,26 @@ def call(model: nn.Module, params: Params, x: Tree) -> Any:
     def replaced(*given: Tree, **named: Tree) -> Any:
         return functional_call(model, params, given, named)
 
-    with _types_told(params, x):
+    try:
         return called(replaced, x)
+    except RuntimeError as error:
+        _tell_types(error, params, x)
+        raise
+
+
+Place = tuple[dict[str, Any], str, str]
+
+
+def all_places(model: nn.Module) -> list[Place]:
+    """Return all places of parameters and buffers: the dictionary, its key, their name."""
+    names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+    return [
+        (tensors, leaf, names[id(tensor)])
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for leaf, tensor in tensors.items()
+        if tensor is not None
+    ]
 
 
 class Replaced:
@@ -46,48 +63,50 @@ class Replaced:
 
     `torch.func.functional_call` puts the former ones back each time, which takes as long as a step
     of a small model. Tied parameters are replaced wherever they are.
+
+    Parameters
+    ----------
+    model : nn.Module
+    places : sequence of (dict, str, str), optional
+        Where tensors belong: a module's own, by which key, and their name in the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
+    def __init__(self, model: nn.Module, places: Sequence[Place] | None = None) -> None:
         self.model = model
-        self._places = [
-            (tensors, leaf, names[id(tensor)])
-            for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for leaf, tensor in tensors.items()
-            if tensor is not None
-        ]
+        self._places = all_places(model) if places is None else places
+        self._params: Params = {}
 
-    def __call__(self, params: Params, x: Tree) -> Any:
-        """As `call`."""
+    def by(self, params: Params) -> None:
+        """Put parameters in their places, but for those that ``params`` has not."""
+        self._params = params
         for tensors, leaf, name in self._places:
             if name in params:
-                tensors[leaf] = params[name]  # type: ignore[assignment]
-        with _types_told(params, x):
+                tensors[leaf] = params[name]
+
+    def __call__(self, x: Tree) -> Any:
+        """As `call`, with the last parameters."""
+        try:
             return called(self.model, x)
+        except RuntimeError as error:
+            _tell_types(error, self._params, x)
+            raise
 
 
 class UnlikeTypes(InvalidValue):
     """Features are of another type than the model's numbers."""
 
 
-@contextmanager
-def _types_told(params: Params, x: Tree) -> Iterator[None]:
-    """Where a model raises, name the features that are of another type than all parameters."""
-    try:
-        yield
-    except RuntimeError as error:
-        types = {p.dtype for p in params.values() if p.is_floating_point()}
-        for name, leaf in trees.named("features", x) if "type" in str(error) else ():
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
-                kind = min(types, key=str)
-                raise UnlikeTypes(
-                    f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers "
-                    f"are; give Examples(features.to({kind}), …), or build the model with "
-                    f"model.to({leaf.dtype})"
-                ) from error
-        raise
+def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
+    """Where a model raised, name the features that are of another type than all parameters."""
+    types = {p.dtype for p in params.values() if p.is_floating_point()}
+    for name, leaf in trees.named("features", x) if "type" in str(error) else ():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
+            kind = min(types, key=str)
+            raise UnlikeTypes(
+                f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers "
+                f"are; give Examples(features.to({kind}), …), or build the model with "
+                f"model.to({leaf.dtype})"
+            ) from error
 
 
 def spared(task: Task, x: Tree, batched: int = 1) -> Tree:

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,15 +20,16 @@ from flower_ext.checks import require_not_negative, require_positive, require_ra
 from flower_ext.data import Examples, trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
-from flower_ext.training.blueprint import in_training, seeded
-from flower_ext.training.calls import Replaced, spared
-from flower_ext.training.dropout import own_dropout
+from flower_ext.training.blueprint import seeded
 from flower_ext.training.newton import newton
 from flower_ext.training.objective import Proximal, Term
-from flower_ext.training.params import Params, clone, to_device
+from flower_ext.training.params import Params, clone
+from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task
 
 SGD = "SGD"
+_FETCHED = 2**20
+"""Bytes of examples that are fetched at once, unless a mini-batch has more."""
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     name: found
     for name, found in vars(torch.optim).items()
@@ -169,10 +169,23 @@ def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) 
 def batches(
     examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for."""
-    for rows in batch_rows(len(examples), training, generator):
-        chosen = rows.to(trees.first(examples.targets).device)
-        yield trees.rows(examples.features, chosen), trees.rows(examples.targets, chosen)
+    """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
+
+    Small examples are fetched for several steps at once.
+    """
+    count, size = len(examples), training.batch_size
+    left, per_epoch = training.num_steps(count), math.ceil(count / size)
+    features, targets = examples.features, examples.targets
+    device = trees.first(targets).device
+    row = trees.row_bytes(features) + trees.row_bytes(targets)
+    together = max(1, _FETCHED // max(1, size * row)) * size
+    for step in range(0, left, max(1, per_epoch)):
+        order = torch.randperm(count, generator=generator)[: (left - step) * size].to(device)
+        for some in torch.split(order, together):
+            xs, ys = trees.selected(features, some), trees.selected(targets, some)
+            for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
+                # What a model does to its features in place is no part of the next gradient.
+                yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
@@ -184,11 +197,22 @@ def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
 
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
     """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
-    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    slopes = torch.autograd.grad(
-        loss_at(leaves, *data), list(leaves.values()), allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(leaves, slopes, strict=True))
+    leaves = _leaves(params)
+    return dict(zip(leaves, _slope(loss_at, leaves, *data), strict=True))
+
+
+def _leaves(params: Mapping[str, Tensor]) -> Params:
+    return {name: p.detach().requires_grad_() for name, p in params.items()}
+
+
+def _slope(
+    loss_at: Callable[..., Tensor], leaves: Mapping[str, Tensor], *data: Tree
+) -> tuple[Tensor, ...]:
+    found = torch.autograd.grad(loss_at(leaves, *data), [*leaves.values()], allow_unused=True)
+    if any(part is None for part in found):
+        pairs = zip(found, leaves.values(), strict=True)
+        return tuple(torch.zeros_like(p) if part is None else part for part, p in pairs)
+    return found
 
 
 def minimise(
@@ -197,31 +221,42 @@ def minimise(
     examples: Examples,
     training: LocalTraining,
     generator: torch.Generator,
+    *,
+    replaceable: bool = True,
 ) -> Params:
     """Descend from ``start`` by SGD with momentum, another optimiser, or SAM.
 
-    ``loss_at(params, x, y)`` is a scalar.
+    Parameters
+    ----------
+    loss_at : Callable
+        ``loss_at(params, x, y)`` is a scalar.
+    replaceable : bool
+        Whether ``loss_at`` might replace the numbers of tensors that it is given, as models that
+        bound their weights do; it is given new ones in every step then.
     """
-    weights = clone(start)
-    velocity = {n: torch.zeros_like(w) for n, w in weights.items() if training.momentum > 0}
-    steps = _other_optimizer(training, weights)
+    params = clone(start)
+    weights = [*params.values()]
+    leaves = _leaves(params)  # the same numbers
+    velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
+    steps = _other_optimizer(training, params)
     for x, y in batches(examples, training, generator):
-        slope = gradient(loss_at, weights, x, y)
+        leaves = _leaves(params) if replaceable else leaves
+        slope = _slope(loss_at, leaves, x, y)
         if training.sam_radius > 0:
-            ascent = perturbation(list(slope.values()), training.sam_radius)
-            climbed = zip(weights.items(), ascent, strict=True)
-            slope = gradient(loss_at, {name: w + p for (name, w), p in climbed}, x, y)
+            ascent = perturbation(slope, training.sam_radius)
+            climbed = zip(params.items(), ascent, strict=True)
+            slope = _slope(loss_at, _leaves({name: w + p for (name, w), p in climbed}), x, y)
         if steps is not None:
-            for name, w in weights.items():
-                w.grad = slope[name]
+            for w, part in zip(weights, slope, strict=True):
+                w.grad = part
             steps.step()
             continue
-        if training.momentum > 0:
-            for name, part in slope.items():
-                slope[name] = velocity[name].mul_(training.momentum).add_(part)
-        for name, w in weights.items():
-            w.sub_(slope[name], alpha=training.learning_rate)
-    return weights
+        if velocity:
+            torch._foreach_mul_(velocity, training.momentum)
+            torch._foreach_add_(velocity, slope)
+        step = velocity or slope
+        torch._foreach_add_(weights, step, alpha=-training.learning_rate)
+    return params
 
 
 def _other_optimizer(
@@ -234,63 +269,6 @@ def _other_optimizer(
     if training.weight_decay:
         options["weight_decay"] = training.weight_decay
     return _OPTIMIZERS[training.optimizer]([*weights.values()], **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalProblem:
-    """What one client minimises: loss plus terms, over the trained part of a model."""
-
-    start: Params
-    loss_at: Callable[[Params, Tree, Tree], Tensor]
-    rest: Params
-    device: torch.device
-
-    def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
-        """The whole model with its trained part replaced, devices and types those of ``like``."""
-        everything = {**self.rest, **trained}
-        return {name: everything[name].to(p.device, p.dtype) for name, p in like.items()}
-
-
-def local_problem(
-    task: Task,
-    params: Mapping[str, Tensor],
-    *,
-    trained: Callable[[str], bool] = lambda name: True,
-    terms: Sequence[Term] = (),
-    dtype: torch.dtype | None = None,
-) -> LocalProblem:
-    """The local objective on the task's device; parameters not ``trained`` are frozen.
-
-    With a ``dtype`` all floating-point parameters are converted to it.
-
-    Raises
-    ------
-    ValueError
-        ``trained`` selects nothing.
-    """
-    device = task.torch_device()
-    model = own_dropout(in_training(task.model().to(device)))
-    if dtype is not None and task.blueprint.frozen:
-        model = deepcopy(model).to(dtype)
-    everything = to_device(params, device)
-    if dtype is not None:
-        everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
-    learnable = {name for name, _ in model.named_parameters()}
-    start = {name: p for name, p in everything.items() if name in learnable and trained(name)}
-    if not start:
-        raise InvalidValue("trained selects no parameter of the model")
-    # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
-    rest = {name: p.clone() for name, p in everything.items() if name not in start}
-
-    replaced = Replaced(model)
-
-    def loss_at(chosen: Params, x: Tree, y: Tree) -> Tensor:
-        value = task.loss(replaced({**rest, **chosen}, spared(task, x)), y)
-        for term in terms:
-            value = value + term(chosen)
-        return value
-
-    return LocalProblem(start=start, loss_at=loss_at, rest=rest, device=device)
 
 
 def train(
@@ -331,13 +309,22 @@ def train_job(
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with own_draws(job.generator, task.torch_device()) as anew:
-        problem = local_problem(task, job.params, trained=trained, terms=job.objective, dtype=dtype)
+        problem = local_problem(
+            task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
+        )
         data = job.examples.to(problem.device)
         anew()  # whatever was drawn while the model was built
         if training.tolerance:
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
-            moved = minimise(problem.loss_at, problem.start, data, training, job.generator)
+            moved = minimise(
+                problem.loss_at,
+                problem.start,
+                data,
+                training,
+                job.generator,
+                replaceable=problem.replaceable,
+            )
     return problem.whole(moved, like=job.params)
 
 

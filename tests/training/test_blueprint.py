@@ -1,5 +1,7 @@
 """What is frozen neither trains, travels nor counts; tied and unused parameters train as ever."""
 
+import pickle
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,7 +24,8 @@ from flower_ext.training import (
     train_dp_sgd,
     train_many,
 )
-from flower_ext.training.blueprint import blueprint
+from flower_ext.training import blueprint as blueprints
+from flower_ext.training.blueprint import Blueprint, blueprint
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
 from flower_ext.training.local import batches
 from tests.support.reference.clipped_gradient import by_loop
@@ -59,7 +62,11 @@ class Tied(nn.Module):
 
 
 def task(model, **options) -> Task:
-    return Task(model=model, data=lambda _: None, device="cpu", **options)
+    return Task(model=model, data=no_data, device="cpu", **options)
+
+
+def no_data(client: int) -> None:
+    """No client has any."""
 
 
 def examples(seed: int, count: int = 20) -> Examples:
@@ -225,6 +232,44 @@ def test_equal_partials_are_one_factory():
     assert blueprint(partial(nn.Linear, 2, out_features=3)) is not blueprint(
         partial(nn.Linear, 2, out_features=4)
     )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Whose method builds models."""
+
+    width: int = 3
+
+    def build(self) -> nn.Module:
+        """A model of this width."""
+        return nn.Linear(2, self.width)
+
+
+def test_a_method_of_equal_objects_is_one_factory():
+    assert blueprint(Settings(3).build) is blueprint(Settings(3).build)
+    assert blueprint(Settings(3).build) is not blueprint(Settings(4).build)
+
+
+@pytest.mark.parametrize("factory", [Backbone, partial(Backbone, freeze=True), Settings(5).build])
+def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
+    """On Ray each message brings the app, and with it a task."""
+    own = task(factory)
+    shapes = own.shapes
+    monkeypatch.setattr(Blueprint, "_built", None)  # who builds one from here on fails
+    sent = pickle.loads(pickle.dumps(own))
+    assert sent.blueprint is own.blueprint
+    assert sent.shapes == shapes
+
+
+def test_what_is_known_of_a_model_is_sent_to_where_it_is_not(monkeypatch):
+    own = task(Backbone)
+    frozen = own.fingerprint
+    sent = pickle.dumps(own)
+    monkeypatch.setattr(blueprints, "_of_factory", lambda *given: Blueprint(*given))
+    monkeypatch.setattr(Blueprint, "_built", None)
+    elsewhere = pickle.loads(sent)
+    assert elsewhere.blueprint is not own.blueprint
+    assert elsewhere.fingerprint == frozen
 
 
 def test_tied_parameters_train_as_one_which_travels_once_and_unused_ones_stay():

@@ -11,8 +11,9 @@ from flower_ext.checks import require_positive
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import PilotEstimates, estimate_problem
-from flower_ext.training.local import gradient, local_problem
+from flower_ext.training.local import gradient
 from flower_ext.training.params import Params
+from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task
 
 _LARGEST = 2**28

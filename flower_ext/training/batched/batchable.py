@@ -56,15 +56,8 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
 
     If ``steady``, also where a model is not known to round alike in every batch.
     """
-    for part in ("features", "targets"):
-        if not isinstance(getattr(jobs[0].examples, part), Tensor):
-            return f"{part} are no single tensor"
-    if any(job.training.tolerance for job in jobs):
-        return "exact minimisers are found one by one"
-    if any(job.training.optimizer != SGD for job in jobs):
-        return "another optimiser than SGD"
-    if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
-        return "a term other than Proximal and Linear"
+    if reason := why_unusual(jobs):
+        return reason
     reason = _why_unlike(_trial_of(task, jobs[0]))
     if reason is None and steady:
         if task.torch_device().type != "cpu":
@@ -81,6 +74,20 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
     if reason is not None:
         _say_once(reason)
     return reason
+
+
+def why_unusual(jobs: Sequence[Job]) -> str | None:
+    """Why these jobs have no form but the loop, whatever their model; None if they might."""
+    for part in ("features", "targets"):
+        if not isinstance(getattr(jobs[0].examples, part), Tensor):
+            return f"{part} are no single tensor"
+    if any(job.training.tolerance for job in jobs):
+        return "exact minimisers are found one by one"
+    if any(job.training.optimizer != SGD for job in jobs):
+        return "another optimiser than SGD"
+    if any(type(term) not in (Proximal, Linear) for job in jobs for term in job.terms):
+        return "a term other than Proximal and Linear"
+    return None
 
 
 class _Trial(NamedTuple):

@@ -300,28 +300,54 @@ def _network(
 def _chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     """Its layers in order; none if there is anything else than `nn.Flatten` before them."""
     flat, wide = len(shape) == 1, shape.numel()
-    try:
-        nodes = list(fx.Tracer().trace(model).nodes)
-    except Exception:  # whatever a forward method makes of a symbol
-        return []
     layers: list[Layer] = []
-    for before, node in pairwise(nodes):
-        if node.all_input_nodes != [before] or len(node.args) != 1:
-            return []
-        if set(node.kwargs) - {"inplace"}:
-            return []
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        follows = _ACTIVATIONS.get(node.target if module is None else type(module))
-        found = _layer(module, str(node.target), layers[-1].outputs if layers else wide)
+    for name, operation in _in_a_row(model) or _traced(model):
+        follows = _ACTIVATIONS.get(type(operation) if name else operation)
+        found = _layer(operation, name, layers[-1].outputs if layers else wide)
         if found is not None and flat:
             layers.append(found)
         elif follows is not None and layers and layers[-1].activation == PLAIN:
             layers[-1] = replace(layers[-1], activation=follows)
-        elif isinstance(module, nn.Flatten) and not layers:
-            flat = (module.start_dim, module.end_dim) == (1, -1)
-        elif node.op != "output":
+        elif isinstance(operation, nn.Flatten) and not layers:
+            flat = (operation.start_dim, operation.end_dim) == (1, -1)
+        else:
             return []
     return layers
+
+
+def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
+    """Return the modules of a sequence in order, and their names; none if it is none.
+
+    To trace it takes longer than to train it, and each message may bring a model of its own.
+    """
+    if type(module) is not nn.Sequential:
+        return [(name, module)] if name else []
+    return [
+        found
+        for leaf, child in module._modules.items()  # the same one may be there twice
+        for found in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
+    ]
+
+
+def _traced(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the operations of a model that is a chain, in order, and names of those with modules.
+
+    An operation that is no part of a chain is None.
+    """
+    try:
+        nodes = list(fx.Tracer().trace(model).nodes)
+    except Exception:  # whatever a forward method makes of a symbol
+        return []
+    found: list[tuple[str, Any]] = []
+    for before, node in pairwise(nodes):
+        alone = node.all_input_nodes == [before] and len(node.args) == 1
+        if not alone or set(node.kwargs) - {"inplace"}:
+            return [("", None)]
+        if node.op == "call_module":
+            found.append((str(node.target), model.get_submodule(str(node.target))))
+        elif node.op != "output":
+            found.append(("", node.target))
+    return found
 
 
 def _layer(module: Any, name: str, wide: int) -> Layer | None:

@@ -14,10 +14,11 @@ import torch
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched import dense
-from flower_ext.training.batched.batchable import why_apart
+from flower_ext.training.batched.batchable import why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
+from flower_ext.training.hulls import hull_of
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
 from flower_ext.training.task import Task
@@ -62,6 +63,9 @@ def train_each(
     Who uses a model at once finds it in the processor's caches, and need not hold all of them.
     ``steady`` is that of `train_groups`.
     """
+    if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
+        yield train_job(task, jobs[0], trained=trained)
+        return
     ready: dict[int, Params] = {}
     done = 0
     found = train_groups(task, jobs, trained=trained, memory_limit=memory_limit, steady=steady)
@@ -160,13 +164,25 @@ def _train_alike(
 
 def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
     """Forms for jobs that are alike, the fastest first; the last one takes whatever is left."""
-    if (steady or len(jobs) > 1) and why_apart(task, jobs) is None:
+    if len(jobs) == 1 and not steady:
+        # Known layers show all that they do: no trial of theirs has to be paid for.
+        if why_unusual(jobs) is None and hull_of(task.blueprint, task.torch_device()):
+            network = dense.network(task, jobs[0])
+            if network is not None:
+                yield network
+    elif why_apart(task, jobs) is None:
         network = dense.network(task, jobs[0])
         if network is not None:
             yield network
         if not steady or why_apart(task, jobs, steady=True) is None:
             yield InBatches(task, steady=steady)
     yield Alone(task)
+
+
+def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:
+    """Return True if no form but `Alone` takes a job without company."""
+    forms = _forms(task, [job], steady)
+    return isinstance(next(f for f in forms if any(f.groups([job], MEMORY_LIMIT))), Alone)
 
 
 class Alone:
@@ -204,5 +220,4 @@ def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool
         training=training,
         generator=torch.Generator(),
     )
-    forms = _forms(task, [job], steady=True)
-    return isinstance(next(f for f in forms if any(f.groups([job], MEMORY_LIMIT))), Alone)
+    return _goes_alone(task, job, steady=True)

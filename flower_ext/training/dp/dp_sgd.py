@@ -20,8 +20,9 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import NoiseSource
 from flower_ext.training.batched.grouping import MEMORY_LIMIT
 from flower_ext.training.dp.clipped_gradient import ClippedGradient
-from flower_ext.training.local import SGD, Job, batches, gradient, local_problem
+from flower_ext.training.local import SGD, Job, batches, gradient
 from flower_ext.training.params import Params
+from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task
 
 

@@ -141,6 +141,25 @@ def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
     assert len(compiled) == 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [digits_mlp, digits_logistic, narrow])
+def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, compiled):
+    among = train_many(task(model), jobs(model, WAYS[way]))
+    compiled.clear()
+    alone = [train_many(task(model), [job])[0] for job in jobs(model, WAYS[way])]
+    assert len(compiled) == 4
+    same(alone, one_by_one(task(model), jobs(model, WAYS[way])))
+    for one, other in zip(alone, among, strict=True):
+        assert all(torch.equal(one[name], p) for name, p in other.items())
+
+
+def test_a_model_of_ones_own_class_trains_in_the_loop_without_company(compiled):
+    """Its code may do more than a chain of layers shows, and a trial costs more than a training."""
+    (job, *_), (again, *_) = jobs(Plain), jobs(Plain)
+    same(train_many(task(Plain), [job]), one_by_one(task(Plain), [again]))
+    assert compiled == []
+
+
 @pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
 def test_terms_pull_as_in_the_loop(way, compiled):
     def terms(start):

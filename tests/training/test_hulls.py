@@ -1,0 +1,412 @@
+"""A copied model of known layers is as one built anew, and nothing of it reaches another."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flower_ext.data import Examples
+from flower_ext.training import Job, LocalTraining, Task, batches, train, train_many
+from flower_ext.training import local as local_module
+from flower_ext.training.blueprint import in_training, seeded
+from flower_ext.training.hulls import hull_of
+from flower_ext.training.local import batch_rows
+from flower_ext.training.models import HeadedModel
+
+CPU = torch.device("cpu")
+SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
+WAYS = {
+    "plain": SGD,
+    "momentum": LocalTraining(steps=5, batch_size=4, learning_rate=0.1, momentum=0.7),
+    "near": LocalTraining(epochs=1, batch_size=4, learning_rate=0.1, proximal_weight=0.5),
+}
+
+
+def dense():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+def images():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding="same"),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(6),
+        nn.Flatten(),
+        nn.Linear(96, 3),
+    )
+
+
+def headed():
+    return HeadedModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh()), nn.Linear(5, 3))
+
+
+def tied():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 3))
+    model[2].weight = model[1].weight
+    return model
+
+
+def twice():
+    layer = nn.Linear(64, 64)
+    return nn.Sequential(nn.Flatten(), layer, nn.Tanh(), layer, nn.Linear(64, 3))
+
+
+def frozen_below():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    for layer in (model[1], model[2]):
+        layer.requires_grad_(False)
+    return model
+
+
+def dropping():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Dropout(0.5), nn.Linear(9, 3))
+
+
+KNOWN = [dense, images, headed, tied, twice, frozen_below]
+
+
+def task(model) -> Task:
+    return Task(model=model, data=lambda _: None, device="cpu")
+
+
+def examples(seed: int = 0, count: int = 10) -> Examples:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 8, 8, generator=random)
+    return Examples(x, torch.randint(3, (count,), generator=random))
+
+
+def trained(given: Task, params, seed: int = 0, way: LocalTraining = SGD):
+    random = torch.Generator().manual_seed(seed)
+    return train(given, params, examples(seed), way, generator=random)
+
+
+def plain_loop(given: Task, params, way: LocalTraining):
+    """A model built anew and torch's own optimiser."""
+    model = in_training(given.model())
+    model.load_state_dict(params, strict=False)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    begin = [p.detach().clone() for p in weights]
+    optimiser = torch.optim.SGD(weights, lr=way.learning_rate, momentum=way.momentum)
+    data, random = examples(), torch.Generator().manual_seed(0)
+    for rows in batch_rows(len(data), way, random):
+        optimiser.zero_grad()
+        loss = cross_entropy(model(data.features[rows].clone()), data.targets[rows])
+        for p, own in zip(weights, begin, strict=True):
+            loss = loss + way.proximal_weight / 2 * (p - own).square().sum()
+        loss.backward()
+        optimiser.step()
+    return {name: value for name, value in model.state_dict().items() if name in params}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", KNOWN)
+def test_a_copied_model_trains_as_one_built_anew_does_in_a_plain_loop(model, way):
+    given = task(model)
+    assert hull_of(given.blueprint, CPU) is not None
+    params = given.initial_params(1)
+    expected = plain_loop(given, params, WAYS[way])
+    found = trained(given, params, way=WAYS[way])
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [*KNOWN, dropping])
+def test_a_training_leaves_nothing_for_the_next(model):
+    given = task(model)
+    params = given.initial_params(1)
+    first = trained(given, params, seed=3)
+    trained(given, {n: p + 1 for n, p in params.items()}, seed=4)
+    again = trained(given, params, seed=3)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("model", KNOWN)
+def test_two_copies_share_no_tensor_but_frozen_weights_and_no_container(model):
+    given = task(model)
+    hull = hull_of(given.blueprint, CPU)
+    params = given.initial_params(0)
+    one, other = hull.copied(), hull.copied()
+    for copy in (one, other):
+        copy.by({name: p.clone() for name, p in params.items()})
+    frozen = {id(p) for p in given.blueprint.frozen.values() if isinstance(p, nn.Parameter)}
+    pairs = zip(one.model.modules(), other.model.modules(), strict=True)
+    for mine, its in pairs:
+        assert mine is not its
+        for key, value in vars(mine).items():
+            if isinstance(value, dict | list | set):
+                assert value is not vars(its)[key], key
+        for kind in ("_parameters", "_buffers"):
+            for leaf, tensor in getattr(mine, kind).items():
+                if tensor is not None and id(tensor) not in frozen:
+                    assert tensor.data_ptr() != getattr(its, kind)[leaf].data_ptr(), leaf
+
+
+def test_what_trains_is_not_held_between_trainings():
+    hull = hull_of(task(frozen_below).blueprint, CPU)
+    held = [t for layer in hull._layers for t in layer.shared.values() if t is not None]
+    assert held
+    assert not any(t.requires_grad for t in held)
+
+
+class Remembering(nn.Module):
+    """Keeps its last features, and adds their mean to what it puts out next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.last = nn.Linear(64, 3), [torch.zeros(1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        former = self.last[-1]
+        self.last.append(x.detach().mean())
+        return self.head(x.flatten(1)) + former
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that does not travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(x.flatten(1)) * self.calls
+
+
+def hooked():
+    seen = [torch.zeros(1)]
+
+    def hook(module, inputs, output):
+        seen.append(inputs[0].detach().mean())
+        return output + seen[-2]
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    model[1].register_forward_hook(hook)
+    return model
+
+
+def with_its_own_forward():
+    model, seen = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), [torch.zeros(1)]
+    usual = model[1].forward
+
+    def forward(x):
+        seen.append(x.detach().mean())
+        return usual(x) + seen[-2]
+
+    model[1].forward = forward
+    return model
+
+
+def of_a_local_class():
+    class Keeper(nn.Linear):
+        kept = torch.zeros(1)
+
+        def forward(self, x):
+            former = Keeper.kept
+            Keeper.kept = x.detach().mean()
+            return super().forward(x) + former
+
+    return nn.Sequential(nn.Flatten(), Keeper(64, 3))
+
+
+def parametrized():
+    class Remembers(nn.Module):
+        last = torch.zeros(1)
+
+        def forward(self, weight):
+            former = type(self).last
+            type(self).last = weight.detach().mean()
+            return weight + former
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Remembers())
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Remembering, Counting, hooked, with_its_own_forward, of_a_local_class, parametrized],
+)
+def test_a_model_that_remembers_forgets_between_trainings(model):
+    """Each of these would add one person's data to what another's training sends."""
+    given = task(model)
+    assert hull_of(given.blueprint, CPU) is None
+    params = given.initial_params(1)
+    first = trained(given, params, seed=3)
+    trained(given, params, seed=4)
+    again = trained(given, params, seed=3)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_buffers_that_do_not_travel_are_each_copys_own():
+    def constant():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        model[1].register_buffer("calls", torch.zeros(()), persistent=False)
+        return model
+
+    hull = hull_of(task(constant).blueprint, CPU)
+    hull.copied().model[1].calls.add_(1)
+    assert float(hull.copied().model[1].calls) == 0
+
+
+def test_a_hull_is_no_model_for_numbers_of_other_shapes_or_for_some_of_them():
+    class Factory:
+        width = 5
+
+        def build(self):
+            layers = nn.Linear(64, self.width), nn.Tanh(), nn.Linear(self.width, 3)
+            return nn.Sequential(nn.Flatten(), *layers)
+
+    factory = Factory()
+    for factory.width in (5, 7):
+        model = factory.build()
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        given = task(factory.build)
+        found = trained(given, params)
+        assert not torch.equal(found["1.weight"], params["1.weight"])
+    assert not hull_of(given.blueprint, CPU).takes(params)
+    assert not hull_of(task(dense).blueprint, CPU).takes({})
+
+
+def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():
+    given = task(dense)
+    part = {name: p for name, p in given.initial_params(1).items() if name.startswith("3.")}
+    found, again = trained(given, part), trained(given, part)
+    assert set(found) == set(part)
+    assert all(torch.equal(found[name], again[name]) for name in part)
+    assert not torch.equal(found["3.weight"], part["3.weight"])
+
+
+def test_making_the_hull_draws_nothing_of_what_the_training_draws():
+    """The first training of a process is that of any later one."""
+
+    def fresh():
+        return dropping()
+
+    params = task(fresh).initial_params(1)
+    first, second = (trained(task(fresh), params, seed=2) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in params)
+
+
+@pytest.mark.parametrize("like", ["usual", "channels last"])
+def test_a_model_comes_back_in_the_usual_order_in_memory(like):
+    """The next round would else round otherwise than after a restart, which reads models anew."""
+    given = task(images)
+    params = given.initial_params(0)
+    if like == "channels last":
+        params = {
+            n: p.to(memory_format=torch.channels_last) if p.dim() == 4 else p
+            for n, p in params.items()
+        }
+    usual = given.initial_params(0)
+    found = trained(given, params)
+    if like == "usual":
+        assert all(found[n].stride() == p.stride() for n, p in usual.items())
+    for name, value in trained(given, usual).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Clamped(nn.Module):
+    """Bounds its weights before it uses them, in new numbers; only its steps see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head.weight.data = self.head.weight.data.clamp(-0.01, 0.01)
+        return self.head(x.flatten(1))
+
+
+def test_a_model_that_replaces_numbers_trains_in_every_step():
+    params = task(Clamped).initial_params(1)
+    one = trained(task(Clamped), params, way=LocalTraining(steps=1, batch_size=10))
+    two = trained(task(Clamped), params, way=LocalTraining(steps=2, batch_size=10))
+    once_more = trained(task(Clamped), one, way=LocalTraining(steps=1, batch_size=10))
+    for name in params:
+        torch.testing.assert_close(two[name], once_more[name])
+        assert not torch.equal(one[name], two[name])
+
+
+class Scaling(nn.Module):
+    """Multiplies its features in place by what trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(8)), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(self.scale) if len(x) > 2 else x  # no trial with two examples shows it
+        return self.head(x.flatten(1))
+
+
+def test_what_a_model_does_to_its_features_in_place_is_no_part_of_the_next_step():
+    given = task(Scaling)
+    params = given.initial_params(1)
+    expected = plain_loop(given, params, SGD)
+    for name, value in trained(given, params).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fetched", [0, 300, 2000, 2**20])
+@pytest.mark.parametrize(
+    "way",
+    [SGD, LocalTraining(steps=7, batch_size=3), LocalTraining(epochs=3, batch_size=50)],
+)
+def test_mini_batches_are_those_drawn_row_by_row_however_many_are_fetched(
+    way, fetched, monkeypatch
+):
+    monkeypatch.setattr(local_module, "_FETCHED", fetched)
+    data = examples(1, 11)
+    data = Examples({"a": data.features, "b": (data.features[:, 0],)}, data.targets)
+    rows = [*batch_rows(len(data), way, torch.Generator().manual_seed(5))]
+    found = [*batches(data, way, torch.Generator().manual_seed(5))]
+    assert len(found) == len(rows)
+    for (x, y), chosen in zip(found, rows, strict=True):
+        assert torch.equal(x["a"], data.features["a"][chosen])
+        assert torch.equal(x["b"][0], data.features["b"][0][chosen])
+        assert torch.equal(y, data.targets[chosen])
+
+
+def test_no_examples_are_no_mini_batches():
+    assert [*batches(examples(count=0), SGD, torch.Generator())] == []
+
+
+def with_an_error() -> None:
+    with seeded(7, devices=False):
+        torch.rand(1)
+        raise ZeroDivisionError
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been_seeded_in_between_even_by_an_error():
+    with seeded(1, devices=False):
+        torch.rand(3)
+        first = torch.rand(2)
+    with seeded(1, devices=False):
+        torch.rand(3)
+        with pytest.raises(ZeroDivisionError):
+            with_an_error()
+        assert torch.equal(torch.rand(2), first)
+
+
+def job(params, seed: int = 0, way: LocalTraining = SGD) -> Job:
+    random = torch.Generator().manual_seed(seed)
+    return Job(params=params, examples=examples(seed), training=way, generator=random)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [*KNOWN, dropping, Counting, partial(Remembering)])
+def test_one_of_many_trainings_alone_is_the_plain_one(model, way):
+    given = task(model)
+    params = given.initial_params(1)
+    (found,) = train_many(given, [job(params, way=WAYS[way])])
+    for name, value in trained(given, params, way=WAYS[way]).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        assert found[name].data_ptr() != params[name].data_ptr()
