@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from flower_ext import __version__
 from flower_ext.cli.screen import Command, console
 
 COMMANDS = {
@@ -64,7 +65,7 @@ def _loaded(name: str) -> click.Command:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        console.print(f"flower-ext {metadata.version('flower-ext')}", highlight=False)
+        console.print(f"flower-ext {__version__}", highlight=False)
         raise typer.Exit
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import flower_ext
 from flower_ext.cli import run as run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
@@ -245,6 +246,7 @@ def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monk
 def test_the_version_is_that_of_the_package():
     done = call("--version")
     assert (done.exit_code, done.output) == (0, f"flower-ext {version('flower-ext')}\n")
+    assert flower_ext.__version__ == version("flower-ext")
 
 
 def test_resuming_what_is_no_run_fails(tmp_path):
