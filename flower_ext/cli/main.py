@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | export`` …
+"""The command line: ``flower-ext new | run | deploy | calibrate | plan | search | audit`` …
 
 A command's module is loaded when it is asked for: PyTorch alone takes a second.
 """
@@ -21,6 +21,7 @@ from flower_ext import __version__
 from flower_ext.cli.screen import Command, console
 
 COMMANDS = {
+    "new": "new",
     "run": "run",
     "deploy": "deploy",
     "report": "report",
