@@ -96,7 +96,7 @@ class RunDirectory:
                 "started": _now(),
                 "starts": [{"started": _now()}],
                 "versions": _versions(),
-            }
+            },
         )
         return run
 
@@ -252,7 +252,9 @@ class RunDirectory:
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
-        write_rows(self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows])
+        write_rows(
+            self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows]
+        )
 
     def client_metrics(self) -> list[dict[str, float]]:
         """The last evaluation, one row a client."""

@@ -16,6 +16,7 @@ from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_repor
 from flower_ext.runs.report import table, to_html
 from tests.support.finished_runs import PLAN
 
+
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
     run = finished(tmp_path / "run")
     page = write_report(run).read_text(encoding="utf-8")
