@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
 from flower_ext.runs.files import append_line, lock, whole_lines, write_rows, write_whole
-from flower_ext.errors import InvalidValue
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -288,7 +288,7 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, facts: Mapping[str, Any]) -> None:
-        """Write ``use.json``: method, clients, their memory, and what an evaluation asks of them."""
+        """Write ``use.json``: method, clients, their memory, and what evaluation asks of them."""
         self._write_json("use.json", dict(facts))
 
     def use(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from markdown_it import MarkdownIt
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, Release, epsilon_text, privacy_loss_of
+from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.files import write_whole
-from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.scores import lower_is_better
 
 _STYLE = """

@@ -6,15 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePlan, epsilon_text
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.privacy.client_level import client_level_guarantees
-from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
-from tests.support.finished_runs import finished
-from tests.support.run_facts import run_facts
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.report import table, to_html
-from tests.support.finished_runs import PLAN
+from tests.support.finished_runs import PLAN, finished
 
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
