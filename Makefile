@@ -34,11 +34,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	@status=0; $(BIN)/flower-ext run apps/dp2_fedsam --runs "$(RUNS)" || status=$$?; \
+	@status=0; $(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)" || status=$$?; \
 	pkill -f "[f]lower-super.*$$(printf %s "$$FLWR_HOME" | sed 's|[^[:alnum:]/]|.|g')" || true; exit $$status
 
 deploy: install
-	$(BIN)/flower-ext deploy apps/dp2_fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
+	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)
 
 quick: install
 	$(BIN)/python -m tests.support.quick --base "$(BASE)"

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from pathspec import GitIgnoreSpec
+
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "flower_ext"
 ELSEWHERE = {
@@ -42,3 +44,10 @@ def test_helpers_lie_in_the_folders_of_helpers_alone():
     known = {"__init__", "conftest"}
     helpers = [p for p in modules() if p.stem not in known and not p.stem.startswith("test_")]
     assert helpers == []
+
+
+def test_git_ignores_no_module_which_a_wheel_would_then_lack():
+    ignored = GitIgnoreSpec.from_lines((PACKAGE.parent / ".gitignore").read_text().splitlines())
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "apps").rglob("*.py"), *TESTS.rglob("*.py")]
+    names = [path.relative_to(PACKAGE.parent).as_posix() for path in files]
+    assert [name for name in names if ignored.match_file(name)] == []

@@ -16,7 +16,7 @@ from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.figures import Line
 
-APP = Path(__file__).parents[2] / "apps" / "dp_ditto"
+APP = Path(__file__).parents[2] / "apps" / "dp-ditto"
 METHODS = {
     "dp-ditto": "DP-Ditto",
     "dp-pfedme": "DP-pFedMe",

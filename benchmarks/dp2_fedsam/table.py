@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.runs import Config, run_all, settings, with_overrides
 from flower_ext.runs import write_comparison
 
-APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
+APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
 METHODS = (
     "dp-fedavg",
     "dp-fedsam",

@@ -21,7 +21,7 @@ from benchmarks.runs import Config, Experiment, settings
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
-APP = Path(__file__).parents[2] / "apps" / "private_finetuning"
+APP = Path(__file__).parents[2] / "apps" / "private-finetuning"
 SEARCHED_ON = 100
 PERSONAL = ("centaur", "dp2-fedsam", "p-fedsam", "own-head")
 WITHOUT_PRIVACY = ("fedavg", "p-fedsam", "own-head")

@@ -11,7 +11,7 @@ from benchmarks.runs import Config, Experiment, settings
 from flower_ext.algorithms.uldp import theory_learning_rate
 from flower_ext.runs import RunDirectory
 
-APP = Path(__file__).parents[2] / "apps" / "uldp_fl"
+APP = Path(__file__).parents[2] / "apps" / "uldp-fl"
 METHODS: dict[str, Config] = {
     "DEFAULT": {"method": "default"},
     "ULDP-NAIVE": {"method": "uldp-naive"},

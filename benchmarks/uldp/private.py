@@ -3,7 +3,7 @@
     python -m benchmarks.uldp.private heart-disease tcga-brca
     python -m benchmarks.uldp.private mnist --rounds 1
 
-The run is that of ``apps/uldp_fl`` in this process, silos one after the other, with 3072-bit keys
+The run is that of ``apps/uldp-fl`` in this process, silos one after the other, with 3072-bit keys
 and N_max = 2000; data are looked for in FLOWER_EXT_DATA. Every run is held against ``uldp-avg-w``
 with the same seeded noise. A fresh process for every message would also make the tables in every
 round (``sampled`` does: encryptions are fresh there).

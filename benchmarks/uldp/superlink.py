@@ -2,7 +2,7 @@
 
     python -m benchmarks.uldp.superlink heart-disease tcga-brca --data-folder DATA --output RESULTS
 
-Runs ``apps/uldp_fl`` with ``uldp-avg-private`` and 3072-bit keys on this machine. Every message
+Runs ``apps/uldp-fl`` with ``uldp-avg-private`` and 3072-bit keys on this machine. Every message
 starts a process of its own, which finds nothing but what is in the node's folder for secrets and in
 its context. The model is held against ``uldp-avg-w`` in this process, with the same seeded noise.
 """
@@ -23,7 +23,7 @@ from flower_ext.data import describe_silos
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
-APP = Path(__file__).parents[2] / "apps" / "uldp_fl"
+APP = Path(__file__).parents[2] / "apps" / "uldp-fl"
 _SILO = re.compile(r"silo (\d+), round (\d+): ([\d.]+) s of training, ([\d.]+) s of encryption")
 
 

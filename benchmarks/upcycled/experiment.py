@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.runs import Config, Experiment, settings
 from flower_ext.runs import RunDirectory
 
-APP = Path(__file__).parents[2] / "apps" / "upcycled_fl"
+APP = Path(__file__).parents[2] / "apps" / "upcycled-fl"
 METHODS = {
     "fedavg": "FedAvg",
     "fedavgm": "FedAvgM",

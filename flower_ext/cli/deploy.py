@@ -32,7 +32,7 @@ def deploy(
 
     Everything that is started is ended again: a rehearsal of docs/deploy.md on loopback.
 
-    Example: flower-ext deploy apps/dp2_fedsam --nodes 4 --set rounds=3
+    Example: flower-ext deploy apps/dp2-fedsam --nodes 4 --set rounds=3
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ended from outside: end them as well
     with TemporaryDirectory() as temporary:

@@ -33,7 +33,7 @@ def search_by_runs(
     ----------
     app : Path
         Its settings are ``rounds``, ``global-weight``, ``seed``, ``evaluate-every``,
-        ``training-loss`` and ``state-folder``, as those of ``apps/dp_ditto``.
+        ``training-loss`` and ``state-folder``, as those of ``apps/dp-ditto``.
     settings : Sequence[str]
         Other overrides, ``name=value``.
     folder : Path

@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext run | deploy | calibrate | plan | search | audit | export`` …
+"""The command line: ``flower-ext new | run | deploy | calibrate | plan | search | audit`` …
 
 A command's module is loaded when it is asked for: PyTorch alone takes a second.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +17,11 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from flower_ext import __version__
 from flower_ext.cli.screen import Command, console
 
 COMMANDS = {
+    "new": "new",
     "run": "run",
     "deploy": "deploy",
     "report": "report",
@@ -64,7 +66,7 @@ def _loaded(name: str) -> click.Command:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        console.print(f"flower-ext {metadata.version('flower-ext')}", highlight=False)
+        console.print(f"flower-ext {__version__}", highlight=False)
         raise typer.Exit
 
 

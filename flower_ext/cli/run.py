@@ -40,7 +40,7 @@ def run(
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
-    Example: flower-ext run apps/dp2_fedsam --clients 200 --set method=centaur --set rounds=20
+    Example: flower-ext run apps/dp2-fedsam --clients 200 --set method=centaur --set rounds=20
     """
     path = launch(
         app_folder,

@@ -172,7 +172,7 @@ def plan(
 
 
 def search(
-    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp_ditto.")],
+    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp-ditto.")],
     rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
     global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
@@ -187,7 +187,7 @@ def search(
     which these losses are most alike at that T, until both stay. Losses are read without noise: for
     simulations and public stand-ins.
 
-    Example: flower-ext search apps/dp_ditto --rounds 5 --rounds 20 --global-weight 0
+    Example: flower-ext search apps/dp-ditto --rounds 5 --rounds 20 --global-weight 0
     --global-weight 0.5 --set epsilon=10
     """
     found = search_by_runs(

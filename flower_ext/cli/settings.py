@@ -52,7 +52,7 @@ def settings(
 ) -> None:
     """List the settings of an app: names for --set, defaults, choices, and what they mean.
 
-    Example: flower-ext settings apps/dp2_fedsam
+    Example: flower-ext settings apps/dp2-fedsam
     """
     found = {app.resolve().name: settings_of(app) for app in apps}
     if markdown is not None:

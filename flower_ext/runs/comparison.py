@@ -10,9 +10,9 @@ import numpy as np
 
 from flower_ext.evaluation import summarize
 from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
+from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_comparison
 from flower_ext.runs.page import table, write_page
-from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.settings import INCIDENTAL
 
 

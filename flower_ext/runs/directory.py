@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
 from flower_ext.runs.files import append_line, lock, whole_lines, write_rows, write_whole
-from flower_ext.errors import InvalidValue
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -96,7 +96,7 @@ class RunDirectory:
                 "started": _now(),
                 "starts": [{"started": _now()}],
                 "versions": _versions(),
-            }
+            },
         )
         return run
 
@@ -252,7 +252,9 @@ class RunDirectory:
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
-        write_rows(self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows])
+        write_rows(
+            self.path / "clients.csv", names, [[row.get(n, "") for n in names] for row in rows]
+        )
 
     def client_metrics(self) -> list[dict[str, float]]:
         """The last evaluation, one row a client."""
@@ -286,7 +288,7 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, facts: Mapping[str, Any]) -> None:
-        """Write ``use.json``: method, clients, their memory, and what an evaluation asks of them."""
+        """Write ``use.json``: method, clients, their memory, and what evaluation asks of them."""
         self._write_json("use.json", dict(facts))
 
     def use(self) -> dict[str, Any]:

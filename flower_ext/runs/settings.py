@@ -82,9 +82,7 @@ def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Wor
     return word
 
 
-def _read(
-    config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str
-) -> Any:
+def _read(config: Mapping[str, Any], name: str, fits: Callable[[Any], bool], expected: str) -> Any:
     if name not in config:
         raise UnfitSetting(
             f"run-config has no {name}: expected {expected}; add it to [tool.flwr.app.config]"

@@ -84,5 +84,5 @@ def test_every_data_set_that_is_offered_has_a_model(app, dataset):
         state=RecordDict(),
         run_config=app.config(dataset=dataset),
     )
-    model = import_module(f"{app.folder.name}_app.task").task_of(context).model()
+    model = import_module(f"{app.package}.task").task_of(context).model()
     assert model(torch.zeros(2, *describe(dataset).input_shape)).shape == (2, 10)

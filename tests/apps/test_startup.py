@@ -14,12 +14,12 @@ NEEDLESS = [
 
 
 def test_no_client_app_loads_what_only_the_server_or_a_report_needs():
-    apps = [app.folder for app in (DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL)]
+    apps = (DP2_FEDSAM, DP_DITTO, ULDP_FL, UPCYCLED_FL)
     script = f"""
 import json, sys
-for folder, name in {[(str(folder), folder.name) for folder in apps]}:
+for folder, name in {[(str(app.folder), app.package) for app in apps]}:
     sys.path.insert(0, folder)
-    __import__(f"{{name}}_app.client_app")
+    __import__(f"{{name}}.client_app")
     print(json.dumps([name, *sys.modules]))
 """
     done = subprocess.run(
@@ -28,6 +28,6 @@ for folder, name in {[(str(folder), folder.name) for folder in apps]}:
     for line in done.stdout.splitlines():
         app, *modules = json.loads(line)
         loaded = set(modules)
-        assert {"flower_ext", f"{app}_app"} <= loaded
+        assert {"flower_ext", app} <= loaded
         assert (app, loaded & set(NEEDLESS)) == (app, set())
     assert len(done.stdout.splitlines()) == len(apps)

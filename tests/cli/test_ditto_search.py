@@ -1,4 +1,4 @@
-"""The search over T and λ by real runs of apps/dp_ditto, small ones."""
+"""The search over T and λ by real runs of apps/dp-ditto, small ones."""
 
 import pytest
 from typer.testing import CliRunner

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import flower_ext
 from flower_ext.cli import run as run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
@@ -245,6 +246,7 @@ def test_a_run_goes_where_the_environment_says_unless_the_command_line_does(monk
 def test_the_version_is_that_of_the_package():
     done = call("--version")
     assert (done.exit_code, done.output) == (0, f"flower-ext {version('flower-ext')}\n")
+    assert flower_ext.__version__ == version("flower-ext")
 
 
 def test_resuming_what_is_no_run_fails(tmp_path):
@@ -579,7 +581,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest():
 def test_what_a_terminal_cannot_show_ends_no_command():
     code = (
         "import sys; from pathlib import Path; from flower_ext.cli import main as cli, launch; "
-        "launch.checked_settings(Path('apps/uldp_fl'), []); "
+        "launch.checked_settings(Path('apps/uldp-fl'), []); "
         "sys.argv = ['x', 'calibrate', '--help']; cli.main()"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
@@ -597,7 +599,7 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
     (file := tmp_path / "a file").write_text("")
     run = finished(tmp_path / "run")
     compared = call("report", str(run.path), str(run.path), "--output", str(file))
-    deployed = call("deploy", "apps/dp2_fedsam", "--folder", str(file / "inside"))
+    deployed = call("deploy", "apps/dp2-fedsam", "--folder", str(file / "inside"))
     for done in (compared, deployed):
         assert done.exit_code == 1
         assert "a file" in done.output.replace("\n", "")
@@ -608,7 +610,7 @@ def test_a_place_that_cannot_be_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize("settings", [["--set", "roundz=3"], ["--set", "rounds=x"]])
 def test_deploy_refuses_what_it_cannot_run_before_it_starts_anything(monkeypatch, settings):
     monkeypatch.setattr(Deployment, "__enter__", lambda deployment: pytest.fail("started"))
-    done = call("deploy", "apps/dp2_fedsam", *settings)
+    done = call("deploy", "apps/dp2-fedsam", *settings)
     assert done.exit_code == 1
     assert settings[1].partition("=")[0] in done.output
 

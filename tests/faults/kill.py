@@ -37,7 +37,7 @@ from flower_ext.privacy.participations import Participations
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
 
-APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
+APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
 SMALL: Mapping[str, Any] = {
     "clients": 5,
     "partition": "iid",

@@ -40,7 +40,7 @@ from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.page import table
 
-APP = Path(__file__).parents[2] / "apps" / "dp2_fedsam"
+APP = Path(__file__).parents[2] / "apps" / "dp2-fedsam"
 NODES = 4
 SETTINGS: dict[str, Any] = {
     "method": "dp-fedavg",

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 from flower_ext.evaluation import summarize
-from flower_ext.privacy import AdversaryView, Ledger, PoissonSampling, ReleasePlan, epsilon_text
-from flower_ext.privacy.participations import Participations
+from flower_ext.privacy import AdversaryView, epsilon_text
 from flower_ext.privacy.client_level import client_level_guarantees
-from flower_ext.privacy.theorems.dp2_fedsam import theorem2_of_plan
-from tests.support.finished_runs import finished
-from tests.support.run_facts import run_facts
+from flower_ext.privacy.participations import Participations
 from flower_ext.runs import NotARun, RunDirectory, write_comparison, write_report
 from flower_ext.runs.page import table, to_html
-from tests.support.finished_runs import PLAN
+from tests.support.finished_runs import PLAN, finished
+
 
 def test_the_report_states_every_guarantee_with_all_its_words(tmp_path):
     run = finished(tmp_path / "run")
@@ -87,7 +85,8 @@ def test_the_first_screen_says_how_good_the_models_are_and_what_is_proved(tmp_pa
         assert f"at δ = {guarantee.delta:.3g}" in first
     titles = [line for line in text.splitlines() if line.startswith("#### ")]
     assert [line.split()[1] for line in titles] == sorted(
-        (line.split()[1] for line in titles), key="Provable,".__ne__  # False comes first
+        (line.split()[1] for line in titles),
+        key="Provable,".__ne__,  # False comes first
     )
 
 

@@ -33,6 +33,11 @@ class App:
         return load_app(self.folder)
 
     @property
+    def package(self):
+        """The name of the app's Python package."""
+        return self._project["components"]["clientapp"].partition(".")[0]
+
+    @property
     def _project(self):
         return tomllib.loads((self.folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
 
@@ -40,7 +45,7 @@ class App:
 APPS = Path(__file__).parents[2] / "apps"
 
 DP2_FEDSAM = App(
-    folder=APPS / "dp2_fedsam",
+    folder=APPS / "dp2-fedsam",
     small={
         "clients": 3,
         "sampling": "everyone",
@@ -52,7 +57,7 @@ DP2_FEDSAM = App(
     },
 )
 UPCYCLED_FL = App(
-    folder=APPS / "upcycled_fl",
+    folder=APPS / "upcycled-fl",
     small={
         "method": "scaffold",
         "clients": 3,
@@ -68,7 +73,7 @@ UPCYCLED_FL = App(
     },
 )
 ULDP_FL = App(
-    folder=APPS / "uldp_fl",
+    folder=APPS / "uldp-fl",
     small={
         "method": "uldp-avg-w",
         "num-silos": 3,
@@ -80,7 +85,7 @@ ULDP_FL = App(
     },
 )
 DP_DITTO = App(
-    folder=APPS / "dp_ditto",
+    folder=APPS / "dp-ditto",
     small={
         "clients": 3,
         "classes-per-client": 4,
@@ -90,7 +95,7 @@ DP_DITTO = App(
     },
 )
 PRIVATE_FINETUNING = App(
-    folder=APPS / "private_finetuning",
+    folder=APPS / "private-finetuning",
     small={
         "dataset": "digits",
         "examples": 120,

@@ -1,0 +1,90 @@
+"""Every app as a bundle (FAB): what Flower's own tools make of it, put up and run elsewhere."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from flower_ext.cli.launch import executable
+from flower_ext.cli.new import copy, templates
+from flower_ext.runs import RunDirectory
+
+LARGEST = 10 * 1024**2
+"""Bytes that Flower Hub takes."""
+
+
+def flwr(home: Path, *arguments: object) -> str:
+    """What a command of Flower prints; it must succeed."""
+    done = subprocess.run(
+        [executable("flwr"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=home,
+        env={
+            **os.environ,
+            "FLWR_HOME": str(home / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def bundled(app: Path, home: Path) -> Path:
+    """The FAB that ``flwr build`` makes of an app."""
+    told = flwr(home, "build", "--app", app)
+    assert "missing" not in told
+    (made,) = home.glob("*.fab")
+    return made
+
+
+def installed(bundle: Path, home: Path) -> Path:
+    """The folder in which ``flwr install`` puts up a bundle."""
+    flwr(home, "install", bundle)
+    (project,) = (home / "flwr").rglob("pyproject.toml")
+    return project.parent
+
+
+@pytest.mark.parametrize("app", templates().values(), ids=list(templates()))
+def test_flower_bundles_each_app_in_its_present_format_and_puts_it_up(app, tmp_path):
+    bundle = bundled(app, tmp_path)
+    assert bundle.stat().st_size <= LARGEST
+    there = installed(bundle, tmp_path)
+    facts, ours = (
+        tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (there, app)
+    )
+    assert facts == ours
+    assert facts["project"]["name"] == app.name
+    assert facts["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    for source in [*app.rglob("*.py"), app / "LICENSE"]:
+        assert (there / source.relative_to(app)).read_bytes() == source.read_bytes()
+
+
+def test_every_app_has_the_licence_of_the_package():
+    ours = (Path(__file__).parents[2] / "LICENSE").read_bytes()
+    assert all((app / "LICENSE").read_bytes() == ours for app in templates().values())
+
+
+def test_flower_bundles_an_app_of_ones_own(tmp_path):
+    copy(templates()["uldp-fl"], tmp_path / "my-app")
+    assert ".my-app." in bundled(tmp_path / "my-app", tmp_path).name
+
+
+@pytest.mark.full
+def test_a_bundle_runs_where_it_was_put_up(tmp_path):
+    there = installed(bundled(templates()["dp2-fedsam"], tmp_path), tmp_path)
+    small = ["--clients", "4", "--set", "rounds=1", "--set", "partition=iid"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flower_ext.cli.main", "run", ".", *small, "--runs", "made"],
+        capture_output=True,
+        text=True,
+        cwd=there,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (there / "made").iterdir()
+    assert RunDirectory.open(run).facts["status"] == "completed"
+    assert (run / "report.html").is_file()
