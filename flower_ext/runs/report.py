@@ -68,8 +68,8 @@ def _verdict(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
     for name, scores in _by_quality(run).items():
         spread = summarize(scores, lower_is_better=lower_is_better(name))
         said.append(
-            f"{escaped(in_words(name).capitalize())} of the clients' models: **{spread.mean:.3f}** on "
-            f"average, {spread.worst_decile:.3f} over their worst tenth"
+            f"{escaped(in_words(name).capitalize())} of the clients' models: "
+            f"**{spread.mean:.3f}** on average, {spread.worst_decile:.3f} over their worst tenth"
         )
     rounds, clients = len(run.metrics()), len(run.client_metrics())
     ran = f"{rounds} round{'s' * (rounds != 1)}{f', {clients} clients' if clients else ''}"
