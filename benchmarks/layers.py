@@ -430,7 +430,8 @@ INTRODUCTION = """# Layers of your own model
 Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* is to
 rounding: to what a plain loop of PyTorch makes of the same model and mini-batches; with DP-SGD, to
 the sum of each example's own gradient, clipped. What goes *one by one*, clients or examples, comes
-to the same and takes longer. Numbers in brackets are refusals, with their words below."""
+to the same and takes longer. Dropout has the masks that this package draws. Numbers in brackets are
+refusals, with their words below."""
 
 
 def main() -> None:

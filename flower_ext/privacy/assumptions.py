@@ -22,6 +22,11 @@ NOT_PROVIDED = "which this run does not provide"
 NO_SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no upload"
 WHOLE_UPLOADS = "uploads are of single precision or wider, in which they add up on the grid"
 """What is assumed where sums are protected by noise that their parts carry."""
+OWN_GRADIENTS = (
+    "the gradients that a step clips are each of one record alone: of records that pass a model "
+    "together a trial with usual and with odd ones finds that, which is evidence and no proof"
+)
+"""What is assumed of DP-SGD on models whose layers do not show it."""
 LOADS = "no single record keeps a client from loading its data (Task.data)"
 """The assumption where one record must not show in whether its client answers."""
 TELLS = (

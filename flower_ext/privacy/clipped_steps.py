@@ -15,7 +15,7 @@ from functools import lru_cache
 from flower_ext.checks import require_at_least_one, require_delta, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import EXACT_GAUSSIAN, gaussian_loss
-from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, noise_assumption
+from flower_ext.privacy.assumptions import LOADS, ON_A_GRID, OWN_GRADIENTS, noise_assumption
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.sampling import FullParticipation
@@ -171,11 +171,16 @@ def clipped_steps_guarantee(
         f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
         f"any one record, sensitivity 2ηG/B = {steps.sensitivity:.4g} of a step"
     )
-    return record_guarantee(epsilon, delta, source, secure_noise, not_covered)
+    return record_guarantee(epsilon, delta, source, secure_noise, not_covered, OWN_GRADIENTS)
 
 
 def record_guarantee(
-    epsilon: float, delta: float, source: str, secure_noise: bool, not_covered: Sequence[str]
+    epsilon: float,
+    delta: float,
+    source: str,
+    secure_noise: bool,
+    not_covered: Sequence[str],
+    *assumed: str,
 ) -> Guarantee:
     """Return what is provable for one record before a server that sees each upload."""
     return Guarantee(
@@ -192,6 +197,7 @@ def record_guarantee(
             "personal models, and whatever else depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
             "arithmetic in floating point stays within the margins of clipping",
+            *assumed,
             LOADS,
             ON_A_GRID,
             noise_assumption(secure_noise),

@@ -13,6 +13,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     SeededNoise,
 )
+from flower_ext.privacy.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.clipped_steps import clipped_steps_epsilon, composed_epsilon
 from flower_ext.privacy.theorems.dp_ditto import dp_ditto_epsilon
 from tests.support.run_facts import run_facts
@@ -81,6 +82,12 @@ def test_published_and_provable_are_those_of_the_calibrations(steps):
     assert epsilons(the_plan, 30) == {"published": published, "provable": provable}
     spent = the_plan.spent(run_facts(rounds=30))
     assert spent == {"epsilon_published": published, "epsilon_provable": provable}
+
+
+@pytest.mark.parametrize("steps", [None, STEPS])
+def test_clipped_steps_assume_that_each_gradient_is_of_one_record(steps):
+    _, provable = plan(steps=steps).guarantees(run_facts(rounds=30))
+    assert (OWN_GRADIENTS in provable.assumptions) == (steps is not None)
 
 
 @pytest.mark.parametrize("steps", [None, ONE_STEP, STEPS])

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from flower_ext.privacy.assumptions import noise_assumption
+from flower_ext.privacy.assumptions import OWN_GRADIENTS, noise_assumption
 from flower_ext.privacy.group_privacy import DpSgd, check_group, group_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
@@ -87,6 +87,7 @@ def uldp_group_guarantees(
                 "in every round; which ones are kept depends on that user's records alone",
                 "the group size, the sampling rates and the numbers of steps are public",
                 "every step takes each record independently, in secret",
+                OWN_GRADIENTS,
                 noise_assumption(secure_noise),
             ),
             not_covered=(

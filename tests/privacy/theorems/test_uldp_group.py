@@ -6,6 +6,7 @@ import pytest
 from dp_accounting import rdp
 
 from flower_ext.privacy import DpSgd
+from flower_ext.privacy.assumptions import OWN_GRADIENTS
 from flower_ext.privacy.group_privacy import group_loss
 from flower_ext.privacy.theorems.uldp_group import (
     largest_renyi,
@@ -110,6 +111,7 @@ def test_group_says_what_its_published_number_covers_and_proves_the_exact_group(
     assert provable.epsilon == group_loss([SILO], group_size=40, delta=DELTA).epsilon
     assert "which records are kept" in provable.statement()
     assert any("at most 40 records" in text for text in provable.assumptions)
+    assert OWN_GRADIENTS in provable.assumptions
     assert any("which records are kept" in text for text in provable.not_covered)
 
 
