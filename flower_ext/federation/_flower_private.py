@@ -115,4 +115,13 @@ def record_of(kind: type[R], items: Mapping[str, object]) -> R:
 def in_simulation() -> bool:
     """Whether the clients of this process are simulated: here, or by Flower's engine on Ray."""
     ray = sys.modules.get("ray")
-    return _simulated_here or (ray is not None and bool(ray.is_initialized()))
+    is_initialized = getattr(ray, "is_initialized", bool)  # it may just be importing
+    return _simulated_here or bool(is_initialized())
+
+
+def simulates(grid: Grid) -> bool:
+    """Whether the nodes of a grid are simulated: here, or by Flower's engine on Ray.
+
+    Unlike `in_simulation` it can tell before Ray has begun.
+    """
+    return _simulated_here or type(grid).__name__ == "InMemoryGrid"

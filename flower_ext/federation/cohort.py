@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.errors import FlowerExtError, InvalidValue, tellable
-from flower_ext.federation._flower_private import in_simulation, message_like, record_of, replies
+from flower_ext.federation._flower_private import message_like, record_of, replies, simulates
 from flower_ext.federation.failures import said
 
 log = getLogger("flwr")
@@ -132,7 +132,7 @@ class Roster:
             "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
         )
         # Simulated nodes run one ClientApp: if it fails, it does so once, and not on every node.
-        one, others = (asked[:1], asked[1:]) if in_simulation() else (asked, [])
+        one, others = (asked[:1], asked[1:]) if simulates(grid) else (asked, [])
         answers: dict[int, int] = {}
         waiting, first_said = {message.metadata.dst_node_id for message in asked}, ""
 

@@ -1,6 +1,8 @@
 """The engine, and with it every private name of Flower that it needs."""
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.superlink.grid.inmemory_grid import InMemoryGrid
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
@@ -218,3 +222,12 @@ def test_a_task_that_is_built_for_one_client_is_refused_by_name():
         DPFedAvg(plan=plan, local=SGD).start(
             grid, ArrayRecord(task().initial_params(0)), num_rounds=1
         )
+
+
+def test_flowers_simulation_is_known_while_ray_is_still_being_imported(monkeypatch):
+    """The ServerApp runs beside the thread that imports Ray."""
+    monkeypatch.setattr(private, "_simulated_here", False)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert not private.in_simulation()
+    assert private.simulates(InMemoryGrid.__new__(InMemoryGrid))
+    assert not private.simulates(HttpGrid.__new__(HttpGrid))
