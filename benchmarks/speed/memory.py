@@ -50,7 +50,7 @@ class MadeUp(DPFedAvg):
     """Clients answer without training."""
 
     client = ClientMethod(
-        name="made-up", local_update=made_up, local_model=received, keeps_memory=False
+        name="made_up", local_update=made_up, local_model=received, keeps_memory=False
     )
 
 
