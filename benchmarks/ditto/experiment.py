@@ -151,6 +151,7 @@ class Experiment:
             "delta": 0.01,
             "clipping-norm": 20.0,
             "calibration": "published",
+            "noise": "upload",
             "batch-size": 32,
             "learning-rate": 0.005,
             "personal-learning-rate": 0.005,

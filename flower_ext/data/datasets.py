@@ -267,10 +267,9 @@ def _from_hub(name: str, info: DatasetInfo, folder: Path | None) -> tuple[np.nda
     missing = DataNotFound.named(
         name,
         folder,
-        f"Give it in one of three ways:\n  1. a folder with {alternatives}\n"
+        f"Give it in one of two ways:\n  1. a folder with {alternatives}\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
-        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub};\n"
-        "  3. one that is always there, as far as the app takes it: 'digits' or 'synthetic-iid'.",
+        f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub}.",
     )
     image, label = info.columns
     rows = load_from_hub(info.hub, ["train"] if info.hub_labels else ["train", "test"], missing)

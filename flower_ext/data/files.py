@@ -20,7 +20,12 @@ class DataNotFound(FlowerExtError, FileNotFoundError):
     def named(cls, name: str, folder: Path | None, advice: str) -> DataNotFound:
         """Return the error of a data set that is not in ``folder``."""
         root = data_folder(folder)
-        looked = f"is not in the folder {root}" if root else "needs a folder, and none is given"
+        if root is None:
+            looked = "needs a folder, and none is given"
+        elif root.is_dir():
+            looked = f"is not in the folder {root}"
+        else:
+            looked = f"is looked for in {root}, which is no folder"
         return cls(f"the data set {name!r} {looked}. {advice}")
 
 

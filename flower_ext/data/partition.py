@@ -177,5 +177,6 @@ def split(
 def _check_count(targets: np.ndarray, num_partitions: int) -> None:
     if not 1 <= num_partitions <= len(targets):
         raise InvalidValue(
-            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)} (the examples)"
+            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)} (as many as there are "
+            "examples); an app names it clients"
         )

@@ -128,9 +128,7 @@ class Roster:
         like = Message(RecordDict(), dst_node_id=nodes[0], message_type=IDENTITY)
         together = getattr(grid, "clients_per_node", 1)
         asked = [message_like(like, RecordDict(), dst_node_id=node) for node in nodes[::together]]
-        log.info(
-            "asking nodes for their partitions (any other ClientApp fails here, which is fine)"
-        )
+        log.info("asking the nodes which partitions they hold")
         # Simulated nodes run one ClientApp: if it fails, it does so once, and not on every node.
         one, others = (asked[:1], asked[1:]) if simulates(grid) else (asked, [])
         answers: dict[int, int] = {}

@@ -18,6 +18,9 @@ from flower_ext.runs.scores import lower_is_better, reported_by_most
 
 log = getLogger("flwr")
 
+MOST_SHOWN = 3
+"""Refused replies of a phase that the log quotes; the run directory keeps all of them."""
+
 _EVALUATED = "evaluation_messages"
 
 
@@ -54,8 +57,12 @@ class Progress:
         self._count(_prefix(kind) + "messages", number)
         self._count(_prefix(kind) + "bytes_up", size)
         self._count("refused", len(refusals))
-        for refusal in refusals:
+        for refusal in refusals[:MOST_SHOWN]:
             log.warning("refused reply: %s", refusal)
+        if (more := len(refusals) - MOST_SHOWN) > 0:
+            log.warning(
+                "and %d more were refused (the run directory's missing.jsonl says why)", more
+            )
 
     def missing(
         self, kind: str, server_round: int, partitions: Sequence[int], refusals: Sequence[str]

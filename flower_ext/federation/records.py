@@ -60,6 +60,8 @@ LONGEST_NAME = 100
 LONGEST_REASON = 1_000
 """Characters of a refusal that are kept: part of it is what a client wrote."""
 
+_DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
+
 
 class RefusedReply(InvalidValue):
     """A reply that must not be aggregated; the message says why."""
@@ -330,9 +332,9 @@ def _check_values(name: str, array: np.ndarray) -> None:
         return
     largest = float(max(array.max(), -array.min()))
     if not math.isfinite(largest):
-        raise RefusedReply(f"{name!r} holds NaN or infinite values")
+        raise RefusedReply(f"{name!r} holds NaN or infinite values: {_DIVERGES}")
     if largest > most:
-        raise RefusedReply(f"{name!r} holds values above {most:g}")
+        raise RefusedReply(f"{name!r} holds values above {most:g}: {_DIVERGES}")
 
 
 @lru_cache(maxsize=64)

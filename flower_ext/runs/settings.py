@@ -110,7 +110,7 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
     setting = clients_setting(config)
     if setting is None:
         return None
-    count = integer(config, setting)
+    count = integer(config, setting, least=1)
     per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
     if count % per_node:
         raise UnfitSetting(

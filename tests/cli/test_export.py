@@ -83,7 +83,7 @@ METHODS = [
     (DP2_FEDSAM, {"adapt_before_evaluation": False}),
     (DP2_FEDSAM, {"method": "dp-fedavg-ft"}),
     (DP_DITTO, {}),
-    (DP_DITTO, {"method": "dp-apple"}),
+    (DP_DITTO, {"method": "dp-apple", "noise": "upload", "calibration": "published"}),
 ]
 
 

@@ -84,7 +84,7 @@ def test_a_missing_data_set_says_which_file_where_and_what_to_do(name, tmp_path,
     with pytest.raises(DataNotFound) as caught:
         load(name, tmp_path)
     text = str(caught.value)
-    for word in (name, str(tmp_path), describe(name).files[0][0], "FLOWER_EXT_DATA", "digits"):
+    for word in (name, str(tmp_path), describe(name).files[0][0], "FLOWER_EXT_DATA"):
         assert word in text
 
 

@@ -31,6 +31,16 @@ def test_counting_nothing_leaves_a_zero_and_refusals_add_up():
     assert progress.row["evaluation_bytes_up"] == 0
 
 
+def test_of_many_refusals_the_log_quotes_three_and_counts_the_others(logged):
+    progress = Progress()
+    progress.begin()
+    refusals = [f"round 1, node {node}: 'w' holds values above 1e+15" for node in range(50)]
+    assert list(progress.answered("train", [], refusals)) == []
+    quoted = [f"refused reply: {refusal}" for refusal in refusals[:3]]
+    said = "and 47 more were refused (the run directory's missing.jsonl says why)"
+    assert lines(logged) == [*quoted, said]
+
+
 def test_every_client_counts_alike_in_the_scores_and_by_its_examples_where_they_are_pooled():
     progress = Progress()
     progress.begin()

@@ -11,7 +11,7 @@ from flower_ext.algorithms.ditto import PILOT, pilot_of, planned_rounds
 from flower_ext.federation import FederatedStrategy, configured, first_config
 from flower_ext.privacy import FullParticipation, NonPrivatePlan, RecordLevelPlan
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import choice, integer, number
+from flower_ext.runs.settings import UnfitSetting, choice, integer, number
 from flower_ext.training import LocalTraining
 from flower_ext.training.models import parameter_count
 
@@ -25,7 +25,13 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the method that ``context.run_config`` names and leave a run directory with a report."""
     config = first_config(context.run_config)
-    choice(config, "method", METHODS)
+    method = choice(config, "method", METHODS)
+    if config["noise"] == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
+        raise UnfitSetting(
+            f"run-config noise='steps' with method={method!r}: expected noise='upload', as more of "
+            "a record than its gradients is in what this method uploads; calibration='published' "
+            "is the noise of the paper"
+        )
     task = task_of(context)
     for client in range(integer(config, "clients")):
         task.data(client)  # missing data, or a client with too few, end the run here

@@ -75,9 +75,15 @@ def unmoved_by_errors(
 
 def _log_unmoved(error: Exception) -> None:
     """Tell who runs the client; the server gets a model as usual."""
-    log.warning(
-        "a local training fails (%s), and its model stays as it was: look into this client's data, "
-        "or into the task if no client trains",
-        type(error).__name__,
-    )
+    if isinstance(error, NonFiniteUpdate):
+        log.warning(
+            "a local training diverges (its model is not finite), and its model stays as it was: "
+            "take a smaller learning rate if many do, or look into this client's data"
+        )
+    else:
+        log.warning(
+            "a local training fails (%s), and its model stays as it was: look into this client's "
+            "data, or into the task if no client trains",
+            type(error).__name__,
+        )
     log.debug("a local training fails", exc_info=error)

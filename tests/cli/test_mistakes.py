@@ -1,0 +1,52 @@
+"""What people get wrong in a command: it ends at once, and one line says what to change."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.apps import APPS
+
+FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())"
+MISTAKES = {
+    "more clients than examples": ("dp2-fedsam", "clients=5000", "an app names it clients"),
+    "no clients": ("dp2-fedsam", "clients=0", "clients=0: expected an integer >= 1"),
+    "no silos": ("uldp-fl", "num-silos=0", "num-silos=0: expected an integer >= 1"),
+    "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),
+    "no such data set": ("dp2-fedsam", "dataset=minst", "expected one of digits, mnist"),
+    "no such model": ("dp2-fedsam", "model=resnet", "expected one of digits-mlp"),
+    "data that are nowhere": ("dp2-fedsam", "dataset=mnist", "needs a folder, and none is given"),
+    "negative epsilon": ("dp2-fedsam", "epsilon=-1", "epsilon=-1.0: expected a finite number > 0"),
+    "no number": ("dp2-fedsam", "clipping-norm=nan", "clipping_norm=nan: expected a finite number"),
+    "text for a number": ("dp2-fedsam", "rounds=many", "rounds='many': expected an integer"),
+    "neither true nor false": ("dp2-fedsam", "seeded-noise=maybe", "expected true or false"),
+    "misspelt setting": ("dp2-fedsam", "epsilom=2", "did you mean epsilon"),
+    "misspelt word": ("dp2-fedsam", "sampling=poison", "expected one of poisson, fixed-size"),
+    "misspelt optimizer": ("dp2-fedsam", "optimizer=Adm", "Adam, AdamW"),
+    "empty batches": ("dp2-fedsam", "batch-size=0", "batch_size=0: expected an integer >= 1"),
+    "too many records": ("dp-ditto", "examples-per-client=5000", "what client 0 has for training"),
+    "a rival without noised steps": ("dp-ditto", "method=dp-fedala", "noise='upload'"),
+    "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a number, max or median"),
+    "a loss beyond the theorem": ("upcycled-fl", "perturbation=objective", "curvature is bounded"),
+    "texts that are nowhere": ("private-finetuning", "dataset=text", "text-file=''"),
+    "a run that is nowhere": ("dp2-fedsam", "run-directory=/proc/x", "/proc/x cannot be made"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("app", "settings", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_a_setting_ends_the_run_with_one_line(app, settings, said, tmp_path):
+    changes = [word for setting in settings.split() for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-c", FLOWER_EXT, "run", APPS / app, "--in-process", *changes],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "FLOWER_EXT_DATA"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (1, 2), done.stdout + done.stderr
+    told = " ".join(done.stderr.replace("│", " ").split())  # a box breaks lines
+    assert said in told
+    assert "Traceback" not in told
+    assert len(done.stderr.splitlines()) <= 8
