@@ -8,6 +8,7 @@ from flower_ext.federation.client import (
     client_app,
     unmoved_by_errors,
 )
+from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
@@ -45,6 +46,7 @@ __all__ = [
     "Training",
     "VirtualGrid",
     "client_app",
+    "client_level_dp_mod",
     "clients_of",
     "first_config",
     "objective_perturbation_term",
