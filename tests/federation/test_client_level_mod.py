@@ -345,7 +345,9 @@ def odd_app(name: str) -> ClientApp:
         partition = context.node_config["partition-id"]
         received = {n: a.numpy() for n, a in message.content["arrays"].items()}
         model = moved(received, partition)
-        content = RecordDict({"arrays": ArrayRecord({n: Array(np.asarray(a)) for n, a in model.items()})})
+        content = RecordDict(
+            {"arrays": ArrayRecord({n: Array(np.asarray(a)) for n, a in model.items()})}
+        )
         if partition == 1 and name == "an error":
             return Message(Error(code=7, reason=SECRET), reply_to=message)
         if partition == 1:
