@@ -160,6 +160,7 @@ class Roster:
             log.info("asking nodes for client_level_dp_mod (a ClientApp without it fails here)")
             question = RecordDict({_IDENTITY_RECORD: ConfigRecord()})
             told, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
+            told = {node: own for node, own in told.items() if own is not None}  # by a mod
         numbered = dict(enumerate(nodes))
         if not told:
             return cls(numbered, known=False, said=said, foreign=True)

@@ -15,60 +15,44 @@ For Flower's own strategies, and for others that ask this protocol::
         accountant=accountant,
     )
 
-An event says less than a theorem needs. What it is taken for:
-
-===================  =====================  ========================================================
-sampling_method      neighboring_relation   accounted as
-===================  =====================  ========================================================
-no-amplification     add-or-remove-one      exact Gaussian composition. The relation that holds is
-                                            replace-special: with cohorts of a fixed size, whoever
-                                            is added takes the place of somebody else.
-poisson              add-or-remove-one      sub-sampled Gaussian (PLD), if ``secret_sampling``
-without-replacement  replace-one            sampling without replacement (RDP), sensitivity 2, if
-                                            ``secret_sampling``. Flower's `RdpAccountant` takes
-                                            sensitivity 1 there, and prints a smaller ε.
-===================  =====================  ========================================================
-
-`docs/flower-privacy.md` says what each of Flower's strategies does, and what no accountant mends.
+`flower_events` says what an event is accounted as, `docs/flower-privacy.md` what each of Flower's
+strategies does, and what no accountant mends.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
 from flwr.serverapp import GaussianPrivacyEvent, PrivacyConfig, PrivacySpent, SamplingMethod
 
-from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
+from flower_ext.checks import require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.federation.flower_events import (
+    check_count,
+    event_of,
+    read_state,
+    relation_of,
+    release_of,
+    write_state,
+)
 from flower_ext.privacy import (
     AdversaryView,
-    FixedSizeSampling,
-    FullParticipation,
     Guarantee,
     Ledger,
-    NeighboringRelation,
-    PoissonSampling,
     PrivacyUnit,
     Release,
-    Sampling,
     privacy_loss_of,
 )
 
-_SCHEMA, _BACKEND = 1, "flower_ext.pld"
-_READABLE = (_BACKEND, "rdp")
-"""Backends whose state is a list of events: ours, and Flower's own accountant."""
 _LEAST_DELTA = 1e-300
 
 _ASSUMPTIONS = (
     "the server adds the noise, follows the protocol and keeps uploads to itself",
     "how many clients a round asks is public; clients' answers, and their absence, depend on no "
     "other client's data",
-    "one client moves what is released by at most one clipping norm, over a public constant: "
-    "updates are finite, all arrays have a dimension (Flower clips no others), all weights are "
+    "one client's part in a release is at most one clipping norm over a public constant: updates "
+    "are clipped and finite, all arrays have a dimension (Flower clips no others), all weights are "
     "equal, and everybody who is asked answers",
     "the noise of Flower's strategies counts as real Gaussian numbers: it is drawn in floating "
     "point, on no grid, by NumPy's global generator, which is not cryptographic",
@@ -131,7 +115,7 @@ class PldAccountant:
         self._events: list[tuple[GaussianPrivacyEvent, int]] = []
         if ledger is not None:
             self._events = [
-                (self._of_ledger(entry), 1)
+                (event_of(Release.from_dict(entry["release"]), self._config), 1)
                 for entry in Ledger.read(ledger.path)
                 if entry["kind"] == "reserve"
             ]
@@ -156,8 +140,8 @@ class PldAccountant:
         OSError
             The ledger cannot be written. Nothing may be released.
         """
-        release = self._release(event)
-        _check_count(count)
+        release = release_of(event, self._config)
+        check_count(count)
         for _ in range(count if self._ledger is not None else 0):
             assert self._ledger is not None
             with self._ledger.reserve(release, round=self._ledger.releases + 1) as reservation:
@@ -176,7 +160,7 @@ class PldAccountant:
         if self.get_epsilon(_LEAST_DELTA) <= epsilon:
             return _LEAST_DELTA
         low, high = math.log(_LEAST_DELTA), 0.0  # at δ = 1 everything is private
-        while high - low > 1e-9 * max(1.0, -high):
+        while high - low > 1e-6:
             middle = (low + high) / 2
             if math.exp(middle) < 1 and self.get_epsilon(math.exp(middle)) <= epsilon:
                 high = middle
@@ -211,8 +195,8 @@ class PldAccountant:
                 "max_epsilon=None: name a budget here or in PrivacyConfig(max_epsilon=...)"
             )
         require_positive("max_epsilon", limit)
-        _check_count(count)
-        after = self._releases() + Counter({self._release(event): count})
+        check_count(count)
+        after = self._releases() + Counter({release_of(event, self._config): count})
         return privacy_loss_of(after, delta=self._config.target_delta).epsilon > limit
 
     def guarantee(self, delta: float | None = None) -> Guarantee:
@@ -228,7 +212,7 @@ class PldAccountant:
         )
         return Guarantee(
             unit=PrivacyUnit.CLIENT,
-            relation=self._relation,
+            relation=relation_of(self._config),
             view=AdversaryView.RELEASED_MODELS,
             epsilon=loss.epsilon,
             delta=target,
@@ -241,14 +225,7 @@ class PldAccountant:
 
     def state_dict(self) -> dict[str, object]:
         """Return all releases and the configuration, ready for JSON."""
-        return {
-            "schema_version": _SCHEMA,
-            "backend": _BACKEND,
-            "config": _plain(self._config),
-            "compositions": [
-                {"event": asdict(event), "count": count} for event, count in self._events
-            ],
-        }
+        return write_state(self._events, self._config)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on from a state of `state_dict`, or of Flower's `RdpAccountant`.
@@ -262,96 +239,14 @@ class PldAccountant:
         LedgerCorrupt
             The ledger holds fewer releases than the state.
         """
-        events = self._parsed(state)
+        events = read_state(state, self._config)
         if self._ledger is not None:
             self._ledger.check_holds(sum(count for _, count in events))
             return
         self._events = events
 
-    def _parsed(self, state: Mapping[str, Any]) -> list[tuple[GaussianPrivacyEvent, int]]:
-        if state.get("schema_version") != _SCHEMA or state.get("backend") not in _READABLE:
-            raise InvalidValue(
-                f"state of backend {state.get('backend')!r}, schema "
-                f"{state.get('schema_version')!r}: expected {_BACKEND!r}, {_SCHEMA}"
-            )
-        if state.get("config") != _plain(self._config):
-            raise InvalidValue(
-                f"config={state.get('config')!r} of the state: expected {_plain(self._config)!r}"
-            )
-        events = []
-        try:
-            for one in state["compositions"]:
-                event = GaussianPrivacyEvent(**one["event"])
-                _check_count(one["count"])
-                self._release(event)
-                events.append((event, one["count"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidValue(f"compositions of the state cannot be read: {error}") from error
-        return events
-
-    @property
-    def _relation(self) -> NeighboringRelation:
-        if self._config.sampling_method is SamplingMethod.NO_AMPLIFICATION:
-            return NeighboringRelation.REPLACE_SPECIAL
-        return NeighboringRelation(self._config.neighboring_relation.value)
-
-    def _release(self, event: GaussianPrivacyEvent) -> Release:
-        """Return what an event is for our accounting."""
-        population = self._config.population_size
-        if event.population_size != population:
-            raise InvalidValue(
-                f"population_size={event.population_size} of the event: expected {population}, "
-                "as in the configuration"
-            )
-        method = self._config.sampling_method
-        sampling: Sampling
-        if method is SamplingMethod.POISSON:
-            sampling = PoissonSampling(population, event.sample_size / population)
-        elif method is SamplingMethod.WITHOUT_REPLACEMENT:
-            sampling = FixedSizeSampling(population, event.sample_size)
-        else:
-            sampling = FullParticipation(population)
-        return Release(
-            sampling=sampling, noise_multiplier=event.noise_multiplier, relation=self._relation
-        )
-
     def _releases(self) -> Counter[Release]:
         counts: Counter[Release] = Counter()
         for event, count in self._events:
-            counts[self._release(event)] += count
+            counts[release_of(event, self._config)] += count
         return counts
-
-    def _of_ledger(self, entry: Mapping[str, Any]) -> GaussianPrivacyEvent:
-        """Return the event of a ledger's release.
-
-        Raises
-        ------
-        ValueError
-            This accountant makes no such release.
-        """
-        found = Release.from_dict(entry["release"])
-        event = GaussianPrivacyEvent(
-            noise_multiplier=found.noise_multiplier,
-            sample_size=max(1, round(found.sampling.expected_cohort_size)),
-            population_size=found.sampling.population,
-        )
-        if self._release(event) != found:
-            raise InvalidValue(
-                f"ledger: it holds a release of another kind ({entry['release']!r}) than this "
-                "configuration's; give each run a ledger of its own"
-            )
-        return event
-
-
-def _plain(config: PrivacyConfig) -> dict[str, object]:
-    return {
-        **asdict(config),
-        "neighboring_relation": config.neighboring_relation.value,
-        "sampling_method": config.sampling_method.value,
-    }
-
-
-def _check_count(count: int) -> None:
-    if type(count) is not int:
-        raise InvalidValue(f"count={count!r}: expected an integer >= 1")
-    require_at_least_one("count", count)

@@ -191,6 +191,17 @@ def test_without_the_mod_a_run_is_refused_before_any_client_trains():
     assert trained == []
 
 
+def test_an_app_that_answers_anything_at_all_is_not_taken_for_one_with_the_mod():
+    app = ClientApp()
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        return Message(message.content, reply_to=message)
+
+    with pytest.raises(FederationNotReady, match="client_level_dp_mod"):
+        run(app)
+
+
 def test_a_mod_for_one_record_or_none_is_not_taken_for_one_of_client_level_privacy():
     perturbation = OutputPerturbation(clipping_norm=1.0, noise_stddev=1.0)
     record_level = PerturbationPlan(

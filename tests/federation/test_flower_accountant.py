@@ -141,6 +141,14 @@ def test_delta_is_the_least_at_which_epsilon_holds(epsilon):
     assert ours.get_delta(epsilon) >= exact * (1 - 1e-9)
 
 
+def test_delta_at_the_epsilon_of_a_sampled_run_is_no_less_than_what_epsilon_was_computed_for():
+    ours = accountant("poisson")
+    ours.compose(event(), 5)
+    epsilon = ours.get_epsilon(DELTA)
+    assert ours.get_delta(epsilon) == pytest.approx(DELTA, rel=1e-3)
+    assert ours.get_epsilon(ours.get_delta(epsilon)) <= epsilon
+
+
 def test_nothing_is_spent_before_the_first_release():
     spent = accountant().get_privacy_spent()
     assert (spent.epsilon, spent.num_releases) == (0.0, 0)
