@@ -8,6 +8,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp import (
     GaussianPrivacyEvent,
     Grid,
@@ -19,7 +20,11 @@ from flwr.serverapp import (
     ServerApp,
 )
 from flwr.serverapp.exception import PrivacyBudgetExhausted
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
 
 from flower_ext import privacy
 from flower_ext.federation import InProcessGrid, PldAccountant, run_in_process
@@ -304,8 +309,12 @@ def test_the_guarantee_names_all_that_it_rests_on():
 CLIENTS, NORM = 4, 1.0
 
 
-def app(model=lambda received, partition: {n: a + 1.0 for n, a in received.items()}, sizes=None):
-    client = ClientApp()
+def app(
+    model=lambda received, partition: {n: a + 1.0 for n, a in received.items()},
+    sizes=None,
+    mods=None,
+):
+    client = ClientApp(mods=mods)
 
     @client.train()
     def _(message: Message, context: Context) -> Message:
@@ -319,11 +328,13 @@ def app(model=lambda received, partition: {n: a + 1.0 for n, a in received.items
     return client
 
 
-def flowers_strategy(accounted=None, noise=1.0):
+ByServer = DifferentialPrivacyServerSideFixedClipping
+ByClients = DifferentialPrivacyClientSideFixedClipping
+
+
+def flowers_strategy(accounted=None, noise=1.0, kind=ByServer):
     plain = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
-    return DifferentialPrivacyServerSideFixedClipping(
-        plain, noise, NORM, CLIENTS, accountant=accounted
-    )
+    return kind(plain, noise, NORM, CLIENTS, accountant=accounted)
 
 
 def start(**arrays) -> ArrayRecord:
@@ -331,7 +342,8 @@ def start(**arrays) -> ArrayRecord:
     return ArrayRecord({name: Array(array) for name, array in arrays.items()})
 
 
-def test_a_real_run_ends_before_the_round_that_would_exceed_the_budget(tmp_path):
+@pytest.mark.parametrize(("kind", "mods"), [(ByServer, []), (ByClients, [fixedclipping_mod])])
+def test_a_real_run_ends_before_the_round_that_would_exceed_the_budget(kind, mods, tmp_path):
     allowed = gaussian_loss(1.0, releases=3, delta=DELTA).epsilon
     ledger, trained, released = Ledger(tmp_path / "ledger.jsonl"), [], []
     ours = PldAccountant(config(population=CLIENTS, max_epsilon=allowed), ledger=ledger)
@@ -344,12 +356,12 @@ def test_a_real_run_ends_before_the_round_that_would_exceed_the_budget(tmp_path)
 
     @server.main()
     def _(grid: Grid, context: Context) -> None:
-        flowers_strategy(ours).start(
+        flowers_strategy(ours, kind=kind).start(
             grid, start(), num_rounds=5, evaluate_fn=lambda n, arrays: released.append(n)
         )
 
     with pytest.raises(PrivacyBudgetExhausted, match="would exceed max_epsilon"):
-        run_in_process(server, app(model), num_clients=CLIENTS)
+        run_in_process(server, app(model, mods=mods), num_clients=CLIENTS)
     assert len(trained) == 3 * CLIENTS
     assert released == [0, 1, 2, 3]
     assert ours.num_releases == ledger.releases == 3
@@ -417,3 +429,12 @@ def test_flower_weighs_by_examples_without_an_accountant_and_ends_with_one():
     ours = PldAccountant(config(population=CLIENTS))
     with pytest.raises(ValueError, match="equal client weights"):
         released_by_flower(one, start(), ours)
+
+
+def test_flower_accounts_a_client_without_its_clipping_mod_as_if_it_had_clipped():
+    ours = PldAccountant(config(population=CLIENTS))
+    strategy = flowers_strategy(ours, noise=1e-6, kind=ByClients)
+    loud = app(lambda r, p: {"w": r["w"] + (1e3 if p == 0 else 0.0)})
+    result = strategy.start(InProcessGrid(loud, CLIENTS), start(), num_rounds=1)
+    assert np.linalg.norm(result.arrays["w"].numpy()) > 1e3 * NORM
+    assert ours.num_releases == 1
