@@ -136,6 +136,23 @@ def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant
     assert flowers.get_epsilon(DELTA) < 0.8 * exact <= ours.get_epsilon(DELTA)
 
 
+def test_two_neighbours_show_more_than_flowers_own_accountant_allows_for_sampled_replacing():
+    """Nine others send nothing; one client sends C, or −C, where it is drawn: a tenth of the time."""
+    noise, rate = 4.0, 0.1
+    seen = np.linspace(-60.0, 60.0, 1_000_001)
+
+    def density(sent):
+        own, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
+        return (rate * own + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
+
+    gap = density(1.0) - math.exp(0.171) * density(-1.0)
+    assert np.maximum(gap, 0).sum() * (seen[1] - seen[0]) > DELTA  # so that ε > 0.171
+    ours, flowers = accountant("without-replacement"), RdpAccountant(config("without-replacement"))
+    for each in (ours, flowers):
+        each.compose(event(noise))
+    assert flowers.get_epsilon(DELTA) < 0.17 < 0.171 < ours.get_epsilon(DELTA)
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0, 40.0])
 def test_delta_is_the_least_at_which_epsilon_holds(epsilon):
     ours = accountant()
