@@ -137,7 +137,7 @@ def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant
 
 
 def test_two_neighbours_show_more_than_flowers_own_accountant_allows_for_sampled_replacing():
-    """Nine others send nothing; one client sends C, or −C, where it is drawn: a tenth of the time."""
+    """All others send nothing; one client sends C, or −C, in the tenth of draws that it is in."""
     noise, rate = 4.0, 0.1
     seen = np.linspace(-60.0, 60.0, 1_000_001)
 
