@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedProx
 from torch import Tensor, nn
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
 from flower_ext.auditing.experiment import Experiment, World, projected
+from flower_ext.auditing.plain_app import plain_app
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
 from flower_ext.privacy import (
@@ -84,10 +86,14 @@ def _experiment(
     whole: bool = False,
     gaussian: bool | None = None,
     size: int = SIZE,
+    app: Callable[[Task], ClientApp] | None = None,
 ) -> Experiment:
-    """The two worlds of a strategy, from each partition's data without the canary and with it."""
+    """The two worlds of a strategy, from each partition's data without the canary and with it.
+
+    The ClientApp is the strategy's own, or an ``app`` that knows nothing of it.
+    """
     turns = Turns()
-    client_app = type(strategy()).client_app
+    client_app = app or type(strategy()).client_app
 
     def world(data: Sequence[ClientData]) -> World:
         task = Task(
@@ -143,23 +149,31 @@ TURNED_AROUND: dict[str, Any] = {
 
 
 def client_level(
-    placement: Any = "client", *, sampled: bool = False, noise: float = 1.0, rounds: int = 1
+    placement: Any = "client",
+    *,
+    sampled: bool = False,
+    foreign: bool = False,
+    noise: float = 1.0,
+    rounds: int = 1,
 ) -> Experiment:
     """`DPFedAvg` over two clients, one of them the canary.
 
-    Where they are ``sampled``, by Poisson, ε is amplified against who sees released models.
+    Where they are ``sampled``, by Poisson, ε is amplified against who sees released models. Where
+    the ClientApp is ``foreign``, `client_level_dp_mod` protects what it sends.
     """
     sampling = PoissonSampling(2, 0.5) if sampled else FullParticipation(2)
     sigma = (3.0 if sampled else 0.5) * noise
     plan = _plan(sampling, sigma, rounds, noise_placement=placement)
     return _experiment(
-        f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}",
+        f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}"
+        f"{', in a mod around a foreign ClientApp' if foreign else ''}",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
         without=[_client(0.0), _client(0.0)],
         present=[_client(LARGE if sampled else HUGE), _client(0.0)],
         views=[AdversaryView.RELEASED_MODELS] if sampled else tuple(AdversaryView),
         rounds=rounds,
         partitions=[0],
+        app=plain_app if foreign else None,
     )
 
 
@@ -321,6 +335,7 @@ def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment
 MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "client-noise": client_level,
     "server-noise": lambda **more: client_level("server", **more),
+    "client-noise-mod": lambda **more: client_level(foreign=True, **more),
     "client-noise-poisson": lambda **more: client_level(sampled=True, **more),
     "server-noise-poisson": lambda **more: client_level("server", sampled=True, **more),
     "uldp-avg": uldp,

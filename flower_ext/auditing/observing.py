@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Arrays, Experiment, Observation, World
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
-from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.cohort import asks_identity, partition_of
 from flower_ext.federation.engines.in_process import modules_uncollected
 
 
@@ -80,7 +80,12 @@ class _Listener(InProcessGrid):
     ) -> Iterable[Message]:
         """Run each message's client, and note what passes in training."""
         asked = list(messages)
-        trains = [m for m in asked if m.metadata.message_type.partition(".")[0] == "train"]
+        # A training message without a model only asks for a mod.
+        trains = [
+            m
+            for m in asked
+            if m.metadata.message_type.partition(".")[0] == "train" and not asks_identity(m)
+        ]
         if not trains:
             return super().send_and_receive(asked, timeout=timeout)
         sent = {m.metadata.dst_node_id: _arrays(m.content.get(records.MODEL)) for m in trains}

@@ -8,9 +8,11 @@ from flower_ext.federation.client import (
     client_app,
     unmoved_by_errors,
 )
+from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
+from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
 from flower_ext.federation.progress import Remaining
 from flower_ext.federation.protection import HiddenSum
@@ -37,6 +39,7 @@ __all__ = [
     "HiddenSum",
     "InProcessGrid",
     "LocalResult",
+    "PldAccountant",
     "Question",
     "RefusedReply",
     "Remaining",
@@ -45,6 +48,7 @@ __all__ = [
     "Training",
     "VirtualGrid",
     "client_app",
+    "client_level_dp_mod",
     "clients_of",
     "first_config",
     "objective_perturbation_term",

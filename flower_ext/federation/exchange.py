@@ -41,8 +41,8 @@ class Exchange:
         self._questions: dict[str, dict[int, Message]] = {}
         self._partitions: dict[int, int] = {}
 
-    def connect(self, grid: Grid, population: int) -> Roster:
-        """Wait for all nodes the first time.
+    def connect(self, grid: Grid, population: int, *, mods: bool = False) -> Roster:
+        """Wait for all nodes the first time; with ``mods`` also those behind a mod of ours.
 
         Raises
         ------
@@ -50,7 +50,7 @@ class Exchange:
             Fewer or more than ``population`` connect.
         """
         if self.roster is None:
-            self.roster = Roster.connect(grid, population, timeout=self.timeout)
+            self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
             self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
 
@@ -71,7 +71,7 @@ class Exchange:
         like = Message(
             RecordDict(),
             dst_node_id=0,
-            message_type=f"{kind}.{self.method}" if self.roster.known else kind,
+            message_type=kind if self.roster.foreign else f"{kind}.{self.method}",
             group_id=str(server_round),
         )
         # Simulated nodes cannot change; without an address many share one content.

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from flower_ext.errors import is_tellable
 from flower_ext.training.side_by_side import attempted
@@ -28,12 +29,12 @@ CLIENT_APP_RAISED = 2
 TOLD = 100
 """Error code of a reply whose text says nothing of the client's data."""
 STAYS_THERE = "the client failed; why is in its own log"
-_shown: WeakKeyDictionary[ClientApp, set[tuple[str, int]]] = WeakKeyDictionary()
-"""By app the lines of code whose tracebacks are in the log already."""
+_shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
+"""By app, or mod, the lines of code whose tracebacks are in the log already."""
 
 
-def failed(app: ClientApp, message: Message, context: Context, error: Exception) -> Message:
-    """Return the error reply of a client, and log here what is not in it."""
+def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
+    """Return the error reply of a client's app, or mod, and log here what is not in it."""
     told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
     where, shown = _place(error), _shown.setdefault(app, set())

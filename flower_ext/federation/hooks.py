@@ -10,6 +10,7 @@ and `restore` carry what the server holds from one process to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from logging import getLogger
 from typing import Any, ClassVar
@@ -300,8 +301,10 @@ class MethodHooks(RunLoop):
     def run_facts(self) -> RunFacts:
         """All that the plan may know of the run so far."""
         own = [training.proximal_weight for training in self.training.values()]
+        roster = self.exchange.roster
+        foreign = roster is not None and roster.foreign  # what such clients remember, nobody knows
         return RunFacts(
-            method=self.traits,
+            method=replace(self.traits, keeps_memory=True) if foreign else self.traits,
             participations=self.participations,
             num_examples=self.num_examples,
             training=self.training,

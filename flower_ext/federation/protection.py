@@ -40,6 +40,9 @@ from flower_ext.privacy.protections import (
 )
 from flower_ext.training import Linear, Params, StepNoise
 
+OF_UPLOADS = "client-noise"
+"""Names the noise that protects an upload, on it or in the training that leads to it."""
+
 # Values and facts -------------------------------------------------------------------------------
 
 _SHARE = {"noise-stddev": "noise_stddev", "noise-grid": "noise_grid"}

@@ -270,15 +270,18 @@ class FederatedStrategy(MethodHooks):
     def _meet(self, grid: Grid) -> None:
         if self._met:
             return
-        roster = self.exchange.connect(grid, self.population.num_nodes)
-        if not roster.known:
+        by_clients = self.accounted.client_protects
+        mod = self.any_client_app and by_clients and self.accounted.release is not None
+        roster = self.exchange.connect(grid, self.population.num_nodes, mods=mod)
+        if roster.foreign:
             refuse_foreign(
                 type(self).__name__,
                 roster.said,
                 any_client_app=self.any_client_app,
-                client_protects=self.accounted.client_protects,
+                client_protects=by_clients and not roster.protects,
+                mod=mod,
             )
-        if self.frozen and roster.known:
+        if self.frozen and not roster.foreign:
             self._check_frozen(grid)
         self.prepare(grid)
         if self.accounted.needs_sizes and self.budget is not None:

@@ -31,8 +31,8 @@ _ALWAYS = (
 _HIDDEN_PLACES = f"who was drawn is not known to the adversary: {TELLS}"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
 _MEMORY = (
-    "clients remember something (a personal head), and what one sends does not tell who was drawn "
-    "before: not proven for cohorts of fixed size"
+    "clients remember something (a personal head), or may (a ClientApp of somebody else), and what "
+    "one sends does not tell who was drawn before: not proven for cohorts of fixed size"
 )
 _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
 

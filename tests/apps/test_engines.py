@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,13 +288,53 @@ def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_pat
     same_upcycling(facts, tmp_path)
 
 
-def foreign(flower: Flower, tmp_path: Path, strategy: str, *where: str) -> dict[str, Any]:
+def foreign(
+    flower: Flower, tmp_path: Path, strategy: str, *where: str, project: Path = FOREIGN.folder
+) -> dict[str, Any]:
     """What the foreign project's run found out, started with Flower's own command."""
     output = tmp_path / "facts.json"
     settings = ("--run-config", f"strategy='{strategy}' output='{output}'")
-    done = flower.command("flwr", "run", str(FOREIGN.folder), *where, "--stream", *settings)
+    done = flower.command("flwr", "run", str(project), *where, "--stream", *settings)
     assert output.exists(), done.stdout + done.stderr + flower.logs()
     return dict(json.loads(output.read_text()))
+
+
+def with_mod(tmp_path: Path, clients: int) -> Path:
+    """The foreign project with our mod, whose plan leaves the noise to the clients."""
+    folder = shutil.copytree(FOREIGN.folder, tmp_path / "with-mod")
+    for name, edits in {
+        "client_app.py": {
+            "app = ClientApp()": "app = ClientApp(mods=[client_level_dp_mod()])",
+            "import torch\n": "import torch\n"
+            "from flower_ext.federation import client_level_dp_mod\n",
+        },
+        "server_app.py": {
+            'noise_placement="server"': 'noise_placement="client"',
+            "population=6": f"population={clients}",
+        },
+    }.items():
+        file = folder / "foreign" / name
+        text = file.read_text()
+        for old, new in edits.items():
+            assert old in text
+            text = text.replace(old, new)
+        file.write_text(text)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["ray", "superlink"])
+def test_a_foreign_project_with_our_mod_noises_on_its_clients(where, flower, tmp_path):
+    if where == "superlink":
+        flower.deploy(nodes=3)
+        place = ["loopback"]
+    else:
+        place = ["--federation-config", "num-supernodes=3"]
+    project = with_mod(tmp_path, 3)
+    facts = foreign(flower, tmp_path, "dp-fedavg", *place, project=project)
+    protected(facts)
+    (uploads,) = [s for s in facts["statements"] if "every upload and who" in s and "provable" in s]
+    assert "clients clip and add their share of noise" in uploads
 
 
 def same_upcycling(facts: dict[str, Any], tmp_path: Path) -> None:

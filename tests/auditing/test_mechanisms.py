@@ -5,6 +5,7 @@ mechanism              clipping   σ/4    noise     a number   weights that
                        off               reused    unnoised   add up to 2
 =====================  =========  =====  ========  =========  =============
 client noise           ✓          ✓      ✓         ✓          –
+the same in a mod      ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
@@ -56,6 +57,8 @@ def planted():
 PLANTED = list(planted())
 DAILY = {
     "client-noise-clipping off",
+    "client-noise-mod-clipping off",
+    "client-noise-mod-σ/4",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",

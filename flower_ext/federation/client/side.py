@@ -37,6 +37,7 @@ from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each
 from flower_ext.federation.protection import (
+    OF_UPLOADS,
     HiddenSum,
     NodePolicy,
     bounds_models,
@@ -60,9 +61,6 @@ from flower_ext.training import (
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 log = getLogger("flwr")
-
-_OF_UPLOADS = "client-noise"
-"""Names the noise that protects an upload, on it or in the training that leads to it."""
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -289,7 +287,7 @@ class ClientSide:
     ) -> tuple[RecordDict, Params | None]:
         """What leaves the client, and what it is to remember."""
         own = result.bounded(work.received, whole=bounds_models(request.protection))
-        noise = self._policy(context).noise(request.facts, _OF_UPLOADS)
+        noise = self._policy(context).noise(request.facts, OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
         content: dict[str, object] = {records.UPDATE: records.to_record(update)}
         metrics: dict[str, float] = {}
@@ -315,7 +313,7 @@ class ClientSide:
             if request.kind == "train":
                 policy.check(request.protection)
             partition = partition_of(context.node_config)
-            own_noise = policy.noise(request.facts, _OF_UPLOADS)
+            own_noise = policy.noise(request.facts, OF_UPLOADS)
             in_steps = step_noise(request.protection, own_noise)
             if in_steps is not None and phase is None:
                 raise InvalidValue(f"{self.method.name}: no phase of training is all of its update")

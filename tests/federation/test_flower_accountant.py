@@ -1,0 +1,457 @@
+"""Our accounting behind Flower's protocol: alone, and in real runs of Flower's strategies."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp import (
+    GaussianPrivacyEvent,
+    Grid,
+    NeighboringRelation,
+    PrivacyAccountant,
+    PrivacyConfig,
+    RdpAccountant,
+    SamplingMethod,
+    ServerApp,
+)
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+)
+
+from flower_ext import privacy
+from flower_ext.federation import InProcessGrid, PldAccountant, run_in_process
+from flower_ext.privacy import Budget, Guarantee, Ledger, gaussian_loss, privacy_loss
+from flower_ext.privacy.ledger import LedgerCorrupt
+
+DELTA, POPULATION = 1e-5, 100
+KINDS = {
+    "no-amplification": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "poisson": NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "without-replacement": NeighboringRelation.REPLACE_ONE,
+}
+
+
+def config(kind: str = "no-amplification", population=POPULATION, **more) -> PrivacyConfig:
+    return PrivacyConfig(
+        target_delta=DELTA,
+        population_size=population,
+        neighboring_relation=KINDS[kind],
+        sampling_method=SamplingMethod(kind),
+        **more,
+    )
+
+
+def accountant(kind: str = "no-amplification", **more) -> PldAccountant:
+    return PldAccountant(config(kind, **more), secret_sampling=kind != "no-amplification")
+
+
+def event(noise=1.0, sample=10, population=POPULATION) -> GaussianPrivacyEvent:
+    return GaussianPrivacyEvent(noise, sample, population)
+
+
+def gaussian_delta(noise: float, releases: int, epsilon: float) -> float:
+    """Balle and Wang's formula, written out."""
+    shift = math.sqrt(releases) / noise
+
+    def below(x: float) -> float:
+        return 0.5 * math.erfc(-x / math.sqrt(2))
+
+    return below(shift / 2 - epsilon / shift) - math.exp(epsilon) * below(
+        -shift / 2 - epsilon / shift
+    )
+
+
+# ε ----------------------------------------------------------------------------------------------
+
+
+def test_it_has_all_that_flowers_protocol_names():
+    names = [n for n in vars(PrivacyAccountant) if not n.startswith("_")]
+    assert len(names) == 9
+    assert all(hasattr(PldAccountant, name) for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_epsilon_is_that_of_our_own_accounting(kind):
+    ours = accountant(kind)
+    ours.compose(event(), 3)
+    ours.compose(event())
+    sampling, relation = {
+        "no-amplification": (
+            privacy.FullParticipation(POPULATION),
+            privacy.NeighboringRelation.REPLACE_SPECIAL,
+        ),
+        "poisson": (
+            privacy.PoissonSampling(POPULATION, 0.1),
+            privacy.NeighboringRelation.ADD_OR_REMOVE_ONE,
+        ),
+        "without-replacement": (
+            privacy.FixedSizeSampling(POPULATION, 10),
+            privacy.NeighboringRelation.REPLACE_ONE,
+        ),
+    }[kind]
+    expected = privacy_loss(
+        sampling=sampling, noise_multiplier=1.0, rounds=4, delta=DELTA, relation=relation
+    )
+    spent = ours.get_privacy_spent()
+    assert (spent.epsilon, spent.delta) == (expected.epsilon, DELTA)
+    assert spent.accounting_method == expected.accountant
+    assert spent.num_releases == ours.num_releases == 4
+    assert ours.get_epsilon(DELTA) == expected.epsilon
+    assert ours.get_privacy_spent(1e-3).epsilon < expected.epsilon
+
+
+@pytest.mark.parametrize("noise", [0.4, 1.0, 5.0])
+@pytest.mark.parametrize("releases", [1, 7, 100])
+@pytest.mark.parametrize("kind", ["no-amplification", "poisson"])
+def test_epsilon_is_never_above_flowers_own_and_never_below_what_holds(kind, releases, noise):
+    ours, flowers = accountant(kind), RdpAccountant(config(kind))
+    for each in (ours, flowers):
+        each.compose(event(noise), releases)
+    epsilon = ours.get_epsilon(DELTA)
+    assert epsilon <= flowers.get_epsilon(DELTA)
+    if kind == "no-amplification":
+        assert gaussian_delta(noise, releases, epsilon) == pytest.approx(DELTA, rel=1e-4)
+        assert gaussian_delta(noise, releases, epsilon) <= DELTA
+    else:
+        optimistic = privacy_loss_distribution.from_gaussian_mechanism(
+            noise, sampling_prob=0.1, pessimistic_estimate=False
+        ).self_compose(releases)
+        assert epsilon >= optimistic.get_epsilon_for_delta(DELTA)
+
+
+def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant_misses():
+    """Everybody takes part, so that the exact ε is known: a replaced client moves the sum by 2C."""
+    ours, flowers = accountant("without-replacement"), RdpAccountant(config("without-replacement"))
+    for each in (ours, flowers):
+        each.compose(event(2.0, sample=POPULATION))
+    exact = gaussian_loss(1.0, releases=1, delta=DELTA).epsilon
+    assert flowers.get_epsilon(DELTA) < 0.8 * exact <= ours.get_epsilon(DELTA)
+
+
+def test_two_neighbours_show_more_than_flowers_own_accountant_allows_for_sampled_replacing():
+    """All others send nothing; one client sends C, or −C, in the tenth of draws that it is in."""
+    noise, rate = 4.0, 0.1
+    seen = np.linspace(-60.0, 60.0, 1_000_001)
+
+    def density(sent):
+        own, nothing = (np.exp(-((seen - at) ** 2) / (2 * noise**2)) for at in (sent, 0.0))
+        return (rate * own + (1 - rate) * nothing) / (noise * math.sqrt(2 * math.pi))
+
+    gap = density(1.0) - math.exp(0.171) * density(-1.0)
+    assert np.maximum(gap, 0).sum() * (seen[1] - seen[0]) > DELTA  # so that ε > 0.171
+    ours, flowers = accountant("without-replacement"), RdpAccountant(config("without-replacement"))
+    for each in (ours, flowers):
+        each.compose(event(noise))
+    assert flowers.get_epsilon(DELTA) < 0.17 < 0.171 < ours.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0, 40.0])
+def test_delta_is_the_least_at_which_epsilon_holds(epsilon):
+    ours = accountant()
+    assert ours.get_delta(epsilon) == 0.0
+    ours.compose(event(1.5), 4)
+    exact = gaussian_delta(1.5, 4, epsilon)
+    assert ours.get_delta(epsilon) == pytest.approx(exact, rel=1e-5)
+    assert ours.get_delta(epsilon) >= exact * (1 - 1e-9)
+
+
+def test_delta_at_the_epsilon_of_a_sampled_run_is_no_less_than_what_epsilon_was_computed_for():
+    ours = accountant("poisson")
+    ours.compose(event(), 5)
+    epsilon = ours.get_epsilon(DELTA)
+    assert ours.get_delta(epsilon) == pytest.approx(DELTA, rel=1e-3)
+    assert ours.get_epsilon(ours.get_delta(epsilon)) <= epsilon
+
+
+def test_nothing_is_spent_before_the_first_release():
+    spent = accountant().get_privacy_spent()
+    assert (spent.epsilon, spent.num_releases) == (0.0, 0)
+
+
+def test_would_exceed_asks_and_changes_nothing():
+    limit = gaussian_loss(1.0, releases=3, delta=DELTA).epsilon
+    ours = accountant(max_epsilon=limit)
+    ours.compose(event(), 2)
+    assert not ours.would_exceed(event())
+    assert ours.would_exceed(event(), count=2)
+    assert ours.would_exceed(event(0.9))
+    assert ours.would_exceed(event(), limit * 0.99)
+    assert not ours.would_exceed(event(), limit * 2, count=2)
+    assert ours.num_releases == 2
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["poisson", "without-replacement"])
+def test_amplification_takes_somebodys_word_that_cohorts_are_secret(kind):
+    with pytest.raises(ValueError, match="secret_sampling=True"):
+        PldAccountant(config(kind))
+    assert any("secret_sampling" in text for text in accountant(kind).guarantee().assumptions)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda a: a.compose(event(population=50)), "population_size=50"),
+        (lambda a: a.would_exceed(event(population=50), 1.0), "population_size=50"),
+        (lambda a: a.compose(event(), 0), "count=0"),
+        (lambda a: a.compose(event(), True), "count=True"),
+        (lambda a: a.would_exceed(event(), 1.0, count=1.5), "count=1.5"),
+        (lambda a: a.would_exceed(event()), "max_epsilon=None"),
+        (lambda a: a.would_exceed(event(), math.nan), "max_epsilon=nan"),
+        (lambda a: a.would_exceed(event(), 0.0), "max_epsilon=0.0"),
+        (lambda a: a.get_epsilon(0.0), "delta=0.0"),
+        (lambda a: a.get_epsilon(1.0), "delta=1.0"),
+        (lambda a: a.get_delta(-1.0), "epsilon=-1.0"),
+    ],
+)
+def test_what_means_nothing_is_refused_by_name_and_charges_nothing(act, said):
+    ours = accountant()
+    with pytest.raises(ValueError, match=said):
+        act(ours)
+    assert ours.num_releases == 0
+
+
+def test_a_ledger_with_a_budget_of_its_own_is_refused(tmp_path):
+    ledger = Ledger(tmp_path / "l", budget=Budget(epsilon=1.0, delta=DELTA))
+    with pytest.raises(ValueError, match="max_epsilon"):
+        PldAccountant(config(), ledger=ledger)
+
+
+# State and ledger -------------------------------------------------------------------------------
+
+
+def filled(kind: str) -> PldAccountant:
+    ours = accountant(kind)
+    ours.compose(event(1.5, 20), 2)
+    ours.compose(event(0.7))
+    return ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_went_through_json_holds_all_that_was_spent(kind):
+    before, after = filled(kind), accountant(kind)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.get_privacy_spent() == before.get_privacy_spent()
+    assert after.state_dict() == before.state_dict()
+
+
+def test_a_run_accounted_by_flower_goes_on_with_our_accountant():
+    flowers, ours = RdpAccountant(config()), accountant()
+    flowers.compose(event(1.5), 3)
+    ours.load_state_dict(flowers.state_dict())
+    assert ours.get_epsilon(DELTA) == gaussian_loss(1.5, releases=3, delta=DELTA).epsilon
+
+
+def changed(**facts):
+    state = json.loads(json.dumps(filled("no-amplification").state_dict()))
+    return {**state, **facts}
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (changed(backend="other"), "backend 'other'"),
+        (changed(schema_version=2), "schema 2"),
+        (changed(config={}), "config="),
+        (changed(compositions=None), "compositions"),
+        (changed(compositions=[{"event": {}, "count": 1}]), "compositions"),
+        (changed(compositions=[{"event": vars(event()), "count": 0}]), "count=0"),
+        (changed(compositions=[{"event": vars(event(population=7, sample=7)), "count": 1}]), "=7"),
+        (
+            changed(compositions=[{"event": {**vars(event()), "noise_multiplier": 0}, "count": 1}]),
+            "noise",
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused_and_changes_nothing(state, said):
+    ours = filled("no-amplification")
+    before = ours.state_dict()
+    with pytest.raises(ValueError, match=said):
+        ours.load_state_dict(state)
+    assert ours.state_dict() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_releases_on_the_ledger_count_after_a_restart(kind, tmp_path):
+    secret, path = {"secret_sampling": kind != "no-amplification"}, tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    first = PldAccountant(config(kind), ledger=ledger, **secret)
+    first.compose(event(1.5), 2)
+    saved = first.state_dict()
+    first.compose(event(0.7))
+    ledger.close()
+    assert [e["kind"] for e in Ledger.read(path)] == ["reserve", "commit"] * 3
+    again = PldAccountant(config(kind), ledger=Ledger(path), **secret)
+    again.load_state_dict(saved)  # of before the last release, which stays spent
+    assert again.get_privacy_spent() == first.get_privacy_spent()
+
+
+def test_a_ledger_that_misses_releases_or_holds_others_is_refused(tmp_path):
+    ours = PldAccountant(config(), ledger=Ledger(tmp_path / "empty"))
+    with pytest.raises(LedgerCorrupt, match="holds 0 releases"):
+        ours.load_state_dict(filled("no-amplification").state_dict())
+    other = Ledger(tmp_path / "other")
+    poisson = PldAccountant(config("poisson"), ledger=other, secret_sampling=True)
+    poisson.compose(event())
+    with pytest.raises(ValueError, match="another kind"):
+        PldAccountant(config(), ledger=other)
+
+
+# What is printed --------------------------------------------------------------------------------
+
+
+def test_the_guarantee_names_all_that_it_rests_on():
+    ours = filled("no-amplification")
+    found = ours.guarantee()
+    assert found.relation is privacy.NeighboringRelation.REPLACE_SPECIAL  # what holds, not what
+    assert ours.config.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE  # is claimed
+    text = found.statement()
+    for word in ("one client", "released models", "not cryptographic", "equal", "metrics", "1e-05"):
+        assert word in text
+    assert Guarantee.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+# Flower's strategy, really run ------------------------------------------------------------------
+
+CLIENTS, NORM = 4, 1.0
+
+
+def app(
+    model=lambda received, partition: {n: a + 1.0 for n, a in received.items()},
+    sizes=None,
+    mods=None,
+):
+    client = ClientApp(mods=mods)
+
+    @client.train()
+    def _(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        received = {n: a.numpy() for n, a in message.content["arrays"].items()}
+        arrays = {n: Array(np.asarray(a)) for n, a in model(received, partition).items()}
+        metrics = MetricRecord({"num-examples": sizes[partition] if sizes else 1})
+        content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return client
+
+
+ByServer = DifferentialPrivacyServerSideFixedClipping
+ByClients = DifferentialPrivacyClientSideFixedClipping
+
+
+def flowers_strategy(accounted=None, noise=1.0, kind=ByServer):
+    plain = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
+    return kind(plain, noise, NORM, CLIENTS, accountant=accounted)
+
+
+def start(**arrays) -> ArrayRecord:
+    arrays = arrays or {"w": np.zeros(50, np.float32)}
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+@pytest.mark.parametrize(("kind", "mods"), [(ByServer, []), (ByClients, [fixedclipping_mod])])
+def test_a_real_run_ends_before_the_round_that_would_exceed_the_budget(kind, mods, tmp_path):
+    allowed = gaussian_loss(1.0, releases=3, delta=DELTA).epsilon
+    ledger, trained, released = Ledger(tmp_path / "ledger.jsonl"), [], []
+    ours = PldAccountant(config(population=CLIENTS, max_epsilon=allowed), ledger=ledger)
+
+    def model(received, partition):
+        trained.append(partition)
+        return {n: a + 1.0 for n, a in received.items()}
+
+    server = ServerApp()
+
+    @server.main()
+    def _(grid: Grid, context: Context) -> None:
+        flowers_strategy(ours, kind=kind).start(
+            grid, start(), num_rounds=5, evaluate_fn=lambda n, arrays: released.append(n)
+        )
+
+    with pytest.raises(PrivacyBudgetExhausted, match="would exceed max_epsilon"):
+        run_in_process(server, app(model, mods=mods), num_clients=CLIENTS)
+    assert len(trained) == 3 * CLIENTS
+    assert released == [0, 1, 2, 3]
+    assert ours.num_releases == ledger.releases == 3
+    assert ours.guarantee().epsilon <= allowed
+
+
+def test_a_release_that_cannot_be_written_down_is_not_made(tmp_path):
+    ledger, released = Ledger(tmp_path / "ledger.jsonl"), []
+    ours = PldAccountant(config(population=CLIENTS), ledger=ledger)
+    ledger.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        flowers_strategy(ours).start(
+            InProcessGrid(app(), CLIENTS),
+            start(),
+            num_rounds=1,
+            evaluate_fn=lambda n, arrays: released.append(n),
+        )
+    assert released == [0]
+    assert ours.num_releases == 0
+
+
+def test_a_round_that_lacks_a_reply_releases_and_charges_nothing():
+    def model(received, partition):
+        if partition == 1:
+            raise ValueError
+        return received
+
+    ours = PldAccountant(config(population=CLIENTS))
+    result = flowers_strategy(ours).start(InProcessGrid(app(model), CLIENTS), start(), num_rounds=1)
+    assert not result.train_metrics_clientapp
+    assert ours.num_releases == 0
+
+
+# What docs/flower-privacy.md says of Flower's strategies ----------------------------------------
+
+
+def released_by_flower(client: ClientApp, initial: ArrayRecord, accounted=None):
+    strategy = flowers_strategy(accounted, noise=1e-6)
+    return strategy.start(InProcessGrid(client, CLIENTS), initial, num_rounds=1).arrays
+
+
+def test_flower_does_not_clip_an_array_without_a_dimension():
+    initial = start(t=np.array(0.0, np.float32), w=np.zeros(3, np.float32))
+    loud = app(lambda received, p: {"t": received["t"] + 4e3, "w": received["w"]})
+    moved = released_by_flower(loud, initial)["t"].numpy()
+    assert moved > 1e3 * NORM
+
+
+def test_flower_lets_nan_through_to_everybody():
+    one = app(lambda r, p: {"w": r["w"] + (np.nan if p == 1 else 1.0)})
+    assert np.isnan(released_by_flower(one, start())["w"].numpy()).all()
+
+
+def test_flower_ends_with_a_division_by_zero_where_a_client_learned_nothing():
+    still = app(lambda received, partition: received)
+    with pytest.raises(ZeroDivisionError):
+        released_by_flower(still, start())
+
+
+def test_flower_weighs_by_examples_without_an_accountant_and_ends_with_one():
+    sizes = [1000, 1, 1, 1]
+    one = app(lambda r, p: {"w": r["w"] + (10.0 if p == 0 else 1e-6)}, sizes)
+    moved = released_by_flower(one, start())["w"].numpy()
+    assert np.linalg.norm(moved) == pytest.approx(NORM, rel=0.02)  # and not NORM / CLIENTS
+    ours = PldAccountant(config(population=CLIENTS))
+    with pytest.raises(ValueError, match="equal client weights"):
+        released_by_flower(one, start(), ours)
+
+
+def test_flower_accounts_a_client_without_its_clipping_mod_as_if_it_had_clipped():
+    ours = PldAccountant(config(population=CLIENTS))
+    strategy = flowers_strategy(ours, noise=1e-6, kind=ByClients)
+    loud = app(lambda r, p: {"w": r["w"] + (1e3 if p == 0 else 0.0)})
+    result = strategy.start(InProcessGrid(loud, CLIENTS), start(), num_rounds=1)
+    assert np.linalg.norm(result.arrays["w"].numpy()) > 1e3 * NORM
+    assert ours.num_releases == 1
