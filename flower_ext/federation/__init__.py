@@ -9,6 +9,7 @@ from flower_ext.federation.client import (
     unmoved_by_errors,
 )
 from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
@@ -49,6 +50,7 @@ __all__ = [
     "first_config",
     "objective_perturbation_term",
     "output_perturbation_mod",
+    "recorded",
     "recorded_run",
     "run_in_process",
     "save_outcome",
