@@ -156,7 +156,8 @@ def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> 
         "coefficient": getattr(strategy, "coefficient", None),
     }
     for phase, training in base.training.items():
-        if not (base.any_client_app and training == LocalTraining()):  # foreign clients train else
+        # The training of a ClientApp that knows nothing of this package is its own.
+        if not base.any_client_app or training != LocalTraining():
             facts[f"training-{phase}"] = training
     told = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
     return {name: value for name, value in told.items() if value not in ("", None)}
@@ -177,6 +178,7 @@ def _plain(value: Any) -> str | int | float | bool:
     if isinstance(value, tuple | list):
         return ", ".join(str(_plain(each)) for each in value)
     if names := _names(value):
-        parts = ", ".join(f"{name}={_plain(getattr(value, name))}" for name in names)
-        return f"{type(value).__name__}({parts})"
+        told = {name: _plain(getattr(value, name)) for name in names}
+        parts = (f"{name}={one}" for name, one in told.items() if one != "")
+        return f"{type(value).__name__}({', '.join(parts)})"
     return getattr(value, "__qualname__", type(value).__name__)

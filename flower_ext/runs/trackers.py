@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
+from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 from flower_ext.errors import InvalidValue
 from flower_ext.runs.callbacks import Callback
 from flower_ext.runs.directory import RunDirectory
+
+TENSORBOARD = "torch.utils.tensorboard"
+"""PyTorch's writer of event files, which needs the package ``tensorboard``."""
 
 
 class TensorBoard(Callback):
@@ -26,7 +32,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self) -> None:
-        self._library = _library("torch.utils.tensorboard", "tensorboard")
+        self._library = _library(TENSORBOARD, "tensorboard")
         self._writer: Any = None
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
@@ -45,8 +51,8 @@ class TensorBoard(Callback):
 
     def _writer_of(self, run: RunDirectory, *, purge_step: int | None) -> Any:
         if self._writer is None:
-            folder = str(run.path / "tensorboard")
-            self._writer = self._library.SummaryWriter(folder, purge_step=purge_step)
+            folder = _folder(run, "tensorboard")
+            self._writer = self._library.SummaryWriter(str(folder), purge_step=purge_step)
             lines = (f"| {name} | {value} |" for name, value in run.config.items())
             table = ["| setting | value |", "| --- | --- |", *lines]
             self._writer.add_text("settings", "\n".join(table))
@@ -64,6 +70,7 @@ class MLflow(Callback):
     _TAG = "flower_ext.run"
 
     def __init__(self) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._library = _library("mlflow", "mlflow")
         self._client: Any = None
         self._id = ""
@@ -72,8 +79,8 @@ class MLflow(Callback):
         """Find the run of an earlier start, or make one and log the settings."""
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            folder = run.path / "mlflow"
-            folder.mkdir(mode=0o700, exist_ok=True)
+            folder = _folder(run, "mlflow")
+            getLogger("mlflow.store.db.utils").setLevel("WARNING")  # its making of tables
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
         client = self._library.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "flower_ext")
@@ -124,11 +131,13 @@ class WandB(Callback):
     """
 
     def __init__(self) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         self._library = _library("wandb", "wandb")
         self._run: Any = None
 
     def begin(self, run: RunDirectory) -> None:
         """Begin a run of W&B, or go on with it, without reading code or hardware."""
+        _folder(run, "wandb")
         self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "flower_ext"),
             id=run.id,
@@ -163,7 +172,7 @@ class WandB(Callback):
         self._run.summary.update(facts)
         for name in ("guarantee.json", "report.html"):
             if (run.path / name).is_file():
-                self._run.save(str(run.path / name), base_path=str(run.path), policy="now")
+                shutil.copy(run.path / name, self._run.dir)  # it belongs to the run then
         self._run.finish(exit_code=int(run.facts["status"] == "failed"))
 
 
@@ -202,6 +211,13 @@ def _library(module: str, extra: str) -> Any:
             f"trackers={extra!r}: its library cannot be imported ({error}); "
             f"pip install 'flower-ext[{extra}]'"
         ) from error
+
+
+def _folder(run: RunDirectory, name: str) -> Path:
+    """Make a folder in the run directory that only its user reads."""
+    folder = run.path / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _outcome(run: RunDirectory) -> str:
