@@ -11,9 +11,12 @@ from flwr.serverapp import Grid
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, message_like, replies
 from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
+from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
 
 T = TypeVar("T")
+NO_IDENTITY = "No query function registered with name 'identity'"
+"""Flower's error in a ClientApp that knows nothing of this package."""
 Content = Mapping[str, ArrayRecord | ConfigRecord]
 
 
@@ -50,7 +53,8 @@ class Exchange:
             Fewer or more than ``population`` connect.
         """
         if self.roster is None:
-            self.roster = Roster.connect(grid, population, timeout=self.timeout)
+            with unlogged(NO_IDENTITY):
+                self.roster = Roster.connect(grid, population, timeout=self.timeout)
             self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
 

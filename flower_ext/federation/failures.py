@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from logging import getLogger
+from logging import ERROR, LogRecord, getLogger
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -60,6 +60,24 @@ def hidden_errors(context: Context) -> Iterator[None]:
     except Exception:
         log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
         raise ClientFailed(STAYS_THERE) from None
+
+
+@contextmanager
+def unlogged(text: str) -> Iterator[None]:
+    """Drop errors that hold ``text`` from Flower's log in this process, for as long as the block.
+
+    Flower's simulation runs beside the ServerApp, and logs each exception of a ClientApp twice,
+    with its traceback: also one that the server has asked for.
+    """
+
+    def keep(record: LogRecord) -> bool:
+        return record.levelno < ERROR or text not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def said(error: Error) -> str:
