@@ -15,9 +15,14 @@ from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
 
 T = TypeVar("T")
-NO_IDENTITY = "No query function registered with name 'identity'"
-"""Flower's error in a ClientApp that knows nothing of this package."""
 Content = Mapping[str, ArrayRecord | ConfigRecord]
+
+_EXPECTED = (
+    "No query function registered with name 'identity'",
+    "An exception was raised when processing a message by RayBackend",
+)
+"""Errors in Flower's log when a ClientApp that knows nothing of this package is asked for its
+partition."""
 
 
 class Exchange:
@@ -53,7 +58,7 @@ class Exchange:
             Fewer or more than ``population`` connect.
         """
         if self.roster is None:
-            with unlogged(NO_IDENTITY):
+            with unlogged(*_EXPECTED):
                 self.roster = Roster.connect(grid, population, timeout=self.timeout)
             self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
