@@ -111,7 +111,6 @@ class Recorded:
             config |= {"run-directory": str(self._path), "resume": True}
         with recorded_run(config, method, self._callbacks) as run:
             self.run = run
-            print(f"Run directory: {run.path}", flush=True)
             return record(
                 run, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
             )

@@ -70,6 +70,7 @@ def recorded_run(
     """
     following = Callbacks(callbacks_of([*words(config, "trackers"), *callbacks]))
     run = _opened(config, name)
+    log.info("Run directory: %s", run.path)
     run.on_round = partial(following.round, run)
     try:
         following.begin(run)
@@ -101,11 +102,19 @@ def runs_folder() -> Path:
 
 def _note_failure(run: RunDirectory, error: BaseException) -> None:
     try:
-        run.finish("failed", f"{type(error).__name__}: {error}")
+        run.finish("failed", _reason(error))
         if run.metrics():
             _report(run)
     except Exception as another:  # what ended the run is what counts
         log.error("the run directory does not say how the run failed: %s", another)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"the run was interrupted by {error or 'Ctrl-C'}"
+    if isinstance(error, SystemExit):
+        return "the run was stopped"
+    return f"{type(error).__name__}: {error}"
 
 
 def _report(run: RunDirectory) -> None:

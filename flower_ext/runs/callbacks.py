@@ -14,9 +14,10 @@ class Callback:
     """Follow a run on the server: override any of the three methods, which do nothing here.
 
     A callback sees what the run directory holds already, and nothing else. No update, no single
-    upload and no un-noised sum ever reaches it, so it cannot change what is released. But scores
-    that clients report at evaluation are not noised, and no guarantee covers them: a callback that
-    sends them elsewhere shows them to whoever reads there.
+    upload and no un-noised sum ever reaches it, so it cannot change what is released. But the
+    directory is for the server's user alone. Scores that clients report at evaluation are not
+    noised, and no guarantee covers them; amplification by sampling rests on nobody knowing how
+    large a cohort was. A callback that sends rows elsewhere shows both to whoever reads there.
 
     An exception in a callback is logged, the first time, and never ends the run. The run waits for
     each call to return.

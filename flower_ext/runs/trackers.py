@@ -37,7 +37,9 @@ class TensorBoard(Callback):
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
         """Write one point a metric; the first round of a resumed run hides what came after it."""
-        writer = self._writer_of(run, purge_step=server_round if run.resumed else None)
+        again = "cohort" in row  # else it adds scores to a round that is there
+        first_new = server_round if again else server_round + 1
+        writer = self._writer_of(run, purge_step=first_new if run.resumed else None)
         for name, value in row.items():
             writer.add_scalar(name, value, server_round)
         writer.flush()

@@ -134,7 +134,7 @@ def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_the
         fail()
     reopened = RunDirectory.open(tmp_path / "run")
     assert reopened.facts["status"] == "failed"
-    assert reopened.facts["reason"] == f"{type(error).__name__}: bad luck"
+    assert "bad luck" in reopened.facts["reason"]
     assert len(reopened.metrics()) == rounds
     assert (reopened.path / "report.html").exists() == bool(rounds)
     assert ("Report:" in capsys.readouterr().out) == bool(rounds)

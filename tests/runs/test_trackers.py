@@ -60,6 +60,21 @@ def test_tensorboard_reads_every_number_of_every_round_of_a_run_that_was_resumed
     assert all(guarantee.statement() in outcome for guarantee in run.guarantees())
 
 
+@needs("tensorboard")
+def test_scores_that_a_resumed_run_adds_to_its_last_round_hide_nothing_of_it(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunDirectory.create(tmp_path / "run", {})
+    for resumed, row in [(False, {"cohort": 3.0}), (True, {"accuracy_mean": 0.5})]:
+        run.resumed = resumed
+        (tracker,) = callbacks_of(["tensorboard"])
+        tracker.round(run, 1, row)
+        tracker.end(run)
+    found = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert [found.Scalars(name)[0].value for name in ("cohort", "accuracy_mean")] == [3.0, 0.5]
+    run.close()
+
+
 def _text(found, tag: str) -> str:
     return found.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
 
