@@ -10,6 +10,7 @@ from flower_ext.federation.client import (
 )
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.drop_in import recorded
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.flower_accountant import PldAccountant
@@ -53,6 +54,7 @@ __all__ = [
     "first_config",
     "objective_perturbation_term",
     "output_perturbation_mod",
+    "recorded",
     "recorded_run",
     "run_in_process",
     "save_outcome",

@@ -23,15 +23,14 @@ from flwr.app import ArrayRecord, Context, UserConfig
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from flower_ext.errors import InvalidValue
 from flower_ext.federation.engines.virtual import clients_of
 from flower_ext.federation.recording import (
+    base_of,
     first_config,
+    record,
     recorded_run,
-    save_outcome,
     shared_budget,
 )
-from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import (
     Budget,
     ClippedSteps,
@@ -313,22 +312,18 @@ def start(
     name = [str(config[part]) for part in ("method", "dataset") if part in config]
     with recorded_run(recorded, "-".join(name) or "run") as run:
         strategy = strategy_of(config, run)
-        base = getattr(strategy, "base", strategy)
-        if not isinstance(base, FederatedStrategy):
-            raise InvalidValue(
-                f"strategy_of: {type(base).__name__} keeps no record of a run: expected a strategy "
-                "of flower_ext.algorithms (Hosted runs Flower's), or call its own start"
-            )
+        base = base_of(strategy)
         require_modules("personal", base.personal, task.shapes)
         check_shareable(task.model(), base.personal)
         base.frozen = base.frozen or task.fingerprint
-        result = strategy.start(
+        record(
+            run,
+            strategy,
             clients_of(grid, config),
             ArrayRecord(task.initial_params(integer({"seed": 0, **config}, "seed"))),
             num_rounds=rounds,
             timeout=number({"round-timeout": 3600, **config}, "round-timeout", above=0),
         )
-        save_outcome(run, base, result)
 
 
 def _those_there(

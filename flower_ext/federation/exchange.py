@@ -11,10 +11,18 @@ from flwr.serverapp import Grid
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import in_simulation, message_like, replies
 from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
+from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
 
 T = TypeVar("T")
 Content = Mapping[str, ArrayRecord | ConfigRecord]
+
+_EXPECTED = (
+    "No query function registered with name 'identity'",
+    "An exception was raised when processing a message by RayBackend",
+)
+"""Errors in Flower's log when a ClientApp that knows nothing of this package is asked for its
+partition."""
 
 
 class Exchange:
@@ -50,7 +58,8 @@ class Exchange:
             Fewer or more than ``population`` connect.
         """
         if self.roster is None:
-            self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
+            with unlogged(*_EXPECTED):
+                self.roster = Roster.connect(grid, population, timeout=self.timeout, mods=mods)
             self.nodes = dict(sorted(self.roster.nodes.items()))
         return self.roster
 

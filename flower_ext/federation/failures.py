@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from logging import getLogger
+from logging import ERROR, LogRecord, getLogger
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -61,6 +61,25 @@ def hidden_errors(context: Context) -> Iterator[None]:
     except Exception:
         log.exception("client %s failed", context.node_config.get("partition-id", context.node_id))
         raise ClientFailed(STAYS_THERE) from None
+
+
+@contextmanager
+def unlogged(*texts: str) -> Iterator[None]:
+    """Drop errors that hold one of ``texts`` from Flower's log in this process, during the block.
+
+    Flower's simulation runs beside the ServerApp, and logs each exception of a ClientApp twice,
+    with its traceback: also one that the server has asked for.
+    """
+
+    def keep(record: LogRecord) -> bool:
+        said = record.getMessage()
+        return record.levelno < ERROR or not any(text in said for text in texts)
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def said(error: Error) -> str:

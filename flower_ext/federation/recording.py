@@ -1,23 +1,30 @@
-"""What every app does around its strategy: a run directory, its outcome, its report."""
+"""A run directory around a strategy: opened before the run, with outcome and report after it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context, UserConfig
-from flwr.serverapp.strategy import Result
+from flwr.app import ArrayRecord, Context, UserConfig
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 
 from flower_ext import runs
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.state.checkpoint import Checkpoints
 from flower_ext.federation.strategy import FederatedStrategy
 from flower_ext.privacy import Budget
 from flower_ext.runs import RunDirectory, new_run_path
-from flower_ext.runs.directory import Status
-from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, absolute_path, flag, number
+from flower_ext.runs.callbacks import Callback, Callbacks
+from flower_ext.runs.directory import RUNS_VARIABLE, Status
+from flower_ext.runs.settings import INCIDENTAL, UnfitSetting, absolute_path, flag, number, words
+from flower_ext.runs.trackers import callbacks_of
 
 log = getLogger("flwr")
 
@@ -37,9 +44,12 @@ def first_config(config: UserConfig) -> UserConfig:
 
 
 @contextmanager
-def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
-    """A run directory and, after the block, its report; a failure is recorded, then raised.
+def recorded_run(
+    config: UserConfig, name: str, callbacks: Sequence[str | Callback] = ()
+) -> Iterator[RunDirectory]:
+    """Open a run directory; after the block, write the report there.
 
+    A failure or an interruption is recorded, with a report of the rounds until then, and raised.
     With ``resume`` set, the run in ``run-directory`` goes on, if there is one.
 
     Parameters
@@ -48,31 +58,66 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
         The run configuration; its ``run-directory`` names the directory, where it is not empty.
     name : str
         Part of the directory's name otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
+    callbacks : Sequence[str | Callback]
+        Follow the run, besides the trackers that the setting ``trackers`` names.
 
     Raises
     ------
     UnfitSetting
         The run that should go on began with other settings; the message names them.
+    InvalidValue
+        A tracker is unknown, or not installed.
     """
+    following = Callbacks(callbacks_of([*words(config, "trackers"), *callbacks]))
+    run = _opened(config, name)
+    log.info("Run directory: %s", run.path)
+    run.on_round = partial(following.round, run)
+    try:
+        following.begin(run)
+        yield run
+    except BaseException as error:
+        _note_failure(run, error)
+        raise
+    else:
+        _report(run)
+    finally:
+        following.end(run)
+        run.close()
+
+
+def _opened(config: UserConfig, name: str) -> RunDirectory:
     path = _path_to_resume(config)
     if path is not None:
         _check_same(config, _first(path), path)
-        run = RunDirectory.resume(path)
-    elif config.get("run-directory"):
-        run = RunDirectory.create(_named(config), config=config)
-    else:
-        root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()
-        run = RunDirectory.create(new_run_path(root, name, datetime.now(UTC)), config=config)
+        return RunDirectory.resume(path)
+    if config.get("run-directory"):
+        return RunDirectory.create(_named(config), config=config)
+    return RunDirectory.create(new_run_path(runs_folder(), name, datetime.now(UTC)), config=config)
+
+
+def runs_folder() -> Path:
+    """Return the folder in which run directories are made: ``FLOWER_EXT_RUNS``, or ``./runs``."""
+    return Path(os.environ.get(RUNS_VARIABLE, "runs")).expanduser().absolute()
+
+
+def _note_failure(run: RunDirectory, error: BaseException) -> None:
     try:
-        yield run
-    except BaseException as error:
-        try:
-            run.finish("failed", f"{type(error).__name__}: {error}")
-        except OSError as full:  # what ended the run is what counts
-            log.error("the run directory does not say that the run failed: %s", full)
-        raise
-    finally:
-        run.close()
+        run.finish("failed", _reason(error))
+        if run.metrics():
+            _report(run)
+    except Exception as another:  # what ended the run is what counts
+        log.error("the run directory does not say how the run failed: %s", another)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"the run was interrupted by {error or 'Ctrl-C'}"
+    if isinstance(error, SystemExit):
+        return "the run was stopped"
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(run: RunDirectory) -> None:
     print(f"Report: {runs.write_report(run)}", flush=True)
 
 
@@ -127,6 +172,71 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
             f"the run in {path} cannot go on with other settings: {', '.join(differing)}; set "
             "them as they were, or begin a new run"
         )
+
+
+def base_of(strategy: Strategy) -> FederatedStrategy:
+    """Return the strategy that keeps the records of a run: itself, or the one that it wraps.
+
+    Raises
+    ------
+    InvalidValue
+        Neither is a strategy of this package.
+    """
+    base = getattr(strategy, "base", strategy)
+    if not isinstance(base, FederatedStrategy):
+        raise InvalidValue(
+            f"strategy: {type(base).__name__} keeps no record of a run: expected a strategy of "
+            "flower_ext.algorithms (Hosted runs Flower's), or call its own start"
+        )
+    return base
+
+
+def record(
+    run: RunDirectory,
+    strategy: Strategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    **options: Any,
+) -> Result:
+    """Run a strategy in a run directory, and save the outcome there.
+
+    Metrics, checkpoints and guarantees go to ``run``. So does the ledger, if the plan releases
+    noised sums and the strategy has no ledger yet.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        One of this package, or a wrapper with such a ``base``.
+    **options
+        Those of ``strategy.start``.
+
+    Raises
+    ------
+    InvalidValue
+        As `base_of`; or the strategy writes to another run directory, or has run already.
+    """
+    base = base_of(strategy)
+    if base.checkpoints.run is not run:
+        _attach(run, base)
+    result = strategy.start(grid, initial_arrays, **options)
+    save_outcome(run, base, result)
+    return result
+
+
+def _attach(run: RunDirectory, base: FederatedStrategy) -> None:
+    if (other := base.checkpoints.run) is not None:
+        raise InvalidValue(
+            f"run={str(other.path)!r}: the strategy writes to that directory already; leave out "
+            "its run="
+        )
+    if base.participations.rounds:
+        raise InvalidValue(
+            f"strategy: this {type(base).__name__} has run already: make a new one for a new run"
+        )
+    base.progress.run = run
+    base.checkpoints = Checkpoints(run, repeats=base.repeats)
+    if base.accounted.release is not None and base.ledger is None:
+        base.spending.ledger = run.open_ledger()
 
 
 def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:

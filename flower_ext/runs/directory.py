@@ -16,7 +16,7 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -62,6 +62,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.resumed = self.accounted = False
+        self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
+        """Is told of every row that `log` has written."""
         self._open = ExitStack()
 
     @classmethod
@@ -174,7 +176,7 @@ class RunDirectory:
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
     def log(self, round: int, **metrics: float) -> None:
-        """Append one round's metrics.
+        """Append one round's metrics, and tell ``on_round``.
 
         Raises
         ------
@@ -188,6 +190,8 @@ class RunDirectory:
                 raise InvalidValue(f"metric {name}={value!r} of round {round} is not finite")
         line = json.dumps({"round": round, **metrics}).encode()
         append_line(self.metrics_path, line, sync=False)
+        if self.on_round is not None:
+            self.on_round(round, metrics)
 
     @property
     def metrics_path(self) -> Path:

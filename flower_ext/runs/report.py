@@ -28,7 +28,8 @@ def write_report(run: RunDirectory) -> Path:
 
 def _title(run: RunDirectory) -> str:
     config = run.config
-    return f"{config.get('method', 'Run')} on {config.get('dataset', 'unknown data')}"
+    method = str(config.get("method", "Run"))
+    return f"{method} on {config['dataset']}" if "dataset" in config else method
 
 
 def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:

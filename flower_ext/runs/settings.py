@@ -16,8 +16,8 @@ Word = TypeVar("Word", bound=str)
 PATHS = ("run-directory", "data-folder", "state-folder")
 """Settings that say where things are."""
 
-INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout"})
-"""Settings that say where things are and how long to wait: no result depends on them."""
+INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "trackers"})
+"""Settings that say where things go and how long to wait: no result depends on them."""
 
 
 class UnfitSetting(InvalidValue):
@@ -73,6 +73,12 @@ def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
 
     listed = _read(config, name, fits, "integers with commas between them")
     return tuple(map(int, listed.split(","))) if listed else None
+
+
+def words(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Words with commas between them; none where the text is empty, or the app has no such one."""
+    listed = text({name: "", **config}, name)
+    return tuple(word.strip() for word in listed.split(",")) if listed.strip() else ()
 
 
 def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Word:

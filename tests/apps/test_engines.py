@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -350,3 +353,76 @@ def same_upcycling(facts: dict[str, Any], tmp_path: Path) -> None:
     for name, value in expected["model"].items():
         np.testing.assert_allclose(facts["model"][name], value, atol=1e-5)
         assert not np.allclose(facts["model"][name], facts["initial"][name], atol=1e-3)
+
+
+FOREIGN_CLIENTS = 6
+
+
+def holds_all(run: RunDirectory, rounds: int) -> None:
+    assert run.facts["status"] == "completed"
+    assert [row["round"] for row in run.metrics()] == [*range(1, rounds + 1)]
+    assert {g.basis for g in run.guarantees()} == {"provable", "published"}
+    assert len(run.client_metrics()) == FOREIGN_CLIENTS
+    for name in ("ledger.jsonl", "model.safetensors", "checkpoints/asked.jsonl"):
+        assert (run.path / name).is_file()
+
+
+def test_a_foreign_project_is_recorded_by_one_line(tmp_path):
+    server, client = FOREIGN.parts()
+    settings = FOREIGN.config(record=str(tmp_path / "run"))
+    run_in_process(server, client, num_clients=FOREIGN_CLIENTS, run_config=settings)
+    holds_all(RunDirectory.open(tmp_path / "run"), rounds=3)
+
+
+def record_foreign(flower: Flower, *options: str, rounds: int) -> subprocess.CompletedProcess[str]:
+    settings = ("--run-config", f"record='mine' rounds={rounds}")
+    nodes = ("--federation-config", f"num-supernodes={FOREIGN_CLIENTS}")
+    return flower.command("flwr", "run", str(FOREIGN.folder), *nodes, *settings, *options)
+
+
+@pytest.mark.full
+def test_a_foreign_project_that_was_killed_on_ray_goes_on_when_it_is_started_again(
+    flower, tmp_path
+):
+    rounds = 12
+    flower.env["FLOWER_EXT_RUNS"] = str(tmp_path / "runs")
+    done = record_foreign(flower, rounds=rounds)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "runs" / "mine"
+    patience = time.monotonic() + 240
+    while not (path / "metrics.jsonl").exists() or len(RunDirectory.open(path).metrics()) < 3:
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+    (engine,) = (
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "flwr-simulation" in " ".join(process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("FLWR_HOME") == str(flower.home)
+    )
+    engine.kill()
+    psutil.wait_procs([engine], timeout=30)
+    killed = RunDirectory.open(path)
+    assert killed.facts["status"] == "running"
+    before = len(killed.metrics())
+    assert 3 <= before < rounds
+
+    again = record_foreign(flower, "--stream", rounds=rounds)
+    run = RunDirectory.open(path)
+    holds_all(run, rounds)
+    assert len(run.facts["starts"]) == 2
+    reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
+    assert rounds <= reserved <= rounds + 1
+    told = {int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())}
+    assert told == {reserved}  # the round that was given up counts
+    assert (path / "report.html").is_file()
+
+    said = again.stdout + again.stderr
+    assert f"Run directory: {path}" in said
+    assert "resumed after round" in said
+    assert "Traceback" not in said
+    assert "ERROR" not in said
+    assert len(said.splitlines()) < 40 + 5 * rounds
+
+    third = record_foreign(flower, "--stream", rounds=rounds)
+    assert "holds a run that is complete, after 12 rounds" in third.stdout + third.stderr
+    assert RunDirectory.open(path).facts == run.facts

@@ -1,5 +1,7 @@
 """Asking and listening: who is asked in which words, what is accepted, what is counted."""
 
+import logging
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -8,6 +10,7 @@ from flwr.clientapp import ClientApp
 from flower_ext.federation import FederationNotReady, InProcessGrid
 from flower_ext.federation.cohort import identity, partition_of
 from flower_ext.federation.exchange import Exchange
+from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
 from flower_ext.federation.records import RefusedReply
 
@@ -200,3 +203,16 @@ def test_nothing_asked_costs_nothing():
     exchange, grid = connected()
     assert listen(exchange, grid, "train", []) == {}
     assert set(exchange.progress.row.values()) == {0}
+
+
+def test_errors_that_are_expected_stay_out_of_the_log_for_as_long_as_they_are(caplog):
+    log = logging.getLogger("flwr")
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        with unlogged("no such query", "by the engine"):
+            log.error(ValueError("no such query"))
+            log.error("raised by the engine")
+            log.error("another error")
+            log.warning("a warning: no such query")
+        log.error("no such query")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["another error", "a warning: no such query", "no such query"]

@@ -118,23 +118,28 @@ def test_refused_replies_are_in_the_summary(tmp_path):
     assert run.client_metrics() == []
 
 
+@pytest.mark.report
 @pytest.mark.parametrize("error", [ValueError("bad luck"), KeyboardInterrupt("bad luck")])
-def test_a_failure_is_recorded_then_raised_and_no_report_pretends_otherwise(
-    tmp_path, error, capsys
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_then(
+    tmp_path, error, rounds, capsys
 ):
     def fail():
         with recorded_run(config_of(tmp_path / "run"), "toy") as run:
-            run.log(1, loss=2.0)
+            for number in range(rounds):
+                run.log(number + 1, loss=2.0)
             raise error
 
     with pytest.raises(type(error), match="bad luck"):
         fail()
     reopened = RunDirectory.open(tmp_path / "run")
     assert reopened.facts["status"] == "failed"
-    assert reopened.facts["reason"] == f"{type(error).__name__}: bad luck"
-    assert reopened.metrics() == [{"round": 1, "loss": 2.0}]
-    assert not (reopened.path / "report.html").exists()
-    assert "Report:" not in capsys.readouterr().out
+    assert "bad luck" in reopened.facts["reason"]
+    assert len(reopened.metrics()) == rounds
+    assert (reopened.path / "report.html").exists() == bool(rounds)
+    assert ("Report:" in capsys.readouterr().out) == bool(rounds)
+    if rounds:
+        assert "This run is failed" in (reopened.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_named_directory_may_begin_at_home_or_be_relative_and_becomes_absolute(

@@ -9,6 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvgM
 
 from flower_ext.algorithms import DPFedAvg, Upcycled
+from flower_ext.federation import recorded
 from flower_ext.privacy import PoissonSampling, ReleasePlan
 
 app = ServerApp()
@@ -18,12 +19,17 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     torch.manual_seed(0)
     initial = ArrayRecord(torch.nn.Linear(3, 2).state_dict())
+    if name := str(context.run_config["record"]):
+        recorded(strategy_of(), name).start(
+            grid, initial, num_rounds=int(context.run_config["rounds"])
+        )
+        return
     run = dp_fedavg if context.run_config["strategy"] == "dp-fedavg" else upcycled
     facts = run(grid, initial)
     Path(str(context.run_config["output"])).write_text(json.dumps(facts))
 
 
-def dp_fedavg(grid: Grid, initial: ArrayRecord) -> dict:
+def strategy_of() -> DPFedAvg:
     plan = ReleasePlan.for_target(
         epsilon=4.0,
         delta=0.05,
@@ -32,7 +38,11 @@ def dp_fedavg(grid: Grid, initial: ArrayRecord) -> dict:
         clipping_norm=2.0,
         noise_placement="server",
     )
-    strategy = DPFedAvg(plan=plan)
+    return DPFedAvg(plan=plan)
+
+
+def dp_fedavg(grid: Grid, initial: ArrayRecord) -> dict:
+    strategy = strategy_of()
     result = strategy.start(grid, initial, num_rounds=3)
     return {
         "accuracy": result.evaluate_metrics_clientapp[3]["accuracy_mean"],

@@ -1,0 +1,183 @@
+"""The run directory of a strategy in somebody's own ServerApp, by one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from flower_ext.errors import InvalidValue
+from flower_ext.federation.recording import base_of, record, recorded_run, runs_folder
+from flower_ext.federation.strategy import FederatedStrategy
+from flower_ext.runs import RunDirectory
+from flower_ext.runs.callbacks import Callback
+from flower_ext.runs.trackers import callbacks_of
+from flower_ext.training import LocalTraining
+
+
+def recorded(
+    strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[str | Callback] = ()
+) -> Recorded:
+    """Give a strategy a run directory: its ``start`` then records the run, and can go on with it.
+
+    Use it in any ServerApp, which needs no settings of this package::
+
+        strategy = DPFedAvg(plan=plan)
+        result = recorded(strategy, "my-run").start(grid, arrays, num_rounds=60)
+
+    The directory holds settings, metrics of every round, checkpoints, the ledger of a
+    `ReleasePlan`, guarantees, the final model, each client's scores, and a report. A failure or an
+    interruption is recorded there too.
+
+    A name stands for one run. If that run was killed, interrupted or has failed, starting it again
+    goes on after its last finished round. So it does if the run is complete and ``num_rounds`` is
+    higher than before. Without a name, every start makes a new directory.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        One of `flower_ext.algorithms`, or `Upcycled` around such a one. Give it neither ``run=``
+        nor ``ledger=``.
+    name : str or Path
+        A path, where a relative one lies in the folder that the environment variable
+        ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
+        that of the SuperLink: look for the line ``Run directory:`` in the log. If empty, the
+        directory is named by the method and the time.
+    callbacks : Sequence[str | Callback]
+        Follow the run: a `Callback` of your own, or ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+
+    Raises
+    ------
+    InvalidValue
+        The strategy is another one (Flower's own run inside `Hosted`), or a tracker is unknown or
+        not installed.
+    """
+    return Recorded(strategy, name, callbacks)
+
+
+class Recorded:
+    """A strategy whose `start` leaves a run directory; made by `recorded`.
+
+    Attributes
+    ----------
+    run : RunDirectory or None
+        The directory of the last start; None before.
+    """
+
+    def __init__(
+        self, strategy: Strategy, name: str | Path, callbacks: Sequence[str | Callback]
+    ) -> None:
+        self.strategy = strategy
+        self.run: RunDirectory | None = None
+        self._base = base_of(strategy)
+        self._path = runs_folder() / Path(name).expanduser() if str(name) else None
+        self._callbacks = callbacks_of(callbacks)
+
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
+    ) -> Result:
+        """Run up to round ``num_rounds`` and record it, or go on with the run in the directory.
+
+        Parameters
+        ----------
+        **options
+            Those of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
+            ``evaluate_fn``.
+
+        Raises
+        ------
+        UnfitSetting
+            The directory holds a run with another plan, model or strategy; the message names what
+            differs.
+        InvalidValue
+            The run in the directory is complete, or the directory holds something else.
+        InUse
+            Another process writes to the directory.
+        """
+        method = _method(self.strategy)
+        config: dict[str, Any] = {
+            "method": method,
+            "rounds": num_rounds,
+            **_facts(self.strategy, self._base, initial_arrays),
+        }
+        if self._path is not None:
+            _refuse_complete(self._path, num_rounds)
+            config |= {"run-directory": str(self._path), "resume": True}
+        with recorded_run(config, method, self._callbacks) as run:
+            self.run = run
+            return record(
+                run, self.strategy, grid, initial_arrays, num_rounds=num_rounds, **options
+            )
+
+
+def _refuse_complete(path: Path, num_rounds: int) -> None:
+    if not (path / "run.json").is_file():
+        return
+    run = RunDirectory.open(path)
+    done = int(max((row["round"] for row in run.metrics()), default=0))
+    if run.facts["status"] == "completed" and num_rounds <= done:
+        raise InvalidValue(
+            f"{path} holds a run that is complete, after {done} rounds: give recorded(...) "
+            "another name for a new run, or none; to go on with this one, ask for more than "
+            f"num_rounds={num_rounds}"
+        )
+
+
+def _method(strategy: Strategy) -> str:
+    inner = getattr(strategy, "base", None) or getattr(strategy, "server", None)
+    own = type(strategy).__name__
+    return own if inner is None else f"{own}-{_method(inner)}"
+
+
+def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
+    """Return what makes the run the one that it is, as settings: plan, model, options, training."""
+    plan = {name: _plain(getattr(base.plan, name)) for name in _names(base.plan)}
+    plan["planned-rounds"] = plan.pop("rounds", 0)
+    facts = {
+        "plan": type(base.plan).__name__,
+        **plan,
+        "parameters": sum(array.numpy().size for array in arrays.values()),
+        "personal": base.personal,
+        "server-learning-rate": base.server_learning_rate,
+        "stragglers": base.stragglers,
+        "seed": base.seed or 0,
+        "seeded-noise": base.seeded_noise,
+        "evaluate-every": base.evaluate_every,
+        "training-loss": base.training_loss,
+        "diagnostics": base.diagnostics,
+        "frozen": base.frozen,
+        "coefficient": getattr(strategy, "coefficient", None),
+    }
+    for phase, training in base.training.items():
+        # The training of a ClientApp that knows nothing of this package is its own.
+        if not base.any_client_app or training != LocalTraining():
+            facts[f"training-{phase}"] = training
+    told = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
+    return {name: value for name, value in told.items() if value not in ("", None)}
+
+
+def _names(value: Any) -> list[str]:
+    return [field.name for field in fields(value)] if is_dataclass(value) else []
+
+
+def _plain(value: Any) -> str | int | float | bool:
+    """Return a value as a setting, which is the same in every process."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    if value is None:
+        return ""
+    if isinstance(value, tuple | list):
+        return ", ".join(str(_plain(each)) for each in value)
+    if names := _names(value):
+        told = {name: _plain(getattr(value, name)) for name in names}
+        parts = (f"{name}={one}" for name, one in told.items() if one != "")
+        return f"{type(value).__name__}({', '.join(parts)})"
+    return getattr(value, "__qualname__", type(value).__name__)
