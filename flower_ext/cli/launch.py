@@ -6,41 +6,26 @@ needs, and installs the app's dependencies afresh unless told otherwise.
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import sys
-import time
 import tomllib
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from flower_ext.cli.ending import GRACE, interrupted, note_failure
+from flower_ext.cli.ending import Interrupted as Interrupted
+from flower_ext.cli.ending import LaunchFailed as LaunchFailed
+from flower_ext.cli.engines import in_one_process, on_superlink
+from flower_ext.cli.live import RunView
+from flower_ext.cli.processes import environment
 from flower_ext.cli.screen import console
+from flower_ext.cli.simulation import simulation_superlink
 from flower_ext.data import FOLDER_VARIABLE
-from flower_ext.errors import FlowerExtError
-from flower_ext.privacy import LedgerCorrupt
 from flower_ext.runs.directory import NotARun, RunDirectory, new_run_path
-from flower_ext.runs.report import write_report
 from flower_ext.runs.settings import PATHS, clients_setting, integer, num_nodes
-
-_ENGINE = "flower_ext.federation.engines.run_app"
-"""The program of a run in one process; apart from this one, so that Ctrl-C leaves it time."""
-
-PATIENCE = 180
-"""Seconds to wait for a SuperLink that does not answer."""
-
-GRACE = 30
-"""Seconds that an interrupted run in one process has to write its end."""
-
-
-class LaunchFailed(FlowerExtError, RuntimeError):
-    """The app could not be started, or its run did not complete."""
 
 
 def launch(
@@ -49,30 +34,33 @@ def launch(
     superlink: str | None = None,
     nodes: int | None = None,
     settings: Sequence[str] = (),
-    runs: Path = Path("runs"),
+    runs: Path | None = None,
     in_process: bool = False,
     clients: int | None = None,
     workers: int = 1,
     env: Mapping[str, str] | None = None,
     resume: Path | None = None,
+    ray: str | None = None,
+    command: Sequence[str] | None = None,
 ) -> Path | None:
-    """Run an app, streaming its log; returns its run directory, where the app has one.
+    """Run an app, streaming its log; return its run directory, where the app has one here.
 
     Parameters
     ----------
     app : Path
         Folder with the app's ``pyproject.toml``.
     superlink : str, optional
-        Connection of Flower's configuration. None is the local simulation, with as many nodes as
-        the app's setting ``clients`` or ``num-silos``.
+        Connection of Flower's configuration. None is the local simulation.
     nodes : int, optional
-        How many nodes the SuperLink has: the value of that setting, where the app has it. Given
-        for a SuperLink of this machine alone, whose processes see the same files.
+        Number of nodes, for an app without a setting for it. With ``superlink``: the number of
+        its nodes, and the value of that setting; given for a SuperLink of this machine alone,
+        whose processes see the same files.
     settings : Sequence[str]
         Run-config overrides, ``name=value``. Relative paths start here; one to write to is refused
         where the SuperLink may be on another machine.
-    runs : Path
-        Folder in which the run directory is made.
+    runs : Path, optional
+        Folder in which the run directory is made; by default ``runs``. A SuperLink that may be on
+        another machine chooses for itself by default.
     in_process : bool
         All clients in one process, without Ray: what is trained in a round is trained together.
     clients : int, optional
@@ -83,11 +71,18 @@ def launch(
         Variables for Flower's commands; by default `environment`.
     resume : Path, optional
         Run directory of the app that is gone on with, under the settings that it began with.
+    ray : str, optional
+        Address of a Ray cluster that simulates the clients.
+    command : Sequence[str], optional
+        The command line that a resumed run begins with; by default ``flower-ext run`` with the
+        options above.
 
     Raises
     ------
     LaunchFailed
         Unknown setting, no run to resume, ``flwr run`` refused, or the run ended in failure.
+    Interrupted
+        Ctrl-C or SIGTERM ended the run; the message says how to go on with it.
     UnfitSetting
         The numbers of clients in the settings do not fit each other.
     """
@@ -96,12 +91,17 @@ def launch(
         raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
     if workers > 1 and not in_process:
         raise LaunchFailed(f"workers={workers}: Ray starts its own; add --in-process or --clients")
+    if ray is not None and (in_process or superlink is not None):
+        raise LaunchFailed(f"ray={ray}: only a simulation runs on Ray; leave out the other engine")
     defaults, changes = checked_settings(app, settings)
     if resume is not None:
         changes = {**_begun_with(resume, defaults), **changes}
     config = ChainMap(changes, defaults)
     setting = clients_setting(defaults)
+    here = superlink is None or nodes is not None
     if nodes is not None and setting is not None:
+        if superlink is None:
+            raise LaunchFailed(f"--nodes={nodes}: {app} has a setting for it; --set {setting}=N")
         changes.setdefault(setting, nodes * (config.get("clients-per-node") or 1))
     if clients is not None:
         if setting is None:
@@ -110,67 +110,77 @@ def launch(
                 "to [tool.flwr.app.config]"
             )
         changes[setting] = clients
-    if not config.get("run-directory", True):
-        name = str(config.get("method", app.name))
-        changes["run-directory"] = str(new_run_path(runs.absolute(), name, datetime.now(UTC)))
-    here = superlink is None or nodes is not None
+    if (here or runs is not None) and not config.get("run-directory", True):
+        name, folder = str(config.get("method", app.name)), runs or Path("runs")
+        folder = folder.absolute() if here else folder
+        changes["run-directory"] = str(new_run_path(folder, name, datetime.now(UTC)))
     if here and FOLDER_VARIABLE in os.environ and not config.get("data-folder", True):
         changes["data-folder"] = os.environ[FOLDER_VARIABLE]
     changes |= _absolute(config, here=here)
     path = Path(config["run-directory"]) if config.get("run-directory") else None
-    if superlink is None and path and defaults.get("state-folder") == "":
+    if here and path and defaults.get("state-folder") == "" and superlink is None:
         changes.setdefault("state-folder", _state_in(path))  # for --resume
     if in_process and "clients-per-node" in config:
         changes["clients-per-node"] = 1
     if superlink is None and config.get("clients-per-node") == 0:
         changes["clients-per-node"] = per_node = clients_per_node(config)
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
-    count = num_nodes(config)
-    if in_process:
-        if count is None:
-            raise LaunchFailed(
-                f"{app} has no setting 'clients': how many there are is unknown; add it to "
-                "[tool.flwr.app.config]"
-            )
-        engine = [sys.executable, "-m", _ENGINE, str(app), str(workers)]
-        status = _exit_status(engine, json.dumps(dict(config)))
-        if status < 0:
-            reason = f"the run was ended by signal {-status}"
-            _note_failure(path, reason)
-            raise LaunchFailed(reason)
-        if status:
-            raise LaunchFailed("the run ended with the error above")
-        return path
-
-    connection = [superlink] if superlink else []
-    command = ["run", str(app), *connection]
-    for key, value in changes.items():
-        # As TOML, which is JSON here but for escapes beyond the first plane.
-        command += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
-    if superlink is None and count is not None:
-        federation = f"num-supernodes={count} client-resources-num-cpus=1"
-        command += ["--federation-config", federation]
-    env = environment() if env is None else env
-    try:
-        answer = _answer(command, env)
-    except KeyboardInterrupt:
+    count = nodes if setting is None else num_nodes(config)
+    if superlink is None and count is None:
+        alone = "" if in_process else ", or say --nodes=N"
         raise LaunchFailed(
-            "interrupted while the run was being started: if it was, it goes on; "
-            + _how_to_stop("ID", connection)
-        ) from None
-    if not answer.get("success"):
-        hint = hint_on_spaces() if superlink is None else ""
-        raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}{hint}")
-    run_id = str(answer["run-id"])
+            f"{app} has no setting 'clients': how many there are is unknown; add clients = N to "
+            f"[tool.flwr.app.config] of its pyproject.toml{alone}"
+        )
+
+    if env is None:
+        env = environment()
+    patience = GRACE if superlink else 5
+    view = RunView(path if here else None, dict(config))
     try:
-        facts = _finished(run_id, connection, env)
-    except KeyboardInterrupt:
-        facts = _stopped(run_id, connection, env)
-    if facts["status"] != "finished:completed":
-        reason = f"run {run_id} ended as {facts['status']}: {facts['status-details']}"
-        _note_failure(path, reason)
-        raise LaunchFailed(reason)
+        with view:
+            if in_process:
+                in_one_process(app, dict(config), workers, view)
+            elif superlink is not None:
+                on_superlink(app, changes, [superlink], env, view)
+            else:
+                with simulation_superlink(env, ray=ray) as own:
+                    on_superlink(app, changes, [], own, view, simulated=count)
+    except KeyboardInterrupt as error:
+        again = None
+        if "resume" in defaults:
+            options = {"--in-process": in_process, "--workers": workers, "--ray": ray}
+            words = command or _words("flower-ext", "run", app, superlink, **options)
+            place = path or view.named
+            again = [*words, *_to_resume(place, settings, here=here, first=resume is None)]
+        local = path if here or (path and path.exists()) else None
+        raise interrupted(error, local, view.named, again, patience=patience) from None
+    except LaunchFailed as error:
+        note_failure(path, str(error), patience=patience)
+        raise
     return path
+
+
+def _words(*positions: object, **options: object) -> list[str]:
+    """Return the words of a command; options that are False, None or 1 are left out."""
+    words = [str(word) for word in positions if word is not None]
+    for name, value in options.items():
+        if value is True:
+            words.append(name)
+        elif value not in (False, None, 1):
+            words += [name, str(value)]
+    return words
+
+
+def _to_resume(
+    path: Path | str | None, settings: Sequence[str], *, here: bool, first: bool
+) -> list[str]:
+    """Return what a command needs to go on with a run; the run itself says how it began."""
+    if here:
+        told, changed = ["--resume", str(path)], () if first else settings
+    else:  # only the machine of the ServerApp can read it
+        told, changed = [], [*settings, f"run-directory={path}", "resume=true"]
+    return [*told, *(word for setting in changed for word in ("--set", setting))]
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
@@ -186,89 +196,6 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _exit_status(engine: Sequence[str], config: str) -> int:
-    """Run a process that reads ``config``; negative where a signal ended it.
-
-    Ctrl-C reaches it as well: it has `GRACE` seconds to write its end, unless Ctrl-C comes again.
-    """
-    process = subprocess.Popen(engine, stdin=subprocess.PIPE, text=True)
-    try:
-        process.communicate(config)
-    except KeyboardInterrupt:
-        print(
-            f"Interrupted: the run has {GRACE} s to write its end; Ctrl-C again ends it at once",
-            file=sys.stderr,
-            flush=True,
-        )
-        try:
-            process.wait(GRACE)
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait()
-    return process.returncode
-
-
-def _finished(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Stream a run's log until it has finished; what the SuperLink says of it then.
-
-    A SuperLink that does not answer is waited for: the run goes on where its ServerApp does.
-    """
-    subprocess.run(
-        [executable("flwr"), "log", run_id, *connection, "--stream"], check=False, env=env
-    )
-    heard = time.monotonic()
-    while True:
-        try:
-            facts = _facts(run_id, connection, env)
-        except (LaunchFailed, KeyError) as error:
-            if time.monotonic() - heard > PATIENCE:
-                raise LaunchFailed(
-                    f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still go "
-                    "on: look at its run directory, and at `flwr list` once the SuperLink is back"
-                ) from error
-        else:
-            heard = time.monotonic()
-            if str(facts["status"]).startswith("finished"):
-                return facts
-        time.sleep(3)
-
-
-def _stopped(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Stop a run, which would outlive this command; what the SuperLink says of it then."""
-    try:
-        answer = _answer(["stop", run_id, *connection], env)
-        if not answer.get("success"):
-            raise LaunchFailed(str(answer.get("error-message", answer)))
-        return {**_facts(run_id, connection, env), "status-details": "interrupted"}
-    except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
-        raise LaunchFailed(
-            f"interrupted, but run {run_id} could not be stopped: it may go on and spend privacy; "
-            f"{_how_to_stop(run_id, connection)} ({error})"
-        ) from None
-
-
-def _how_to_stop(run_id: str, connection: list[str]) -> str:
-    where = "".join(f" {name}" for name in connection)
-    return f"`flwr list{where}` shows it, `flwr stop {run_id}{where}` ends it"
-
-
-def _facts(run_id: str, connection: list[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """What the SuperLink says of a run."""
-    (facts,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
-    return dict(facts)
-
-
-def _note_failure(path: Path | None, reason: str) -> None:
-    """Let a run directory say how the run ended, where its ServerApp could not."""
-    if path is None or not (path / "run.json").is_file():
-        return
-    run = RunDirectory.open(path)
-    with suppress(NotARun, LedgerCorrupt, OSError):  # what ended the run is what counts
-        if run.facts["status"] == "running":
-            run.finish("failed", reason)
-            write_report(run)
-
-
 def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """An app's defaults, and what ``settings`` (``name=value``) change in them.
 
@@ -278,6 +205,8 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
         There is no app, or no such setting or value of it.
     """
     project = app / "pyproject.toml"
+    if not app.is_dir():
+        raise LaunchFailed(f"{app}: there is no such folder; expected the folder of a Flower app")
     if not project.is_file():
         raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
     try:
@@ -290,7 +219,7 @@ def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any]
 
 
 def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that goes on."""
+    """Return the settings of a run that goes on."""
     if "resume" not in defaults:
         raise LaunchFailed("the app has no setting 'resume': its runs cannot go on")
     try:
@@ -342,57 +271,3 @@ def _override(setting: str, defaults: Mapping[str, Any]) -> tuple[str, Any]:
         return name, {"true": True, "false": False}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise LaunchFailed(f"setting {name}={text!r}: expected {_EXPECTED[kind]}") from None
-
-
-def _answer(arguments: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    done = _flwr([*arguments, "--format", "json"], env)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise LaunchFailed(f"flwr {arguments[0]} failed: {done.stdout}{done.stderr}") from None
-    return answer
-
-
-def _flwr(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [executable("flwr"), *arguments], capture_output=True, text=True, check=False, env=env
-    )
-
-
-def executable(name: str) -> str:
-    """Where a command of Flower is.
-
-    Raises
-    ------
-    LaunchFailed
-        It is not installed.
-    """
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise LaunchFailed(f"the command {name} was not found; pip install 'flwr[simulation]'")
-    return found
-
-
-def environment() -> dict[str, str]:
-    """Variables for Flower's processes: they use what is installed here."""
-    # The environment that runs this command has what the app needs; flwr looks there for its
-    # own commands, and need not install anything.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PYTHONIOENCODING": ":replace",  # a run's log has ε, at which its stream would end
-        **os.environ,
-        "PATH": path,
-    }
-
-
-def hint_on_spaces() -> str:
-    """Return what may be behind an error of a SuperLink that this environment runs, or nothing."""
-    # flwr 1.41 names the folder of its tables in a list that is separated by spaces.
-    if " " not in sys.prefix:
-        return ""
-    return (
-        f"\nFlower's SuperLink finds no tables below a path with spaces, as {sys.prefix}: install "
-        "into an environment elsewhere, or run with --in-process"
-    )

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 
+from flower_ext.cli.ending import signals_as_interrupts
 from flower_ext.cli.launch import launch
 from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
@@ -16,6 +18,7 @@ Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Where the run di
 
 
 def run(
+    ctx: typer.Context,
     app_folder: AppFolder,
     superlink: Annotated[
         str | None,
@@ -27,6 +30,16 @@ def run(
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
     ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Nodes to simulate, for an app without a setting for it."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Ray cluster that simulates the clients (docs/cluster.md)."
+        ),
+    ] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="So many clients, in one process.")
     ] = None,
@@ -42,16 +55,21 @@ def run(
 
     Example: flower-ext run apps/dp2-fedsam --clients 200 --set method=centaur --set rounds=20
     """
-    path = launch(
-        app_folder,
-        superlink=superlink,
-        settings=settings or (),
-        runs=runs,
-        in_process=in_process,
-        clients=clients,
-        workers=workers,
-        resume=resume,
-    )
+    # Of a SuperLink elsewhere only a folder that was meant for it says where runs are made.
+    meant = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE
+    with signals_as_interrupts():
+        path = launch(
+            app_folder,
+            superlink=superlink,
+            nodes=nodes,
+            settings=settings or (),
+            runs=runs if meant or superlink is None else None,
+            in_process=in_process,
+            clients=clients,
+            workers=workers,
+            resume=resume,
+            ray=ray,
+        )
     if path is not None and (path / "run.json").is_file():
         RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:

@@ -63,17 +63,27 @@ def recorded_run(config: UserConfig, name: str) -> Iterator[RunDirectory]:
     else:
         root = Path(os.environ.get("FLOWER_EXT_RUNS", "runs")).absolute()
         run = RunDirectory.create(new_run_path(root, name, datetime.now(UTC)), config=config)
+    log.info("Run directory: %s", run.path)
     try:
         yield run
     except BaseException as error:
         try:
-            run.finish("failed", f"{type(error).__name__}: {error}")
-        except OSError as full:  # what ended the run is what counts
-            log.error("the run directory does not say that the run failed: %s", full)
+            run.finish("failed", _reason(error))
+            runs.write_report(run)
+        except Exception as other:  # what ended the run is what counts
+            log.error("the run directory does not say how the run failed: %s", other)
         raise
     finally:
         run.close()
     print(f"Report: {runs.write_report(run)}", flush=True)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"the run was interrupted by {error or 'Ctrl-C'}"
+    if isinstance(error, SystemExit):
+        return "the run was stopped"
+    return f"{type(error).__name__}: {error}"
 
 
 def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
