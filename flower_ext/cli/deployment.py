@@ -24,6 +24,7 @@ from flower_ext.cli.certificates import make_certificates, make_key
 from flower_ext.cli.processes import (
     HOST,
     ProcessFailed,
+    check_free,
     environment,
     executable,
     free_port,
@@ -55,18 +56,21 @@ class Deployment:
         SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
+    port : int
+        Of the SuperLink, on loopback; 0 is one that nobody listens on.
     """
 
     folder: Path
     nodes: int
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    port: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise InvalidValue(f"nodes={self.nodes!r}: expected at least 1")
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
-        self.port = free_port()
+        self.port = self.port or free_port()
         self.env = {
             **environment(),
             "FLWR_HOME": str(self.home),
@@ -119,7 +123,13 @@ class Deployment:
         )
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, on its database where there is one, and wait for its port."""
+        """Start the SuperLink, on its database where there is one, and wait for its port.
+
+        Raises
+        ------
+        ProcessFailed
+            The port is in use, or nothing listens there after a minute.
+        """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
         words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
@@ -127,6 +137,7 @@ class Deployment:
         words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
         words += ["--ssl-certfile", str(self._certificates / "server.crt")]
         words += ["--ssl-keyfile", str(self._certificates / "server.key")]
+        check_free(self.port, "--port=N")
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink)
 

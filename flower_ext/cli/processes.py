@@ -77,6 +77,21 @@ def listens(host: str, port: int, *, seconds: float = 2) -> bool:
         return False
 
 
+def check_free(port: int, option: str) -> None:
+    """Refuse a port of loopback that somebody listens on; ``option`` names another one.
+
+    Raises
+    ------
+    ProcessFailed
+        Says which port it is.
+    """
+    if listens(HOST, port):
+        raise ProcessFailed(
+            f"port {port} of {HOST} is in use by another process: end that one, or name another "
+            f"port by {option}"
+        )
+
+
 def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
     """Wait until ``process`` listens on a port of loopback.
 

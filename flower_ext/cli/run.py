@@ -15,6 +15,10 @@ from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Where the run directory is made.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
+]
 
 
 def run(
@@ -46,10 +50,7 @@ def run(
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that share the clients of such a run.")
     ] = 1,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
-    ] = None,
+    resume: Resume = None,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 

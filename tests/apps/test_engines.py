@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from flower_ext.cli.deployment import Deployment, free_port
-from flower_ext.cli.launch import environment
+from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.main import app as cli
+from flower_ext.cli.processes import environment, free_port
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
