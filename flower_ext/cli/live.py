@@ -18,7 +18,7 @@ from threading import Thread
 from types import TracebackType
 from typing import IO, Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -179,6 +179,7 @@ def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    table.add_row("", ProgressBar(total=max(total, 1), completed=min(done, total), width=40))
     table.add_row("rounds", f"{done} of {total}{_left(rows, total - done)}")
     if row := _last(rows, "accuracy_mean"):
         table.add_row(
@@ -192,8 +193,7 @@ def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
         table.add_row("answered", f"{row['answered']:.0f} of {row.get('cohort', 0):.0f}")
     if refused := sum(row.get("refused", 0) for row in rows):
         table.add_row("refused", f"{refused:.0f} replies so far")
-    bar = ProgressBar(total=max(total, 1), completed=min(done, total), width=40)
-    return Panel(Group(bar, table), title=run.path.name, title_align="left", expand=False)
+    return Panel(table, title=run.path.name, title_align="left", expand=False)
 
 
 def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:

@@ -1,6 +1,5 @@
 """Runs that a signal ends, on every engine, as real processes; each then goes on to its end."""
 
-import json
 import os
 import pty
 import re
@@ -27,7 +26,7 @@ SETTINGS = {
     "partition": "iid",
     "noise-multiplier": 5,
     "evaluate-every": 2,
-    "clients": 6,
+    "clients": 2,
     "sampling": "everyone",
 }
 SETS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
@@ -97,7 +96,7 @@ def command(tmp_path):
         ),
         pytest.param(signal.SIGTERM, ["run"], marks=pytest.mark.full),
         pytest.param(signal.SIGINT, ["run"], marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, ["deploy", "--nodes", "6"], marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, ["deploy", "--nodes", "2"], marks=pytest.mark.slow),
     ],
     ids=["alone-TERM", "alone-INT", "workers-TERM", "ray-TERM", "ray-INT", "deploy-TERM"],
 )
@@ -190,5 +189,4 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_log(variables, live, comman
     (_, means), (_, spent) = run.series("accuracy_mean"), run.series("epsilon_provable")
     assert f"{means[-1]:.3f} mean" in last
     assert f"ε {spent[-1]:.3g}"[:5] in last
-    assert "answered  6 of 6" in last
-    json.dumps(run.facts)
+    assert "answered  2 of 2" in last
