@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ _PROGRAM = "flower_ext.federation.engines.run_app"
 
 PATIENCE = 180
 """Seconds to wait for a SuperLink that does not answer."""
+
+_LOOK_EVERY = 5
+"""Seconds between two looks at what a run needs."""
 
 
 def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: RunView) -> None:
@@ -73,6 +76,7 @@ def on_superlink(
     view: RunView,
     *,
     simulated: int | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> None:
     """Run an app on the SuperLink that a connection names; ``env`` has Flower's default.
 
@@ -84,6 +88,8 @@ def on_superlink(
         Its name, or nothing for the default one.
     simulated : int, optional
         Nodes to simulate, on a SuperLink of this command's own, which ends with it.
+    watch : Callable[[], None], optional
+        Called every few seconds; the run is given up where it raises.
 
     Raises
     ------
@@ -114,7 +120,7 @@ def on_superlink(
         raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}{hint}")
     run_id = str(answer["run-id"])
     try:
-        facts = _finished(run_id, connection, env, view)
+        facts = _finished(run_id, connection, env, view, watch)
     except KeyboardInterrupt:
         view.close()
         if not own:
@@ -127,7 +133,11 @@ def on_superlink(
 
 
 def _finished(
-    run_id: str, connection: Sequence[str], env: Mapping[str, str], view: RunView
+    run_id: str,
+    connection: Sequence[str],
+    env: Mapping[str, str],
+    view: RunView,
+    watch: Callable[[], None] | None,
 ) -> dict[str, Any]:
     """Stream a run's log until it has finished; return what the SuperLink says of it then.
 
@@ -137,7 +147,9 @@ def _finished(
     program = view.follow(words, env=env, ignored=(signal.SIGINT, signal.SIGHUP))
     try:
         program.tell()
-        program.wait()
+        while not program.ended(_LOOK_EVERY):
+            if watch is not None:
+                watch()
     finally:
         program.process.kill()
     heard = time.monotonic()

@@ -13,8 +13,8 @@ from flower_ext.cli.ending import GRACE, LaunchFailed, interrupted, note_failure
 from flower_ext.cli.engines import in_one_process, on_superlink
 from flower_ext.cli.live import RunView
 from flower_ext.cli.preparing import prepare
-from flower_ext.cli.processes import environment
-from flower_ext.cli.simulation import simulation_superlink
+from flower_ext.cli.processes import ProcessFailed, environment
+from flower_ext.cli.simulation import cluster_watch, simulation_superlink
 
 
 def launch(
@@ -99,8 +99,9 @@ def launch(
             elif superlink is not None:
                 on_superlink(app, run.changes, [superlink], env, view)
             else:
+                watch = None if ray is None else cluster_watch(ray)
                 with simulation_superlink(env, ray=ray) as own:
-                    on_superlink(app, run.changes, [], own, view, simulated=run.nodes)
+                    on_superlink(app, run.changes, [], own, view, simulated=run.nodes, watch=watch)
     except KeyboardInterrupt as error:
         again = None
         if run.resumable:
@@ -110,7 +111,7 @@ def launch(
             again += _to_resume(path or view.named, settings, here=run.here, first=resume is None)
         local = path if run.here or (path and path.exists()) else None
         raise interrupted(error, local, view.named, again, patience=patience) from None
-    except LaunchFailed as error:
+    except (LaunchFailed, ProcessFailed) as error:
         note_failure(path, str(error), patience=patience)
         raise
     return path

@@ -156,6 +156,14 @@ class Followed:
         except BrokenPipeError:
             pass  # it has ended, and says why
 
+    def ended(self, seconds: float) -> bool:
+        """Return whether the program ends within so many seconds."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def wait(self, seconds: float | None = None) -> int:
         """Return the exit status; negative where a signal ended it."""
         status = self.process.wait(seconds)

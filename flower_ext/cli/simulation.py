@@ -8,7 +8,7 @@ are left alone.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from flower_ext.cli.processes import (
 from flower_ext.errors import InvalidValue
 
 _CONNECTION = "simulation"
-_PATIENCE = 20
+_PATIENCE = 15
 """Seconds that a Ray cluster has to answer."""
 
 
@@ -104,6 +104,27 @@ def check_cluster(address: str) -> None:
             f"no Ray cluster answers at {address}: start it with "
             f"`ray start --head --port={port}` on {host}, or see whether a firewall is between"
         )
+
+
+def cluster_watch(address: str) -> Callable[[], None]:
+    """Return a check to be called every few seconds while a run is on a Ray cluster.
+
+    It raises `ProcessFailed` once the cluster was gone three times in a row, because Flower goes on
+    waiting for it.
+    """
+    host, _, port = address.rpartition(":")
+    missed = 0
+
+    def check() -> None:
+        nonlocal missed
+        missed = 0 if listens(host, int(port)) else missed + 1
+        if missed == 3:
+            raise ProcessFailed(
+                f"the Ray cluster at {address} no longer answers: start it again, and go on with "
+                "the run by --resume"
+            )
+
+    return check
 
 
 def _answers(address: str) -> bool:
