@@ -19,8 +19,8 @@ from flower_ext.cli.processes import (
 from flower_ext.cli.simulation import check_cluster, simulation_superlink
 from flower_ext.errors import InvalidValue
 from flower_ext.runs import RunDirectory
-from tests.cli.test_ending import SETS, Command
 from tests.support.apps import DP2_FEDSAM
+from tests.support.commands import SETS, Command
 
 NODES = ["--set", "clients-per-node=1"]
 
