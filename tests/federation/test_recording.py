@@ -118,10 +118,16 @@ def test_refused_replies_are_in_the_summary(tmp_path):
     assert run.client_metrics() == []
 
 
-@pytest.mark.parametrize("error", [ValueError("bad luck"), KeyboardInterrupt("bad luck")])
-def test_a_failure_is_recorded_then_raised_and_no_report_pretends_otherwise(
-    tmp_path, error, capsys
-):
+@pytest.mark.report
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("bad luck"), "ValueError: bad luck"),
+        (KeyboardInterrupt("bad luck"), "the run was interrupted by bad luck"),
+        (SystemExit("bad luck"), "the run was stopped"),
+    ],
+)
+def test_a_failure_is_recorded_then_raised_and_the_report_says_so(tmp_path, error, reason):
     def fail():
         with recorded_run(config_of(tmp_path / "run"), "toy") as run:
             run.log(1, loss=2.0)
@@ -131,10 +137,9 @@ def test_a_failure_is_recorded_then_raised_and_no_report_pretends_otherwise(
         fail()
     reopened = RunDirectory.open(tmp_path / "run")
     assert reopened.facts["status"] == "failed"
-    assert reopened.facts["reason"] == f"{type(error).__name__}: bad luck"
+    assert reopened.facts["reason"] == reason
     assert reopened.metrics() == [{"round": 1, "loss": 2.0}]
-    assert not (reopened.path / "report.html").exists()
-    assert "Report:" not in capsys.readouterr().out
+    assert reason in (reopened.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_named_directory_may_begin_at_home_or_be_relative_and_becomes_absolute(
