@@ -50,7 +50,7 @@ def main() -> None:
 
     SIGTERM ends the run in order, with the exit status 143.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    former = signal.signal(signal.SIGTERM, _interrupt)
     try:
         run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
     except KeyboardInterrupt as end:
@@ -59,6 +59,8 @@ def main() -> None:
         sys.exit("Error: interrupted")
     except FlowerExtError as error:
         sys.exit(f"Error: {error}")
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
