@@ -18,9 +18,8 @@ RUNS ?= $(CURDIR)/runs
 
 DEPLOY_SETTINGS ?= --set rounds=3 --set sampling=everyone --set partition=iid
 
-# Flower's local SuperLink of this checkout: apart from any other, and ended afterwards.
+# Flower's files of this checkout.
 export FLWR_HOME ?= $(CURDIR)/.flwr
-export FLWR_LOCAL_SUPERLINK_HTTP_API_PORT ?= 39191
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
@@ -34,8 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	@status=0; $(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)" || status=$$?; \
-	pkill -f "[f]lower-super.*$$(printf %s "$$FLWR_HOME" | sed 's|[^[:alnum:]/]|.|g')" || true; exit $$status
+	$(BIN)/flower-ext run apps/dp2-fedsam --runs "$(RUNS)"
 
 deploy: install
 	$(BIN)/flower-ext deploy apps/dp2-fedsam --nodes 4 --runs "$(RUNS)" $(DEPLOY_SETTINGS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -11,9 +10,12 @@ from typing import Annotated
 import typer
 
 from flower_ext.cli.deployment import CONNECTION, Deployment
-from flower_ext.cli.launch import checked_settings, launch
-from flower_ext.cli.run import AppFolder, Runs
+from flower_ext.cli.ending import signals_as_interrupts
+from flower_ext.cli.launch import launch
+from flower_ext.cli.preparing import checked_settings
+from flower_ext.cli.run import AppFolder, Resume, Runs
 from flower_ext.cli.screen import Settings, console
+from flower_ext.runs.directory import new_run_path
 
 
 def deploy(
@@ -27,26 +29,42 @@ def deploy(
             help="Where certificates, keys, database and logs are, and stay; by default nowhere."
         ),
     ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the SuperLink; 0: one that is free.")
+    ] = 0,
+    resume: Resume = None,
 ) -> None:
     """Run an app on a SuperLink and SuperNodes of this machine, with TLS and registered keys.
 
-    Everything that is started is ended again: a rehearsal of docs/deploy.md on loopback.
+    Everything that is started is ended again: a rehearsal of docs/deploy.md on loopback. What
+    clients remember stays in the run directory, for --resume.
 
     Example: flower-ext deploy apps/dp2-fedsam --nodes 4 --set rounds=3
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ended from outside: end them as well
-    with TemporaryDirectory() as temporary:
-        deployment = Deployment(folder or Path(temporary), nodes)
-        checked_settings(app_folder, settings or ())  # not after a minute of starting
+    given = list(settings or ())
+    defaults, changes = checked_settings(app_folder, given)  # not after a minute of starting
+    place = resume or changes.get("run-directory") or defaults.get("run-directory")
+    if not place and "run-directory" in defaults:
+        name = str({**defaults, **changes}.get("method", app_folder.name))
+        place = new_run_path(runs.absolute(), name, datetime.now(UTC))
+        given.append(f"run-directory={place}")
+    with signals_as_interrupts(), TemporaryDirectory() as temporary:
+        home = folder or Path(temporary)
+        state = Path(place or home).expanduser().absolute() / "state"
+        deployment = Deployment(home, nodes, {"state-folder": str(state)}, port)
+        again = ["flower-ext", "deploy", str(app_folder), "--nodes", str(nodes)]
+        again += [] if folder is None else ["--folder", str(folder)]
         with deployment:
             console.print(f"SuperLink on port {deployment.port}, {nodes} SuperNodes online")
             path = launch(
                 app_folder,
                 superlink=CONNECTION,
                 nodes=nodes,
-                settings=settings or (),
+                settings=given,
                 runs=runs,
                 env=deployment.env,
+                resume=resume,
+                command=again,
             )
     if path is not None:
         console.print(f"Report: {path / 'report.html'}", soft_wrap=True)

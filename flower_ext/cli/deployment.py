@@ -10,9 +10,7 @@ frozen and started again, as can the SuperLink: the ServerApp runs under a Super
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -23,17 +21,25 @@ from secrets import token_bytes
 from typing import Any
 
 from flower_ext.cli.certificates import make_certificates, make_key
-from flower_ext.cli.launch import environment, executable, hint_on_spaces
-from flower_ext.errors import FlowerExtError, InvalidValue
+from flower_ext.cli.processes import (
+    HOST,
+    ProcessFailed,
+    check_free,
+    environment,
+    executable,
+    free_port,
+    hint_on_spaces,
+    signal_group,
+    wait_for_port,
+)
+from flower_ext.errors import InvalidValue
 from flower_ext.runs.files import write_whole
 
 CONNECTION = "loopback"
 """Name of the deployment in Flower's configuration: ``flwr run APP loopback``."""
 
-HOST = "127.0.0.1"
 
-
-class DeploymentFailed(FlowerExtError, RuntimeError):
+class DeploymentFailed(ProcessFailed):
     """A process of the deployment ended, or does not do what was asked of it."""
 
 
@@ -50,18 +56,21 @@ class Deployment:
         SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
+    port : int
+        Of the SuperLink, on loopback; 0 is one that nobody listens on.
     """
 
     folder: Path
     nodes: int
     node_config: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    port: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise InvalidValue(f"nodes={self.nodes!r}: expected at least 1")
         self.folder = Path(self.folder).absolute()
         self.home = self.folder / "flwr"
-        self.port = free_port()
+        self.port = self.port or free_port()
         self.env = {
             **environment(),
             "FLWR_HOME": str(self.home),
@@ -114,7 +123,13 @@ class Deployment:
         )
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, on its database where there is one, and wait for its port."""
+        """Start the SuperLink, on its database where there is one, and wait for its port.
+
+        Raises
+        ------
+        ProcessFailed
+            The port is in use, or nothing listens there after a minute.
+        """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
         words += ["--disable-runtime-dependency-installation", "--isolation", "process"]
@@ -122,6 +137,7 @@ class Deployment:
         words += ["--ssl-ca-certfile", str(self._certificates / "ca.crt")]
         words += ["--ssl-certfile", str(self._certificates / "server.crt")]
         words += ["--ssl-keyfile", str(self._certificates / "server.key")]
+        check_free(self.port, "--port=N")
         self.superlink = self._start("superlink", *words)
         wait_for_port(self.port, self.superlink)
 
@@ -236,33 +252,3 @@ class Deployment:
             )
         self._started.append(process)
         return process
-
-
-def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a process and all that it started; one that has ended is no error."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    """Wait until somebody listens.
-
-    Raises
-    ------
-    DeploymentFailed
-        ``process``, which should, has ended or takes too long.
-    """
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex((HOST, port)) == 0:
-                return
-        time.sleep(0.2)
-    raise DeploymentFailed(f"nothing listens on port {port}; exit status {process.poll()}")

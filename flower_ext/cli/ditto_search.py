@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_ext.cli.launch import LaunchFailed, launch
+from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli.launch import launch
 from flower_ext.errors import InvalidValue
 from flower_ext.planning import EmpiricalSchedule, Outcome, alternating_search
 from flower_ext.runs.directory import RunDirectory

@@ -8,14 +8,17 @@ from __future__ import annotations
 import ast
 import io
 import sys
+from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import click
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
+from typer.models import ArgumentInfo
 
 from flower_ext import __version__
 from flower_ext.cli.screen import Command, console
@@ -46,8 +49,15 @@ class Commands(TyperGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Load the command that is called."""
-        name, found, rest = super().resolve_command(ctx, args)
+        """Load the command that is called; a misspelt one is answered with the nearest."""
+        self.suggest_commands = False  # of Typer, beside Click's own
+        try:
+            name, found, rest = super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            alike = get_close_matches(args[0], self.commands)
+            if alike and "Did you mean" not in error.message:  # Click before 8.5
+                raise click.UsageError(f"{error.message} Did you mean {alike[0]!r}?", ctx) from None
+            raise
         return name, found if name is None else _loaded(name), rest
 
 
@@ -61,7 +71,22 @@ def _loaded(name: str) -> click.Command:
     alone = typer.Typer(**_PLAIN)
     function = getattr(import_module(f"flower_ext.cli.{COMMANDS[name]}"), name)
     alone.command(name, cls=Command)(function)
-    return get_command(alone)
+    command = get_command(alone)
+    _restore_help(command, function)
+    return command
+
+
+def _restore_help(command: click.Command, function: Callable[..., object]) -> None:
+    """Give positional arguments their help texts again.
+
+    Click 8.5 sets the help of an argument in its constructor. Typer 0.20, the newest that Flower
+    allows, sets it before and passes none on.
+    """
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for note in getattr(hint, "__metadata__", ()):
+            if isinstance(note, ArgumentInfo):
+                (argument,) = (each for each in command.params if each.name == name)
+                argument.help = note.help
 
 
 def _print_version(asked: bool) -> None:

@@ -6,16 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click.core import ParameterSource
 
+from flower_ext.cli.ending import signals_as_interrupts
 from flower_ext.cli.launch import launch
 from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")]
 Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Where the run directory is made.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
+]
 
 
 def run(
+    ctx: typer.Context,
     app_folder: AppFolder,
     superlink: Annotated[
         str | None,
@@ -27,31 +34,43 @@ def run(
         bool,
         typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
     ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Nodes to simulate, for an app without a setting for it."),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Ray cluster that simulates the clients (docs/cluster.md)."
+        ),
+    ] = None,
     clients: Annotated[
         int | None, typer.Option(min=1, help="So many clients, in one process.")
     ] = None,
     workers: Annotated[
         int, typer.Option(min=1, help="Processes that share the clients of such a run.")
     ] = 1,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
-    ] = None,
+    resume: Resume = None,
 ) -> None:
     """Run a Flower app, show its log, and exit with 1 if the run failed.
 
     Example: flower-ext run apps/dp2-fedsam --clients 200 --set method=centaur --set rounds=20
     """
-    path = launch(
-        app_folder,
-        superlink=superlink,
-        settings=settings or (),
-        runs=runs,
-        in_process=in_process,
-        clients=clients,
-        workers=workers,
-        resume=resume,
-    )
+    # Of a SuperLink elsewhere only a folder that was meant for it says where runs are made.
+    meant = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE
+    with signals_as_interrupts():
+        path = launch(
+            app_folder,
+            superlink=superlink,
+            nodes=nodes,
+            settings=settings or (),
+            runs=runs if meant or superlink is None else None,
+            in_process=in_process,
+            clients=clients,
+            workers=workers,
+            resume=resume,
+            ray=ray,
+        )
     if path is not None and (path / "run.json").is_file():
         RunDirectory.open(path).note(app=str(app_folder.absolute()))  # for export
     if path is not None and superlink is None:

@@ -49,6 +49,6 @@ class Command(TyperCommand):
 
 
 def failed(error: Exception) -> typer.Exit:
-    """Print why a command failed, and return what ends it with 1."""
-    _errors.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
-    return typer.Exit(1)
+    """Print why a command failed; return what ends it with 1, or as a signal's default would."""
+    _errors.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+    return typer.Exit(getattr(error, "exit_status", 1))

@@ -14,7 +14,8 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.markup import escape
 
-from flower_ext.cli.launch import LaunchFailed, checked_settings
+from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli.preparing import checked_settings
 from flower_ext.cli.screen import console, titled_table
 from flower_ext.runs.files import write_whole
 from flower_ext.runs.page import Markup, escaped

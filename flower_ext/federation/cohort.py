@@ -32,6 +32,8 @@ _NO_PARTITION = str(None)
 _ADDRESS = "address"
 _SAY_EVERY = 10.0
 """Seconds between two lines in the log while nodes are missing."""
+_SAY_HOW_AFTER = 5.0
+"""Seconds after which the log says how there are more nodes; a simulation's are there by then."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
@@ -47,12 +49,17 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
         Fewer (after ``timeout`` seconds) or more nodes than expected: the sampling rate would
         not be the one accounted.
     """
-    said = time.monotonic()
-    deadline = said + timeout
+    started = said = time.monotonic()
+    deadline, told = started + timeout, False
     while len(nodes := sorted(grid.get_node_ids())) < expected:
         if time.monotonic() >= said:
             log.info("waiting for nodes: %d of %d are connected", len(nodes), expected)
             said += _SAY_EVERY
+        if not told and time.monotonic() >= started + _SAY_HOW_AFTER:
+            log.warning(
+                "%d of %d nodes are connected: %s", len(nodes), expected, _how(grid, expected)
+            )
+            told = True
         if time.monotonic() > deadline:
             raise FederationNotReady(
                 f"{len(nodes)} of {expected} nodes connected after {timeout:.0f} s; start more "
@@ -66,6 +73,16 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
             "set the population to the number of nodes"
         )
     return nodes
+
+
+def _how(grid: Grid, expected: int) -> str:
+    """Return what to do for more nodes to be there."""
+    if simulates(grid):
+        return (
+            "end this run and start it again with as many as the plan counts on: "
+            f'flwr run … --federation-config "num-supernodes={expected}"'
+        )
+    return "start more SuperNodes, or lower the plan's population"
 
 
 def refuse_foreign(

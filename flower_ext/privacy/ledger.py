@@ -103,7 +103,7 @@ class Ledger:
     LedgerLocked
         Another process has it open.
     LedgerCorrupt
-        The hash chain is broken; the message names the line.
+        The hash chain is broken; the message names the file and the line.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class Ledger:
         Raises
         ------
         LedgerCorrupt
-            The hash chain is broken; the message names the line.
+            The hash chain is broken; the message names the file and the line.
         """
-        return parse_chain(Path(path).read_bytes())[0]
+        return parse_chain(Path(path).read_bytes(), path)[0]
 
     def _check_budget(self, release: Release, round: int) -> None:
         if self.budget is None:
@@ -264,7 +264,7 @@ class Ledger:
 
     def _recover(self) -> list[dict[str, Any]]:
         """Verified entries. A torn last line never became durable, so its release never began."""
-        entries, whole = parse_chain(self.path.read_bytes())
+        entries, whole = parse_chain(self.path.read_bytes(), self.path)
         if os.fstat(self._file).st_size > whole:
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
@@ -285,13 +285,13 @@ def _digest(entry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def parse_chain(content: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Entries of all whole lines, and how many bytes those take.
+def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the entries of all whole lines of a ledger at ``path``, and how many bytes they take.
 
     Raises
     ------
     LedgerCorrupt
-        The hash chain is broken; the message names the line.
+        The hash chain is broken; the message names the file and the line.
     """
     whole = content.rfind(b"\n") + 1
     entries: list[dict[str, Any]] = []
@@ -308,7 +308,7 @@ def parse_chain(content: bytes) -> tuple[list[dict[str, Any]], int]:
             sound = False
         if not sound:
             raise LedgerCorrupt(
-                f"line {number + 1} was changed, or one before it removed; "
+                f"{path}: line {number + 1} was changed, or one before it removed; "
                 "restore the file from a copy, or begin a new run"
             )
         entries.append(entry)

@@ -240,7 +240,7 @@ def _locked(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        entries, whole = parse_chain(path.read_bytes())
+        entries, whole = parse_chain(path.read_bytes(), path)
         if os.fstat(file).st_size > whole:  # torn by a crash: its round never began
             os.ftruncate(file, whole)
         yield file, entries

@@ -30,7 +30,7 @@ from safetensors.torch import save
 
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy import Budget, Guarantee, Ledger
-from flower_ext.runs.files import append_line, lock, whole_lines, write_rows, write_whole
+from flower_ext.runs.files import InUse, append_line, lock, whole_lines, write_rows, write_whole
 
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
@@ -127,6 +127,14 @@ class RunDirectory:
     def close(self) -> None:
         """Let another run go on here; the ledgers that were opened are closed too."""
         self._open.close()
+
+    def free(self) -> bool:
+        """Return whether no process is writing the run at the moment."""
+        try:
+            lock(self.path / _LOCK).close()
+        except InUse:
+            return False
+        return True
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:

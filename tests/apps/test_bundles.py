@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flower_ext.cli.launch import executable
 from flower_ext.cli.new import copy, templates
+from flower_ext.cli.processes import executable
 from flower_ext.runs import RunDirectory
 
 LARGEST = 10 * 1024**2

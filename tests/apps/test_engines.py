@@ -18,9 +18,9 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from flower_ext.cli.deployment import Deployment, free_port
-from flower_ext.cli.launch import environment
+from flower_ext.cli.deployment import Deployment
 from flower_ext.cli.main import app as cli
+from flower_ext.cli.processes import environment, free_port
 from flower_ext.federation import run_in_process
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import num_nodes
@@ -172,7 +172,7 @@ def test_a_run_that_ended_goes_on_in_a_new_simulation_with_what_its_clients_reme
     same_run(run, in_process(DP2_FEDSAM, tmp_path / "whole", rounds=3))
 
 
-def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path, capfd):
+def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_path):
     settings = {**UPCYCLED_FL.small, "run-directory": tmp_path / "run"}
     words = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in settings.items()]
     options = [part for word in words for part in ("--set", word)]
@@ -182,7 +182,7 @@ def test_a_run_in_one_process_is_that_run_and_fails_when_it_fails(flower, tmp_pa
     same_run(RunDirectory.open(tmp_path / "run"), in_process(UPCYCLED_FL, tmp_path / "reference"))
     again = CliRunner().invoke(cli, [str(word) for word in command])
     assert again.exit_code == 1
-    said = capfd.readouterr().err
+    said = again.stderr
     assert "is not empty; name a new one" in said
     assert "Traceback" not in said
 

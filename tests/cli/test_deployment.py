@@ -1,5 +1,6 @@
 """A deployment before it starts; its processes are in tests/apps/test_deployment.py."""
 
+import socket
 import tomllib
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from flower_ext.cli import deployment
 from flower_ext.cli.deployment import Deployment
+from flower_ext.cli.processes import HOST, ProcessFailed
 
 
 def test_a_deployment_needs_a_node(tmp_path):
@@ -26,7 +28,18 @@ def test_a_deployment_is_prepared_whatever_its_folder_is_called(tmp_path):
 def test_a_deployment_that_does_not_come_up_ends_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(deployment, "executable", lambda name: "/bin/false")
     world = Deployment(tmp_path / "world", nodes=1)
-    with pytest.raises(deployment.DeploymentFailed, match="nothing listens on port"), world:
+    with pytest.raises(ProcessFailed, match="nothing listens on port"), world:
         pass
     assert world.superlink is not None
     assert world.superlink.poll() is not None
+
+
+def test_a_port_in_use_is_named_with_what_changes_it(tmp_path):
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        world = Deployment(tmp_path / "world", nodes=1, port=port)
+        with pytest.raises(ProcessFailed, match=f"port {port} .* in use .* --port=N"), world:
+            pass
+    assert world.superlink is None

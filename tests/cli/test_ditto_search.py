@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flower_ext.cli.ditto_search import search_by_runs
-from flower_ext.cli.launch import LaunchFailed
+from flower_ext.cli.ending import LaunchFailed
 from flower_ext.cli.main import app
 from flower_ext.privacy import Ledger
 from flower_ext.privacy.shared_ledger import spent_by_run, total_spent

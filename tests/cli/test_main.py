@@ -11,11 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 import flower_ext
+from flower_ext.cli import main
 from flower_ext.cli import run as run_command
 from flower_ext.cli.calibrate import noise_text
 from flower_ext.cli.deployment import Deployment
-from flower_ext.cli.launch import LaunchFailed
-from flower_ext.cli.main import app
+from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli.main import COMMANDS, app
 from flower_ext.planning import PilotEstimates
 from flower_ext.privacy import Budget, NeighboringRelation, PrivacyUnit, epsilon_text
 from flower_ext.privacy.shared_ledger import Charge, charge, note_uncovered
@@ -261,6 +262,8 @@ def test_run_of_something_else_fails(tmp_path):
     done = call("run", str(tmp_path))
     assert done.exit_code == 1
     assert "no pyproject.toml" in done.stderr
+    missing = call("run", str(tmp_path / "nowhere"))
+    assert "there is no such folder" in missing.stderr
 
 
 def test_messages_with_brackets_arrive_whole(monkeypatch):
@@ -574,14 +577,25 @@ def test_the_list_of_commands_is_shown_without_loading_any():
     assert not loaded & {"torch", "numpy", "flwr", "ray", "scipy", "matplotlib"}
 
 
-def test_a_misspelt_command_is_answered_with_the_nearest():
-    assert "Did you mean 'ledger'" in call("leger").output
+def test_a_misspelt_command_is_answered_once_with_the_nearest():
+    said = call("leger").output
+    assert said.count("No such command") == said.count("Did you mean 'ledger'") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_parameter_of_a_command_has_a_help_text_that_is_shown(command):
+    loaded = main._loaded(command)
+    shown = " ".join(call(command, "--help").output.replace("│", " ").split())
+    for parameter in loaded.params:
+        text = getattr(parameter, "help", None)
+        assert text, parameter.name
+        assert " ".join(text.split())[:30] in shown, parameter.name
 
 
 def test_what_a_terminal_cannot_show_ends_no_command():
     code = (
-        "import sys; from pathlib import Path; from flower_ext.cli import main as cli, launch; "
-        "launch.checked_settings(Path('apps/uldp-fl'), []); "
+        "import sys; from pathlib import Path; from flower_ext.cli import main as cli, preparing; "
+        "preparing.checked_settings(Path('apps/uldp-fl'), []); "
         "sys.argv = ['x', 'calibrate', '--help']; cli.main()"
     )
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
@@ -653,7 +667,7 @@ def test_ledger_refuses_a_broken_account_a_missing_one_and_that_of_a_run(tmp_pat
     (broken := tmp_path / "broken.jsonl").write_text("{}\n")
     for path, said, code in (
         (own, "of one run", 2),
-        (broken, "line 1", 1),
+        (broken, f"{broken}: line 1", 1),
         (tmp_path / "none.jsonl", "No such file", 1),
     ):
         done = call("ledger", str(path))

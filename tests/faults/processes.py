@@ -32,8 +32,10 @@ import psutil
 from flwr.app import Context, Message, RecordDict
 from safetensors.numpy import load_file
 
-from flower_ext.cli.deployment import CONNECTION, Deployment, signal_group
-from flower_ext.cli.launch import LaunchFailed, launch
+from flower_ext.cli.deployment import CONNECTION, Deployment
+from flower_ext.cli.ending import LaunchFailed
+from flower_ext.cli.launch import launch
+from flower_ext.cli.processes import signal_group
 from flower_ext.federation import InProcessGrid
 from flower_ext.federation.engines.run_app import load_app
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of

@@ -119,10 +119,17 @@ def test_refused_replies_are_in_the_summary(tmp_path):
 
 
 @pytest.mark.report
-@pytest.mark.parametrize("error", [ValueError("bad luck"), KeyboardInterrupt("bad luck")])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("bad luck"), "ValueError: bad luck"),
+        (KeyboardInterrupt("bad luck"), "the run was interrupted by bad luck"),
+        (SystemExit("bad luck"), "the run was stopped"),
+    ],
+)
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_then(
-    tmp_path, error, rounds, capsys
+    tmp_path, error, reason, rounds, capsys
 ):
     def fail():
         with recorded_run(config_of(tmp_path / "run"), "toy") as run:
@@ -134,12 +141,12 @@ def test_a_failure_is_recorded_then_raised_with_a_report_of_the_rounds_until_the
         fail()
     reopened = RunDirectory.open(tmp_path / "run")
     assert reopened.facts["status"] == "failed"
-    assert "bad luck" in reopened.facts["reason"]
+    assert reopened.facts["reason"] == reason
     assert len(reopened.metrics()) == rounds
     assert (reopened.path / "report.html").exists() == bool(rounds)
     assert ("Report:" in capsys.readouterr().out) == bool(rounds)
     if rounds:
-        assert "This run is failed" in (reopened.path / "report.md").read_text(encoding="utf-8")
+        assert reason in (reopened.path / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_named_directory_may_begin_at_home_or_be_relative_and_becomes_absolute(

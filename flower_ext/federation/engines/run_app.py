@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 import tomllib
 from pathlib import Path
+from types import FrameType
 
 from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
@@ -44,13 +46,27 @@ def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessG
 
 
 def main() -> None:
-    """Run the app that the command line names; an error that people can mend is one line."""
+    """Run the app that the command line names; an error that people can mend is one line.
+
+    SIGTERM ends the run in order, with the exit status 143.
+    """
+    former = signal.signal(signal.SIGTERM, _interrupt)
     try:
         run_app(Path(sys.argv[1]), json.load(sys.stdin), workers=int(sys.argv[2]))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as end:
+        if end.args:
+            sys.exit(128 + signal.SIGTERM)
         sys.exit("Error: interrupted")
     except FlowerExtError as error:
         sys.exit(f"Error: {error}")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    """End the run once: a second signal does not disturb how it writes its end."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

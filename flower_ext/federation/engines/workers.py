@@ -157,7 +157,8 @@ class Workers:
 
     def _serve(self, channel: _Channel, other_end: _Channel) -> None:
         """Answer for the clients of this process until the server's has ended or asks to stop."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others,
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this signal
         torch.seed()  # not the numbers that the other processes draw
         for other in (other_end, *(earlier for _, earlier in self._others)):
             other.connection.close()  # else the server's end would never seem closed

@@ -1,0 +1,259 @@
+"""What a run shows while it goes on: its log, and in a terminal a live view below it.
+
+The view reads the run directory, so that it is the same whatever runs the clients. In a pipe, with
+``NO_COLOR`` or on a terminal that cannot move its cursor there is the log alone, without any codes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flower_ext.privacy import LedgerCorrupt, epsilon_text
+from flower_ext.runs.directory import NotARun, RunDirectory
+
+_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")
+_NAMED = re.compile(r"Run directory: (\S.*)")
+_RECENT = 10
+"""Rounds whose mean time is taken for that of the rounds to come."""
+
+
+class RunView:
+    """Shows a run; use it as a context manager.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The run directory, where it is known and on this machine.
+    config : Mapping[str, Any]
+        The run's settings.
+    """
+
+    def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
+        self.path, self._config = path, config
+        self.named: str | None = None
+        """The run directory as the run's log names it, on whatever machine that is."""
+        self._live: Live | None = None
+        self._seen: tuple[int, ...] = ()
+        self._panel: Panel | Text = Text()
+        if path is not None and cursor_moves():
+            # Not the commands' own console: this one knows the terminal as it is now.
+            self._live = Live(
+                console=Console(highlight=False),
+                get_renderable=self._now,
+                refresh_per_second=2,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+
+    def __enter__(self) -> RunView:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the view; a last picture of it stays in the terminal, where there is any."""
+        if self._live is not None and self._live.is_started:
+            last = self._now()
+            self._live.stop()
+            if isinstance(last, Panel):
+                self._live.console.print(last)
+
+    def show(self, line: str, stream: IO[str]) -> None:
+        """Print a line of the log, above the view where there is one."""
+        if found := _NAMED.search(_CODES.sub("", line)):
+            self.named = found[1].strip()
+        if self._live is not None:
+            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+            return
+        plain = line if stream.isatty() and cursor_moves() else _CODES.sub("", line)
+        stream.write(plain + "\n")
+        stream.flush()
+
+    def follow(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        ignored: Sequence[int] = (),
+    ) -> Followed:
+        """Start a program whose lines are shown; ``ignored`` are signals that it does not get."""
+        return Followed(command, self, env=env, ignored=ignored)
+
+    def _now(self) -> Panel | Text:
+        if self.path is None or not (self.path / "run.json").is_file():
+            return Text("starting …", style="dim")
+        run = RunDirectory(self.path)
+        files = (run.metrics_path, self.path / "run.json")
+        seen = tuple(file.stat().st_mtime_ns for file in files if file.exists())
+        if seen != self._seen:
+            # A file that is just being written: the next look finds it whole.
+            with suppress(NotARun, LedgerCorrupt, OSError, KeyError):
+                self._panel, self._seen = panel(run, self._config), seen
+        return self._panel
+
+
+class Followed:
+    """A program whose lines a view shows as they come."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        view: RunView,
+        *,
+        env: Mapping[str, str] | None,
+        ignored: Sequence[int],
+    ) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env={**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            preexec_fn=lambda: _ignore(ignored),
+        )
+        pairs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._readers = [
+            Thread(target=_pump, args=(source, view, sink), daemon=True) for source, sink in pairs
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def tell(self, text: str = "") -> None:
+        """Write the program's whole input."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(text)
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended, and says why
+
+    def ended(self, seconds: float) -> bool:
+        """Return whether the program ends within so many seconds."""
+        try:
+            self.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Return the exit status; negative where a signal ended it."""
+        status = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join(2)  # a child of it may hold its output open
+        return status
+
+
+def cursor_moves() -> bool:
+    """Return whether standard output is a terminal on which a picture can be redrawn."""
+    dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
+    """Return a picture of how far a run is, how well it does, and what it has spent."""
+    facts, rows = run.facts, run.metrics()
+    config = {**facts["config"], **config}
+    total = _total(config, facts["config"])
+    done = int(rows[-1]["round"]) if rows else 0
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("", ProgressBar(total=max(total, 1), completed=min(done, total), width=40))
+    table.add_row("rounds", f"{done} of {total}{_left(rows, total - done)}")
+    if row := _last(rows, "accuracy_mean"):
+        table.add_row(
+            "accuracy",
+            f"{row['accuracy_mean']:.3f} mean, {row.get('accuracy_worst_decile', 0):.3f} worst "
+            f"tenth (round {row['round']:.0f})",
+        )
+    if spent := _spent(rows, config):
+        table.add_row("privacy", spent)
+    if row := _last(rows, "answered"):
+        table.add_row("answered", f"{row['answered']:.0f} of {row.get('cohort', 0):.0f}")
+    if refused := sum(row.get("refused", 0) for row in rows):
+        table.add_row("refused", f"{refused:.0f} replies so far")
+    return Panel(table, title=run.path.name, title_align="left", expand=False)
+
+
+def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
+    """Rounds at the end; a planner may have chosen another number than the settings'."""
+    rounds = int(config.get("rounds", 0))
+    planned = first.get("planned-rounds")
+    return rounds if planned is None else rounds + int(planned) - int(first.get("rounds", rounds))
+
+
+def _left(rows: Sequence[Mapping[str, float]], rounds: int) -> str:
+    recent = [row["seconds"] for row in rows[-_RECENT:] if "seconds" in row]
+    if not recent or rounds <= 0:
+        return ""
+    seconds = round(sum(recent) / len(recent) * rounds)
+    hours, minutes = seconds // 3600, seconds % 3600 // 60
+    return f", about {hours:d}:{minutes:02d}:{seconds % 60:02d} left"
+
+
+def _spent(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> str:
+    parts = []
+    for basis in ("provable", "published"):
+        row = _last(rows, f"epsilon_{basis}")
+        if row is None:
+            continue
+        spent, aim = row[f"epsilon_{basis}"], _aim(config, basis)
+        left = f" of {aim:g}, {max(0.0, aim - spent):.3g} left" if aim else ""
+        delta = f", δ {row['delta']:.3g}" if "delta" in row else ""
+        parts.append(f"ε {epsilon_text(spent)}{left}{delta} ({basis}, round {row['round']:.0f})")
+    return "\n".join(parts)
+
+
+def _aim(config: Mapping[str, Any], basis: str) -> float:
+    """The ε at which the run ends by that basis; 0 where nothing ends it."""
+    if basis == "provable" and config.get("budget"):
+        return float(config["budget"])
+    calibrated = config.get("calibration", "provable") == basis
+    return float(config.get("epsilon", 0)) if calibrated and not _fixed_noise(config) else 0.0
+
+
+def _fixed_noise(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("noise-multiplier") or config.get("noise-stddev"))
+
+
+def _last(rows: Sequence[Mapping[str, float]], name: str) -> Mapping[str, float] | None:
+    return next((row for row in reversed(rows) if name in row), None)
+
+
+def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:
+    for line in source:
+        view.show(line.rstrip("\r\n"), sink)
+
+
+def _ignore(numbers: Sequence[int]) -> None:
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)

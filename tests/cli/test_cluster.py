@@ -1,0 +1,134 @@
+"""Simulations on a Ray cluster of two raylets on this machine, which the test starts and ends."""
+
+import subprocess
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import pytest
+
+from flower_ext.cli.processes import (
+    HOST,
+    ProcessFailed,
+    end_tree,
+    environment,
+    executable,
+    free_port,
+)
+from flower_ext.cli.simulation import check_cluster, simulation_superlink
+from flower_ext.errors import InvalidValue
+from flower_ext.runs import RunDirectory
+from tests.support.apps import DP2_FEDSAM
+from tests.support.commands import SETS, Command
+
+NODES = ["--set", "clients-per-node=1"]
+
+
+class Cluster:
+    """Two raylets with a core each."""
+
+    def __init__(self) -> None:
+        self.address = f"{HOST}:{free_port()}"
+        # Ray's sockets are below it, whose paths may not be long.
+        self._files = TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+        port = self.address.rpartition(":")[2]
+        head = ["--head", "--port", port, "--include-dashboard", "false"]
+        self.raylets = [self._start(*head, "--temp-dir", self._files.name)]
+        self._wait(self._answers)
+        self.raylets.append(self._start("--address", self.address))
+        self._wait(lambda: all(map(self._has_raylet, self.raylets)))
+
+    def workers(self) -> list[int]:
+        """How many actors each raylet has started."""
+        return [
+            sum("ClientAppActor" in name for name in self._below(each)) for each in self.raylets
+        ]
+
+    def stop(self) -> None:
+        for each in self.raylets:
+            end_tree(each)
+        self._files.cleanup()
+
+    def _start(self, *words: str) -> subprocess.Popen:
+        own = ["--block", "--node-ip-address", HOST, "--num-cpus", "1", "--disable-usage-stats"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([executable("ray"), "start", *words, *own], **quiet)
+
+    def _answers(self) -> bool:
+        try:
+            check_cluster(self.address)
+        except ProcessFailed:
+            return False
+        return True
+
+    def _has_raylet(self, process: subprocess.Popen) -> bool:
+        return any("raylet" in name for name in self._below(process))
+
+    @staticmethod
+    def _below(process: subprocess.Popen) -> list[str]:
+        names = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                names.append(" ".join(child.cmdline()))
+            except psutil.Error:
+                continue
+        return names
+
+    @staticmethod
+    def _wait(ready) -> None:
+        deadline = time.monotonic() + 90
+        while not ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_both_raylets_of_a_cluster_work_and_its_loss_ends_a_run_that_can_go_on(tmp_path):
+    command, cluster = Command(tmp_path), Cluster()
+    where = ["run", str(DP2_FEDSAM.folder), "--ray", cluster.address, *SETS, *NODES]
+    try:
+        path, seen = tmp_path / "run", [0, 0]
+        process = command.start(*where, "--set", "rounds=8", "--set", f"run-directory={path}")
+        while process.poll() is None:
+            seen = [max(pair) for pair in zip(seen, cluster.workers(), strict=True)]
+            time.sleep(0.2)
+        out, errors = process.communicate()
+        assert process.returncode == 0, out.decode() + errors.decode()
+        assert RunDirectory.open(path).facts["status"] == "completed"
+        assert seen == [1, 1]
+
+        path = tmp_path / "lost"
+        process = command.start(*where, "--set", "rounds=100000", "--set", f"run-directory={path}")
+        while not (path / "guarantee.json").exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+    finally:
+        cluster.stop()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert RunDirectory.open(path).facts["status"] == "failed"
+    assert (path / "report.html").exists()
+    assert command.left() == []
+
+
+def test_a_cluster_that_does_not_answer_is_named_at_once():
+    with pytest.raises(ProcessFailed, match=f"no Ray cluster answers at {HOST}:[0-9]+: start it"):
+        check_cluster(f"{HOST}:{free_port()}")
+
+
+@pytest.mark.parametrize("address", ["auto", "6379", "host:", ":6379", "host:port"])
+def test_an_address_without_host_or_port_is_refused(address):
+    with pytest.raises(InvalidValue, match="expected host:port"):
+        check_cluster(address)
+
+
+@pytest.mark.engine
+def test_files_of_a_simulation_are_where_flower_s_are():
+    """Machines of a cluster read an app below FLWR_HOME (docs/cluster.md)."""
+    with TemporaryDirectory() as home:
+        with simulation_superlink({**environment(), "FLWR_HOME": home}) as env:
+            assert Path(env["FLWR_HOME"]).parent == Path(home)
+        assert list(Path(home).glob("simulation-*")) == []

@@ -1,0 +1,129 @@
+"""Runs that a signal ends, on every engine, as real processes; each then goes on to its end."""
+
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import time
+
+import psutil
+import pytest
+
+from flower_ext.runs import RunDirectory
+from tests.support.apps import DP2_FEDSAM
+from tests.support.commands import FOREVER, SETS, Command
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def command(tmp_path):
+    return Command(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, ["run", "--in-process"]),
+        pytest.param(signal.SIGINT, ["run", "--in-process"], marks=pytest.mark.full),
+        pytest.param(
+            signal.SIGTERM, ["run", "--in-process", "--workers", "2"], marks=pytest.mark.full
+        ),
+        pytest.param(signal.SIGTERM, ["run"], marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, ["run"], marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, ["deploy", "--nodes", "2"], marks=pytest.mark.slow),
+    ],
+    ids=["alone-TERM", "alone-INT", "workers-TERM", "ray-TERM", "ray-INT", "deploy-TERM"],
+)
+def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its_end(
+    number, words, command, tmp_path
+):
+    path = tmp_path / "run"
+    start = [words[0], str(DP2_FEDSAM.folder), *words[1:], *FOREVER]
+    status, _, errors = command.ended_by(number, path, *start, "--set", f"run-directory={path}")
+    assert status == 128 + number, errors
+    assert "Traceback" not in errors
+    assert command.left() == []
+
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert f"the run was interrupted by {name}" in errors
+    assert f"Run directory: {path} " in errors
+    run = RunDirectory.open(path)
+    assert run.facts["status"] == "failed"
+    assert (path / "report.html").stat().st_mtime_ns >= (path / "run.json").stat().st_mtime_ns
+    reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
+
+    (again,) = re.findall(r"To go on with it: flower-ext (.*)", errors)
+    done = len(run.metrics())
+    process = command.start(*shlex.split(again), "--set", f"rounds={done + 2}")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out.decode() + err.decode()
+    assert run.facts["status"] == "completed"
+    assert [row["round"] for row in run.metrics()] == [*range(1, done + 3)]
+    assert sum(entry["kind"] == "reserve" for entry in run.ledger()) > reserved
+    assert command.left() == []
+
+
+def test_a_signal_before_a_run_begins_says_that_nothing_was_used(command, tmp_path):
+    words = ["run", str(DP2_FEDSAM.folder), "--in-process", *FOREVER]
+    process = command.start(*words, "--set", f"run-directory={tmp_path / 'run'}")
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert b"before it began; nobody's data were used" in errors
+
+
+def test_a_pipe_gets_the_log_without_any_codes(command, tmp_path):
+    words = ["run", str(DP2_FEDSAM.folder), "--in-process", *SETS, "--set", "rounds=2"]
+    process = command.start(*words, "--set", f"run-directory={tmp_path / 'run'}")
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert b"\x1b" not in out + errors
+    assert b"round 2/2" in out + errors
+
+
+@pytest.mark.parametrize(
+    ("variables", "live"),
+    [
+        ({"TERM": "xterm-256color"}, True),
+        pytest.param({"TERM": "dumb"}, False, marks=pytest.mark.full),
+        pytest.param({"TERM": "xterm", "NO_COLOR": "1"}, False, marks=pytest.mark.full),
+    ],
+    ids=["terminal", "dumb", "no-color"],
+)
+def test_a_terminal_shows_how_far_a_run_is_below_its_log(variables, live, command, tmp_path):
+    command.env |= {"COLUMNS": "100", "LINES": "40", **variables}
+    command.env.pop("NO_COLOR", None) if live else None
+    ours, theirs = pty.openpty()
+    words = ["run", str(DP2_FEDSAM.folder), "--in-process", *SETS, "--set", "rounds=120"]
+    words += ["--set", f"run-directory={tmp_path / 'run'}"]
+    process = command.start(*words, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while select.select([ours], [], [], 120)[0]:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux's way to say that a terminal was closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert process.wait(60) == 0, shown.decode(errors="replace")
+    text = shown.decode(errors="replace")
+    assert text.count("round 100/120") == 1  # a line of the log stays one
+    if not live:
+        assert "\x1b" not in text
+        return
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert len(re.findall(r"rounds +\d+ of 120", plain)) > 2  # redrawn while it went on
+    last = plain[plain.rindex("120 of 120") :]
+    run = RunDirectory.open(tmp_path / "run")
+    (_, means), (_, spent) = run.series("accuracy_mean"), run.series("epsilon_provable")
+    assert f"{means[-1]:.3f} mean" in last
+    assert f"ε {spent[-1]:.3g}"[:5] in last
+    assert "answered  2 of 2" in last

@@ -1,0 +1,71 @@
+"""``flower-ext`` as a process of its own, with Flower's files in a folder of the test's."""
+
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from flower_ext.cli.processes import environment
+
+SETTINGS = {
+    "partition": "iid",
+    "noise-multiplier": 5,
+    "evaluate-every": 2,
+    "clients": 2,
+    "sampling": "everyone",
+}
+SETS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+"""A small run of apps/dp2-fedsam."""
+FOREVER = [*SETS, "--set", "rounds=100000"]
+
+
+class Command:
+    """``flower-ext`` with Flower's files in a folder of the test's own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home / "flwr"
+        self.env = {
+            **environment(),
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        }
+
+    def start(self, *words: str, **streams) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flower_ext.cli.main", *words],
+            env=self.env,
+            # As in a terminal: what a shell starts in the background ignores Ctrl-C.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+        )
+
+    def ended_by(self, number: signal.Signals, path: Path, *words: str) -> tuple[int, str, str]:
+        """(exit status, output, errors) of a run that gets a signal once it has done rounds."""
+        with (
+            (self.home.parent / "out").open("w+b") as out,
+            (self.home.parent / "err").open("w+b") as err,
+        ):
+            process = self.start(*words, stdout=out, stderr=err)
+            while not (path / "guarantee.json").exists():
+                assert process.poll() is None, (self.home.parent / "err").read_text()
+                time.sleep(0.1)
+            process.send_signal(number)
+            status = process.wait(180)
+            texts = [(self.home.parent / name).read_text() for name in ("out", "err")]
+        return status, *texts
+
+    def left(self) -> list[str]:
+        """What still runs with the test's folder in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.home) in process.environ().get("FLWR_HOME", ""):
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
