@@ -2,14 +2,16 @@
 
     python -m benchmarks.ditto 3 --data-folder DATA --output RESULTS
     python -m benchmarks.ditto planner --data-folder DATA --output RESULTS
+    python -m benchmarks.ditto provable --data-folder DATA --output RESULTS
 
 The default is 20 clients of two classes with 1,000 training records each, three seeds: some minutes
 a figure and data set on two cores; ``--worlds cifar10-lenet`` takes half an hour. Every method of
 Figures 3 and 4 runs at the learning rate that serves it best of the same three. ``planner`` holds
-the T* of Theorem 1, from a pilot run, against a sweep. ``--full`` is the paper's networks, 2,500
-records and more T; it wants a GPU. The noise is what Eqn 8 asks for at the figure's ε. Any other
-run-config value of the app can be overridden as ``name=value``. Runs that are already in the output
-folder are kept.
+the T* of Theorem 1, from a pilot run, against a sweep. ``provable`` is not in the paper: its noise
+is in the local steps, for a provable ε of 10. ``--full`` is the paper's networks, 2,500 records and
+more T; it wants a GPU. The noise is what Eqn 8 asks for at the figure's ε. Any other run-config
+value of the app can be overridden as ``name=value``. Runs that are already in the output folder are
+kept.
 """
 
 from __future__ import annotations

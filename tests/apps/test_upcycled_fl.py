@@ -140,11 +140,12 @@ def test_bad_settings_end_the_run_with_the_name_of_the_setting(overrides, said, 
         run(tmp_path / "run", **overrides)
 
 
-def test_help_with_missing_data_names_a_data_set_that_the_app_takes(tmp_path, monkeypatch):
+def test_help_with_missing_data_proposes_no_data_set_that_the_app_refuses(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    with pytest.raises(DataNotFound, match="always there, .*'synthetic-iid'"):
+    with pytest.raises(DataNotFound, match="FLOWER_EXT_DATA") as told:
         run(tmp_path / "run", dataset="letters", data_folder=str(tmp_path), generated=False)
+    assert "digits" not in str(told.value)
 
 
 def test_missing_data_end_the_run_before_it_begins(tmp_path):

@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
+from flower_ext.runs import RunDirectory
 from tests.support.apps import APPS
 
+BYTES = 20_000
+"""The largest file that a nearly full disk takes here."""
 FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())"
 MISTAKES = {
     "more clients than examples": ("dp2-fedsam", "clients=5000", "an app names it clients"),
@@ -50,3 +53,23 @@ def test_a_mistake_in_a_setting_ends_the_run_with_one_line(app, settings, said, 
     assert said in told
     assert "Traceback" not in told
     assert len(done.stderr.splitlines()) <= 8
+
+
+@pytest.mark.full
+def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_once_there_is_room(tmp_path):
+    path = tmp_path / "run"
+    start = ["--clients", "12", "--set", "evaluate-every=0", "--set", f"run-directory={path}"]
+    full = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({BYTES}, {BYTES}))\n"
+
+    def ended(program: str, *words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, "run", APPS / "dp2-fedsam", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    failed = ended(full + FLOWER_EXT, *start)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "is full (" in failed.stderr
+    assert "free some space, then resume" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    done = ended(FLOWER_EXT, "--in-process", "--resume", path, "--set", "rounds=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert RunDirectory.open(path).facts["status"] == "completed"

@@ -7,6 +7,7 @@ app's defaults.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import signal
@@ -22,6 +23,9 @@ from flwr.serverapp import ServerApp
 from flower_ext.errors import FlowerExtError
 from flower_ext.federation.engines.in_process import InProcessGrid, run_in_process
 from flower_ext.runs.settings import num_nodes
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk, an account or a file that has no room left."""
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
@@ -59,6 +63,11 @@ def main() -> None:
         sys.exit("Error: interrupted")
     except FlowerExtError as error:
         sys.exit(f"Error: {error}")
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        where = f" of {error.filename}" if error.filename else ""
+        sys.exit(f"Error: the disk{where} is full ({error.strerror}): free some space, then resume")
     finally:
         signal.signal(signal.SIGTERM, former)
 
