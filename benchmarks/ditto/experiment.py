@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ WORLDS: dict[str, Config] = {
 """Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller ones."""
 SEARCH_SEED = 1001
 """Tried learning rates see other clients, initial models and noise than reported runs."""
+LONGEST_NAME = 255
+"""Of a file, in bytes, on the usual file systems; longer names of runs end in a digest."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
 """λ* that the paper found for each ε of Figures 3 and 4."""
 
@@ -162,6 +165,8 @@ class Experiment:
         assert set(merged) == set(settings(APP)), set(merged) - set(settings(APP))
         words = [f"{name}={value}" for name, value in sorted(change.items())]
         name = "-".join(word.replace("/", "_") for word in words)
+        if len(name) > LONGEST_NAME:
+            name = f"{name[: LONGEST_NAME - 17]}-{sha256(name.encode()).hexdigest()[:16]}"
         return {**merged, "run-directory": str(self.folder / "runs" / name)}
 
 

@@ -16,8 +16,13 @@ integer and boolean arrays      the received values: they count batches or examp
                                 Gaussian noise covers a whole number
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
-an error, a missing array, NaN  an error that says nothing of it; the node's own log has the reason
+an error, a missing array, NaN  noise on an update of zeros, as a client sends that has learned
+                                nothing; the node's own log has the reason
 ==============================  ==================================================================
+
+An error reply in the last case would tell the server of a record, since a record may have caused
+it. So the server cannot see that a ClientApp is broken: where the model does not improve, read the
+nodes' logs.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
+from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.cohort import asks_identity, check_addressee, identity
 from flower_ext.federation.failures import failed, hidden_errors
 from flower_ext.federation.protection import OF_UPLOADS, NodePolicy, check_facts
@@ -52,11 +58,6 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
     allow_seeded_noise : bool
         Whether the server may ask for reproducible noise: in simulation only, because anybody who
         knows the seed can take the noise off again.
-
-    Raises
-    ------
-    ClientFailed
-        Where the ClientApp fails, or returns what cannot be protected.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -72,9 +73,18 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):
             return call_next(message, context)
+        still = {name: np.zeros_like(array) for name, array in received.items()}
+        try:
+            update = _update(call_next(_without_facts(message), context), received)
+            norm = l2_norm(update)
+        except Exception as error:  # whatever a model or a loss makes of a record
+            log_unmoved(error)
+            update, norm = {name: still[name] for name in _floating(still)}, 0.0
         with hidden_errors(context):
-            reply = call_next(_without_facts(message), context)
-            content = _released(reply, received, protection, noise, facts)
+            sent = {**still, **protection.released(update, noise)}
+        content = RecordDict({records.UPDATE: records.to_record(sent)})
+        if facts.get("diagnostics"):
+            content[records.METRICS] = records.metrics_record({"update-norm": norm})
         return Message(content, reply_to=message)
 
     return mod
@@ -114,16 +124,15 @@ def _without_facts(message: Message) -> Message:
     return message_like(message, content)
 
 
-def _released(
-    reply: Message,
-    received: records.Arrays,
-    protection: ClipUpdate,
-    noise: NoiseSource,
-    facts: Mapping[str, Any],
-) -> RecordDict:
-    """Return all that leaves the client: the protected update, and its norm where asked for."""
+def _update(reply: Message, received: records.Arrays) -> records.Arrays:
+    """Return how far a ClientApp moved each floating-point array that it received.
+
+    Raises
+    ------
+    ValueError
+        The reply has not all arrays in their shapes and types.
+    """
     returned = _model_in(reply)
-    update: records.Arrays = {}
     for name, base in received.items():
         if name not in returned:
             raise InvalidValue(f"the ClientApp returned no {name!r}")
@@ -132,15 +141,12 @@ def _released(
             raise InvalidValue(
                 f"{name!r} came back as {own.dtype}{own.shape}: expected {base.dtype}{base.shape}"
             )
-        if np.issubdtype(base.dtype, np.floating):
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
-                update[name] = np.asarray(own - base)
-    released = protection.released(update, noise)
-    sent = {n: released.get(n, np.zeros_like(base)) for n, base in received.items()}
-    content = RecordDict({records.UPDATE: records.to_record(sent)})
-    if facts.get("diagnostics"):
-        content[records.METRICS] = records.metrics_record({"update-norm": l2_norm(update)})
-    return content
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses what is not finite
+        return {name: np.asarray(returned[name] - received[name]) for name in _floating(received)}
+
+
+def _floating(arrays: records.Arrays) -> list[str]:
+    return [name for name, array in arrays.items() if np.issubdtype(array.dtype, np.floating)]
 
 
 def _model_in(reply: Message) -> records.Arrays:

@@ -21,7 +21,7 @@ def test_each_pair_that_the_turns_ask_for_is_a_run_and_the_best_of_them_is_the_a
         rounds=[1, 4],
         global_weights=[0.0, 2.0],
         seeds=[1],
-        settings=[*SMALL, "epsilon=0.01"],
+        settings=[*SMALL, "epsilon=0.01", "noise=upload", "calibration=published"],
         folder=tmp_path,
     )
     runs = {path.name: RunDirectory.open(path) for path in tmp_path.iterdir()}

@@ -59,7 +59,7 @@ def unmoved_by_errors(
             except Exception as error:  # whatever a model or a loss makes of a record
                 if not wanted.without_noise:
                     raise
-                _log_unmoved(error)
+                log_unmoved(error)
                 trained = dict(wanted.job.params)
         result: LocalResult = run
         for part in (result.model, result.update, result.memory):
@@ -68,13 +68,13 @@ def unmoved_by_errors(
     except Exception as error:
         if steps_noised or is_tellable(error):
             raise
-        _log_unmoved(error)
+        log_unmoved(error)
         return LocalResult(model=work.received)
     return result
 
 
-def _log_unmoved(error: Exception) -> None:
-    """Tell who runs the client; the server gets a model as usual."""
+def log_unmoved(error: Exception) -> None:
+    """Tell the client's operator that a training failed; the server gets a model as usual."""
     if isinstance(error, NonFiniteUpdate):
         log.warning(
             "a local training diverges (its model is not finite), and its model stays as it was: "
