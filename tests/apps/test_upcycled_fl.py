@@ -13,6 +13,15 @@ from tests.support.apps import UPCYCLED_FL
 from tests.support.grids import grid
 
 METHODS = ("fedavg", "fedavgm", "fedprox", "fedyogi", "scaffold", "feddyn", "pfedme")
+SGD = {
+    "classes": 0,
+    "model": "",
+    "unit_features": False,
+    "perturbation": "none",
+    "noise_stddev": 1.0,
+    "solver": "sgd",
+    "proximal_weight": 0.0,
+}
 EXACT = {
     "method": "fedprox",
     "proximal_weight": 0.5,
@@ -26,6 +35,7 @@ EXACT = {
 def run(path, **overrides):
     server, client = UPCYCLED_FL.parts()
     facts = {
+        **SGD,
         "clients": 4,
         "rounds": 4,
         "generated": True,

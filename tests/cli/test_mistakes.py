@@ -31,7 +31,12 @@ MISTAKES = {
     "too many records": ("dp-ditto", "examples-per-client=5000", "what client 0 has for training"),
     "a rival without noised steps": ("dp-ditto", "method=dp-fedala", "noise='upload'"),
     "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a number, max or median"),
-    "a loss beyond the theorem": ("upcycled-fl", "perturbation=objective", "curvature is bounded"),
+    "a loss beyond the theorem": (
+        "upcycled-fl",
+        "perturbation=objective unit-features=false",
+        "curvature is bounded",
+    ),
+    "a method without a minimum": ("upcycled-fl", "method=scaffold", "expected 'sgd'"),
     "texts that are nowhere": ("private-finetuning", "dataset=text", "text-file=''"),
     "a run that is nowhere": ("dp2-fedsam", "run-directory=/proc/x", "/proc/x cannot be made"),
 }

@@ -59,6 +59,16 @@ def strategy_of(
 ) -> FederatedStrategy:
     """The strategy of a method; every method gets the same settings where it has them."""
     method, local = str(config["method"]), local_training(config)
+    if method in ("scaffold", "pfedme") and local.tolerance:
+        raise UnfitSetting(
+            f"run-config solver='newton' with method={method!r}: expected 'sgd', as the method is "
+            "defined by its local steps"
+        )
+    if method == "pfedme" and local.proximal_weight:
+        raise UnfitSetting(
+            f"run-config proximal-weight={local.proximal_weight!r} with method='pfedme': expected "
+            "0, as attraction is its own such weight"
+        )
     rate = number(config, "server-learning-rate")
     if rate and method in ("fedavg", "fedprox", "feddyn"):
         raise UnfitSetting(

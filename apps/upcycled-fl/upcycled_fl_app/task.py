@@ -14,7 +14,7 @@ from flower_ext.data import (
 )
 from flower_ext.federation import settings_of
 from flower_ext.privacy import LocalObjective
-from flower_ext.runs.settings import flag, integer, text
+from flower_ext.runs.settings import UnfitSetting, flag, integer, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
@@ -40,7 +40,7 @@ def task_of(context: Context) -> Task:
         text(config, "dataset"),
         text(config, "data-folder"),
         integer(config, "clients"),
-        integer(config, "classes"),
+        classes_of(config),
         integer(config, "seed"),
         flag(config, "generated"),
         flag(config, "unit-features"),
@@ -56,14 +56,27 @@ def data_facts(config: UserConfig) -> DevicesInfo:
     return describe_devices(
         text(config, "dataset"),
         folder(text(config, "data-folder")),
-        num_classes=integer(config, "classes") or None,
+        num_classes=classes_of(config),
         generated=flag(config, "generated"),
     )
 
 
+def classes_of(config: UserConfig) -> int | None:
+    """The configured number of classes of synthetic devices; other data sets have their own."""
+    synthetic = text(config, "dataset").startswith("synthetic")
+    return integer(config, "classes") or None if synthetic else None
+
+
 def model_name(config: UserConfig) -> str:
     """The configured model, or the data set's."""
-    return text(config, "model") or data_facts(config).model
+    facts = data_facts(config)
+    name = text(config, "model") or facts.model
+    if name == "binary-logistic" and facts.num_classes != 2:
+        raise UnfitSetting(
+            f"run-config model={name!r} with {facts.num_classes} classes: expected '', the data "
+            "set's own model, with solver='sgd', or two classes"
+        )
+    return name
 
 
 def loss_of(config: UserConfig) -> LocalObjective:
@@ -82,7 +95,7 @@ def devices(
     dataset: str,
     data_folder: str,
     clients: int,
-    classes: int,
+    classes: int | None,
     seed: int,
     generated: bool,
     unit_features: bool,
@@ -92,7 +105,7 @@ def devices(
         dataset,
         folder(data_folder),
         num_devices=clients,
-        num_classes=classes or None,
+        num_classes=classes,
         seed=seed,
         generated=generated,
     )
