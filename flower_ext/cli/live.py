@@ -25,10 +25,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flower_ext.cli.tracebacks import Tracebacks, without_codes
 from flower_ext.privacy import LedgerCorrupt, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 
-_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|\x1b")
 _NAMED = re.compile(r"Run directory: (\S.*)")
 _RECENT = 10
 """Rounds whose mean time is taken for that of the rounds to come."""
@@ -86,12 +86,12 @@ class RunView:
 
     def show(self, line: str, stream: IO[str]) -> None:
         """Print a line of the log, above the view where there is one."""
-        if found := _NAMED.search(_CODES.sub("", line)):
+        if found := _NAMED.search(without_codes(line)):
             self.named = found[1].strip()
         if self._live is not None:
             self._live.console.print(Text.from_ansi(line), soft_wrap=True)
             return
-        plain = line if stream.isatty() and cursor_moves() else _CODES.sub("", line)
+        plain = line if stream.isatty() and cursor_moves() else without_codes(line)
         stream.write(plain + "\n")
         stream.flush()
 
@@ -250,8 +250,12 @@ def _last(rows: Sequence[Mapping[str, float]], name: str) -> Mapping[str, float]
 
 
 def _pump(source: IO[str], view: RunView, sink: IO[str]) -> None:
+    tracebacks = Tracebacks()
     for line in source:
-        view.show(line.rstrip("\r\n"), sink)
+        for shown in tracebacks.shown(line.rstrip("\r\n")):
+            view.show(shown, sink)
+    for shown in tracebacks.rest():
+        view.show(shown, sink)
 
 
 def _ignore(numbers: Sequence[int]) -> None:
