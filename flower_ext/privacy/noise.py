@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import array_api_compat as api
@@ -40,6 +41,7 @@ import numpy as np
 
 from flower_ext.checks import require_at_least_one, require_not_negative, require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.discrete_gaussian import draw
 from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
 
@@ -129,6 +131,29 @@ class NoiseSource(ABC):
         check_arrays(like)
         rng = self._generator()
         return {name: stddev * _normal(array, array.shape, rng) for name, array in like.items()}
+
+    def add_discrete_gaussian(
+        self, cells: Mapping[str, np.ndarray], stddev: float
+    ) -> dict[str, np.ndarray]:
+        """``cells`` + N_Z(0, stddev²), the discrete Gaussian, in every whole number.
+
+        Parameters
+        ----------
+        cells : Mapping[str, ndarray]
+            Of int64.
+        stddev : float
+            In whole numbers.
+
+        Raises
+        ------
+        InvalidValue
+            As `discrete_gaussian.draw`.
+        """
+        rng = self._generator()
+        return {
+            name: array + draw(stddev, array.size, rng).reshape(array.shape)
+            for name, array in cells.items()
+        }
 
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
         """A vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
