@@ -1,37 +1,34 @@
 """Sums over parties that show nobody what one of them adds. Nothing here knows torch or Flower.
 
-`weighting` is the protocol of Uldp-FL; next to it is what any such sum needs: keys and masks of
-pairs, numbers as integers, threads.
+`aggregation` is the secure sum of one training round, `weighting` the protocol of Uldp-FL. Next to
+them is what such sums share: labelled keys, masks of pairs, numbers as integers, threads.
+
+The names of `weighting` are found here too. They are imported at first use, because `weighting`
+needs the extra of that name and `aggregation` does not.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flower_ext._former import former_names
-
-try:
-    import cryptography as _cryptography  # noqa: F401
-    import gmpy2 as _gmpy2  # noqa: F401
-    import phe as _phe  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"flower_ext.secure needs {error.name}: pip install 'flower-ext[weighting]'",
-        name=error.name,
-    ) from error
-
 from flower_ext.errors import IncompleteRound, ProtocolError
-from flower_ext.secure.weighting.agreement import WeightingSettings
-from flower_ext.secure.weighting.estimate import RoundEstimate, estimate_round
-from flower_ext.secure.weighting.messages import (
-    BlindedCounts,
-    DrawAnswer,
-    DrawOffer,
-    EncryptedWeights,
-    MaskedSum,
-    SealedSeed,
-    SealedWeights,
-    SiloKey,
-)
-from flower_ext.secure.weighting.paillier import ZeroPool
-from flower_ext.secure.weighting.server import WeightingServer
-from flower_ext.secure.weighting.silo import WeightingSilo
+
+if TYPE_CHECKING:
+    from flower_ext.secure.weighting.agreement import WeightingSettings
+    from flower_ext.secure.weighting.estimate import RoundEstimate, estimate_round
+    from flower_ext.secure.weighting.messages import (
+        BlindedCounts,
+        DrawAnswer,
+        DrawOffer,
+        EncryptedWeights,
+        MaskedSum,
+        SealedSeed,
+        SealedWeights,
+        SiloKey,
+    )
+    from flower_ext.secure.weighting.paillier import ZeroPool
+    from flower_ext.secure.weighting.server import WeightingServer
+    from flower_ext.secure.weighting.silo import WeightingSilo
 
 __all__ = [
     "BlindedCounts",
@@ -52,6 +49,28 @@ __all__ = [
     "estimate_round",
 ]
 
-__getattr__ = former_names(
+_MODULES = {
+    "BlindedCounts": "messages",
+    "DrawAnswer": "messages",
+    "DrawOffer": "messages",
+    "EncryptedWeights": "messages",
+    "MaskedSum": "messages",
+    "RoundEstimate": "estimate",
+    "SealedSeed": "messages",
+    "SealedWeights": "messages",
+    "SiloKey": "messages",
+    "WeightingServer": "server",
+    "WeightingSettings": "agreement",
+    "WeightingSilo": "silo",
+    "ZeroPool": "paillier",
+    "estimate_round": "estimate",
+}
+_former = former_names(
     __name__, {"WeightingPlan": f"{__name__}.weighting.agreement.WeightingSettings"}
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.weighting.{_MODULES[name]}"), name)
+    return _former(name)

@@ -21,27 +21,14 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.inverses import invert_all
+from flower_ext.secure.labels import derive
 
 _SURPLUS_BITS = 128
 _NONCE_BYTES = 12
-
-
-def derive(key: bytes, *label: str | int | bytes) -> bytes:
-    """A 32-byte key that belongs to ``label`` alone (HKDF-SHA256).
-
-    Every part of the label carries its type and length, so no two labels read the same.
-    """
-    parts = []
-    for part in label:
-        raw = part if isinstance(part, bytes) else str(part).encode()
-        parts.append(type(part).__name__.encode() + b":" + str(len(raw)).encode() + b":" + raw)
-    return HKDF(algorithm=SHA256(), length=32, salt=None, info=b"".join(parts)).derive(key)
 
 
 def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:

@@ -41,3 +41,12 @@ times it learns about how many these are.
 `WeightingServer` and `WeightingSilo` are the parties, with the steps of the protocol as methods in
 order; `messages` is what passes between them. Nothing here knows torch or Flower.
 """
+
+try:
+    import gmpy2 as _gmpy2  # noqa: F401
+    import phe as _phe  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"flower_ext.secure.weighting needs {error.name}: pip install 'flower-ext[weighting]'",
+        name=error.name,
+    ) from error

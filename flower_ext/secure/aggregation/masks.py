@@ -1,0 +1,100 @@
+"""Masks of one round: ChaCha20 streams that are added to, or taken from, an array in place."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.labels import derive
+
+Residues: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+_BLOCK_BYTES = 1 << 16  # small enough for the processor's nearest caches
+_ZEROS = bytes(_BLOCK_BYTES)
+
+
+def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
+    """Add the stream of ``key`` to ``values`` in place, modulo 2^32 or 2^64.
+
+    The stream is drawn in blocks, so that memory does not grow with the array. Use a key for one
+    array only.
+
+    Parameters
+    ----------
+    key : bytes
+        32 bytes.
+    values : numpy.ndarray
+        One-dimensional, of uint32 or uint64.
+    subtract : bool
+        Take the stream away instead.
+    """
+    # Counter and nonce start at zero, because every key is used once.
+    stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
+    buffer = bytearray(_BLOCK_BYTES)
+    drawn: Residues = np.frombuffer(buffer, dtype=values.dtype.newbyteorder("<"))
+    step = len(drawn)
+    change = np.subtract if subtract else np.add
+    for start in range(0, len(values), step):
+        part = values[start : start + step]
+        stream.update_into(_ZEROS, buffer)
+        change(part, drawn[: len(part)], out=part)
+
+
+def public_of(private: bytes) -> bytes:
+    """Return the X25519 public key, 32 bytes, of a private one."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def agreed(private: bytes, public: bytes) -> bytes:
+    """Return what two X25519 keys agree on, 32 bytes; derive keys from it, never use it itself.
+
+    Raises
+    ------
+    InvalidValue
+        The public key has not 32 bytes or is of low order.
+    """
+    try:
+        mine = X25519PrivateKey.from_private_bytes(private)
+        return mine.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:
+        raise InvalidValue(
+            "public key: expected 32 bytes that are an X25519 key of full order"
+        ) from error
+
+
+def pair_mask_key(
+    digest: bytes, private: bytes, *, member: int, other: int, other_public: bytes
+) -> bytes:
+    """Return the key of the mask that ``member`` and ``other`` share; both compute the same."""
+    shared = agreed(private, other_public)
+    keys = {member: public_of(private), other: other_public}
+    low, high = sorted(keys)
+    return derive(shared, "sum: pair mask", digest, low, high, keys[low], keys[high])
+
+
+def self_mask_key(digest: bytes, seed: bytes, member: int) -> bytes:
+    """Return the key of a member's own mask."""
+    return derive(seed, "sum: self mask", digest, member)
+
+
+def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
+    """Return a hash by which the server recognises a rebuilt seed.
+
+    It tells nothing of the seed, because nobody can search through 256 random bits.
+    """
+    return derive(seed, "sum: commitment", digest, member)
+
+
+def channel_key(
+    digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
+) -> bytes:
+    """Return the key under which ``sender`` seals for ``receiver``, each way another."""
+    shared = agreed(private, other_public)
+    low, high = sorted((public_of(private), other_public))
+    return derive(shared, "sum: channel", digest, sender, receiver, low, high)

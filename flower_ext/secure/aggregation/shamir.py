@@ -1,0 +1,96 @@
+"""Shamir's secret sharing of 32-byte secrets: any t shares give the secret, t - 1 say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from flower_ext.errors import InvalidValue
+
+PRIME = 2**256 + 297  # the least prime above 2^256, so that every 32-byte secret is in the field
+SECRET_BYTES = 32
+SHARE_BYTES = 33
+_DRAWN_BYTES = 48  # 127 bits more than the prime has: a remainder is within 2^-127 of uniform
+
+TokenBytes = Callable[[int], bytes]
+
+
+def split(
+    secret: bytes, points: Sequence[int], threshold: int, token_bytes: TokenBytes
+) -> dict[int, bytes]:
+    """Return one share of ``secret`` for each point.
+
+    Parameters
+    ----------
+    secret : bytes
+        32 bytes.
+    points : Sequence[int]
+        Different numbers from 1 up: where the polynomial is evaluated.
+    threshold : int
+        Shares that suffice to rebuild the secret.
+    token_bytes : Callable[[int], bytes]
+        Source of random bytes.
+
+    Raises
+    ------
+    InvalidValue
+        The secret has another length, a point is repeated or not positive, or there are fewer
+        points than ``threshold``.
+    """
+    if len(secret) != SECRET_BYTES:
+        raise InvalidValue(f"secret of {len(secret)} bytes: expected {SECRET_BYTES}")
+    _check_points(points, threshold)
+    coefficients = [
+        int.from_bytes(token_bytes(_DRAWN_BYTES), "big") % PRIME for _ in range(threshold - 1)
+    ]
+    coefficients.append(int.from_bytes(secret, "big"))  # the highest power comes first
+    shares = {}
+    for point in points:
+        value = 0
+        for coefficient in coefficients:
+            value = (value * point + coefficient) % PRIME
+        shares[point] = value.to_bytes(SHARE_BYTES, "big")
+    return shares
+
+
+def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
+    """Rebuild the secret from the first ``threshold`` shares; wrong shares give a wrong secret.
+
+    Raises
+    ------
+    InvalidValue
+        There are fewer shares than ``threshold``, a share is not a number of the field, or the
+        shares lie on no polynomial whose value at zero has 32 bytes.
+    """
+    chosen = sorted(shares)[:threshold]
+    _check_points(chosen, threshold)
+    total, numerator = 0, 1
+    for point in chosen:
+        numerator = numerator * point % PRIME
+    for point in chosen:
+        denominator = point
+        for other in chosen:
+            if other != point:
+                denominator = denominator * (other - point) % PRIME
+        total += field_value(shares[point]) * numerator * pow(denominator, -1, PRIME)
+    secret = total % PRIME
+    if secret >= 2 ** (8 * SECRET_BYTES):
+        raise InvalidValue("shares: expected shares of one secret of 32 bytes")
+    return secret.to_bytes(SECRET_BYTES, "big")
+
+
+def field_value(share: bytes) -> int:
+    """Return a share as a number, or refuse it with `InvalidValue`."""
+    value = int.from_bytes(share, "big")
+    if len(share) != SHARE_BYTES or value >= PRIME:
+        raise InvalidValue(f"share: expected {SHARE_BYTES} bytes, a number below 2^256 + 297")
+    return value
+
+
+def _check_points(points: Sequence[int], threshold: int) -> None:
+    if len(set(points)) != len(points) or any(not 0 < point < 2**32 for point in points):
+        raise InvalidValue(f"points={list(points)}: expected different integers from 1 to 2^32 - 1")
+    if not 1 <= threshold <= len(points):
+        raise InvalidValue(
+            f"threshold={threshold}: expected 1 to {len(points)}, the number of shares; "
+            "wait for more shares or share with more members"
+        )
