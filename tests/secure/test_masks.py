@@ -6,7 +6,8 @@ from gmpy2 import mpz
 from scipy import stats
 
 from flower_ext.secure import ProtocolError
-from flower_ext.secure.masks import PairKeys, derive, uniform_residues
+from flower_ext.secure.labels import derive
+from flower_ext.secure.masks import PairKeys, uniform_residues
 
 SERVER_KEY = b"server key"
 MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is a unit

@@ -7,7 +7,8 @@ from itertools import count
 import gmpy2
 from gmpy2 import mpz
 
-from flower_ext.secure.masks import derive, uniform_residues
+from flower_ext.secure.labels import derive
+from flower_ext.secure.masks import uniform_residues
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:

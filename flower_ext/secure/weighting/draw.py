@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flower_ext.errors import InvalidValue, ProtocolError
-from flower_ext.secure.masks import derive
+from flower_ext.secure.labels import derive
 from flower_ext.secure.weighting.agreement import WeightingSettings
 from flower_ext.secure.weighting.messages import SealedWeights
 from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver

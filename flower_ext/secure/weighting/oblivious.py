@@ -27,7 +27,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from gmpy2 import mpz
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.masks import derive, uniform_residues
+from flower_ext.secure.labels import derive
+from flower_ext.secure.masks import uniform_residues
 from flower_ext.secure.threads import map_slices
 
 ELEMENT_BYTES = 384

@@ -50,12 +50,15 @@ def test_packing_trades_decryptions_and_bytes_for_squarings():
     assert packed.pack > alone.pack == 0
 
 
-@pytest.mark.parametrize("missing", ["phe", "gmpy2", "cryptography"])
+@pytest.mark.parametrize("missing", ["phe", "gmpy2"])
 def test_without_the_extra_the_error_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; import flower_ext.secure.masks"
+    code = f"import sys; sys.modules[{missing!r}] = None; import flower_ext.secure.weighting"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert f"flower_ext.secure needs {missing}: pip install 'flower-ext[weighting]'" in done.stderr
+    assert (
+        f"flower_ext.secure.weighting needs {missing}: pip install 'flower-ext[weighting]'"
+        in done.stderr
+    )
 
 
 def test_the_package_does_without_torch_and_flower():

@@ -1,0 +1,42 @@
+"""A sum modulo 2^32 or 2^64 over the members of one round, of whom some may be lost on the way.
+
+Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-honest server.
+
+1. Every member `Member.advertise`\\ s two fresh keys.
+2. It shares the seed of its own mask and its mask key among its neighbours (`Member.share`).
+3. It sends its vector under its own mask and under one mask for each neighbour (`Member.mask`).
+4. It reveals for each neighbour one of the two shares (`Member.unmask`): the seed's if the neighbour
+   answered, the key's if it was lost. `SumServer.total` then removes the masks.
+
+The server learns the sum and who took part. ``docs/secure-sums.md`` says against whom this holds.
+Needs NumPy and ``cryptography``, no extra.
+"""
+
+from flower_ext.secure.aggregation.context import RoundContext
+from flower_ext.secure.aggregation.graph import degree, draw_order
+from flower_ext.secure.aggregation.member import Member
+from flower_ext.secure.aggregation.messages import (
+    Advert,
+    Delivery,
+    Keys,
+    MaskedInput,
+    Question,
+    Revealed,
+    SealedShares,
+)
+from flower_ext.secure.aggregation.server import SumServer
+
+__all__ = [
+    "Advert",
+    "Delivery",
+    "Keys",
+    "MaskedInput",
+    "Member",
+    "Question",
+    "Revealed",
+    "RoundContext",
+    "SealedShares",
+    "SumServer",
+    "degree",
+    "draw_order",
+]

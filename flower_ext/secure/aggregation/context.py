@@ -1,0 +1,119 @@
+"""The facts of one round that all parties agree on, and that every key and message is bound to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.aggregation.graph import degree, neighbours_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundContext:
+    """What the server announces before a round; public.
+
+    Parameters
+    ----------
+    run : bytes
+        Names the run; different for every run.
+    round_number : int
+        Different for every round of the run, a repeated one too.
+    order : tuple[int, ...]
+        The members, from 0 to their number less one, in the order of `graph.draw_order`.
+    bits : int
+        Sums are modulo 2^32 or 2^64.
+    length : int
+        Numbers in each member's vector.
+    neighbours : int
+        Neighbours of each member, as `graph.degree` returns it.
+    threshold : int
+        Neighbours whose shares unmask a member: one more than may collude with the server.
+    least_answers : int
+        Masked vectors without which the round is discarded.
+
+    Raises
+    ------
+    InvalidValue
+        A value that fits none of the above.
+    """
+
+    run: bytes
+    round_number: int
+    order: tuple[int, ...]
+    bits: int
+    length: int
+    neighbours: int
+    threshold: int
+    least_answers: int
+
+    def __post_init__(self) -> None:
+        size = len(self.order)
+        if sorted(self.order) != list(range(size)):
+            raise InvalidValue("order: expected each member from 0 up once")
+        if self.round_number < 0:
+            raise InvalidValue(f"round_number={self.round_number}: expected 0 or more")
+        if self.bits not in (32, 64):
+            raise InvalidValue(f"bits={self.bits}: expected 32 or 64")
+        if self.length < 1:
+            raise InvalidValue(f"length={self.length}: expected at least 1")
+        if degree(size, self.neighbours) != self.neighbours:
+            raise InvalidValue(
+                f"neighbours={self.neighbours}: expected an even number below {size - 1}, "
+                f"or {size - 1}; take degree({size}, {self.neighbours})"
+            )
+        if not 1 <= self.threshold <= self.neighbours:
+            raise InvalidValue(
+                f"threshold={self.threshold}: expected 1 to {self.neighbours}, the neighbours"
+            )
+        if not 2 <= self.least_answers <= size:
+            raise InvalidValue(
+                f"least_answers={self.least_answers}: expected 2 to {size}, the members"
+            )
+
+    @property
+    def members(self) -> int:
+        """Return the number of members."""
+        return len(self.order)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the type of a vector's numbers, as they travel."""
+        return np.dtype("<u4" if self.bits == 32 else "<u8")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return 32 bytes that name this round and no other."""
+        return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
+
+    @cached_property
+    def graph(self) -> tuple[tuple[int, ...], ...]:
+        """Return the neighbours of every member, ascending."""
+        return tuple(
+            neighbours_of(member, self.order, self.neighbours) for member in range(self.members)
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the context as bytes, for a message or a file."""
+        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({**facts, "run": self.run.hex()}, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RoundContext:
+        """Undo `to_bytes`; raise `InvalidValue` for anything else."""
+        try:
+            facts = json.loads(data)
+            numbers = {name: facts[name] for name in cls.__dataclass_fields__ if name != "run"}
+            order = tuple(numbers.pop("order"))
+            if not all(type(number) is int for number in (*order, *numbers.values())):
+                raise TypeError("expected integers")
+            return cls(run=bytes.fromhex(facts["run"]), order=order, **numbers)
+        except InvalidValue:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidValue("context: expected bytes from RoundContext.to_bytes") from error
