@@ -148,6 +148,10 @@ class Exchange:
         content = self._questions["train"][node].content
         return self._partitions[node], records.to_arrays(content.array_records[records.MODEL])
 
+    def partition_of(self, reply: Message) -> int:
+        """Return whose reply this is, among those who were asked last."""
+        return self._partitions[reply.metadata.src_node_id]
+
     def accepted(
         self,
         kind: str,

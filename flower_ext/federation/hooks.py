@@ -25,6 +25,7 @@ from flower_ext.federation import records, rounds
 from flower_ext.federation.client import client_app
 from flower_ext.federation.population import Cohort, Population
 from flower_ext.federation.run_loop import RunLoop
+from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
 from flower_ext.privacy import (
@@ -142,6 +143,9 @@ class MethodHooks(RunLoop):
         self.sent: records.Arrays = {}
         """The shared part of the model that clients were sent last; nothing before that."""
         self._met = False
+        self.secure_round: SecureRound | None = None
+        """The secure sum of the newest training round, where the plan has one."""
+        self._too_few = ""
 
     @property
     def next_training(self) -> int:

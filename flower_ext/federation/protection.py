@@ -31,6 +31,7 @@ from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.protections import (
     ClipModel,
     ClipSteps,
+    ClipToCells,
     ClipUnits,
     ClipUpdate,
     PerturbObjective,
@@ -49,6 +50,11 @@ _SHARE = {"noise-stddev": "noise_stddev", "noise-grid": "noise_grid"}
 _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
     ClipUpdate: {"clipping-norm": "clipping_norm", **_SHARE},
     ClipUnits: {"unit-clipping-norm": "clipping_norm", **_SHARE},
+    ClipToCells: {
+        "clipping-norm": "clipping_norm",
+        "share-stddev": "share_stddev",
+        "cell": "cell",
+    },
     ClipModel: {
         "model-clipping-norm": "clipping_norm",
         "model-noise-stddev": "noise_stddev",

@@ -15,6 +15,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import records, rounds
 from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.cohort import refuse_foreign
@@ -22,12 +23,14 @@ from flower_ext.federation.exchange import Content
 from flower_ext.federation.hooks import MethodHooks
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
+from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.federation.state.checkpoint import Asked
 from flower_ext.privacy import (
     Guarantee,
     secure_generator,
 )
 from flower_ext.privacy.ledger import Reservation
+from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.plan import RoundDiscarded
 from flower_ext.privacy.randomness import derived_seed
 
@@ -114,6 +117,7 @@ class FederatedStrategy(MethodHooks):
                 number - 1,
             )
         self.cohort = self.begin_round(number, drawn, grid)
+        self.secure_round = self._agree(number, server_round, grid)
         slow: dict[int, float] = {}
         if self.stragglers is not None:
             self.stragglers.check(self.training.values())
@@ -133,7 +137,7 @@ class FederatedStrategy(MethodHooks):
             shared,
             rounds.in_round(self.training, number),
             slow=slow,
-            own=self.client_state,
+            own=self._own_records,
         )
         if self.client.mirrored:
             contents = rounds.with_remembered(
@@ -144,7 +148,10 @@ class FederatedStrategy(MethodHooks):
         who, how_many = list(self.cohort.units), len(self.cohort.asked)
         same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
         self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
-        self.checkpoints.asked(Asked(training=number, participants=who, asked=how_many))
+        asked, answered = self._may_count()
+        self.checkpoints.asked(
+            Asked(training=number, participants=who, asked=asked, answered=answered)
+        )
         self.progress.row["cohort"] = how_many
         return self.exchange.ask("train", contents, server_round)
 
@@ -154,15 +161,18 @@ class FederatedStrategy(MethodHooks):
         """Refuse what is malformed; bound and add up the rest as it comes, and noise the sum."""
         updates = rounds.Updates(
             self.exchange.heard(
-                "train", server_round, replies, self.cohort.asked, self.read_update
+                "train",
+                server_round,
+                replies,
+                self.cohort.asked,
+                self.read_update if self.secure_round is None else self.secure_round.read,
             ),
             kept=self.needs_each_update,
         )
         with self.spending.closing() as release:
             mean = self._aggregate(updates, server_round, release)
         row, told = self.progress.row, updates.told
-        self.checkpoints.answered(len(told))
-        self.population.count(self.cohort, len(told))
+        self._count(len(told), released=mean is not None)
         row["answered"] = len(told)
         self._ever_answered |= bool(told)
         row |= rounds.norm_columns(told.values())
@@ -183,7 +193,10 @@ class FederatedStrategy(MethodHooks):
         self, updates: rounds.Updates, server_round: int, release: Reservation
     ) -> records.Arrays | None:
         try:
-            aggregate = self.combine(updates)
+            if self._too_few:
+                raise RoundDiscarded(self._too_few)
+            summed = self.combine if self.secure_round is None else self.secure_round.combine
+            aggregate = summed(updates)
         except RoundDiscarded as reason:
             log.warning("round %d discarded: %s", server_round, reason)
             self.progress.row["discarded"] = 1
@@ -258,7 +271,10 @@ class FederatedStrategy(MethodHooks):
 
     def _protection(self) -> dict[str, Any]:
         """What the round tells a client of how to protect its upload."""
-        asked = self.accounted.protection(self.run_facts, len(self.cohort.asked))
+        size = len(self.cohort.asked)
+        if self.secure_round is not None:  # the drawn cohort's, whoever was lost since
+            size = self.secure_round.parameters.members
+        asked = self.accounted.protection(self.run_facts, size)
         facts = to_facts(asked, seeded_noise=self.seeded_noise)
         return {"report-size": True, **facts} if self.accounted.tells_sizes else facts
 
@@ -273,6 +289,12 @@ class FederatedStrategy(MethodHooks):
         by_clients = self.accounted.client_protects
         mod = self.any_client_app and by_clients and self.accounted.release is not None
         roster = self.exchange.connect(grid, self.population.num_nodes, mods=mod)
+        secure = isinstance(self.accounted, NoisedSum) and self.accounted.secure_aggregation
+        if roster.foreign and secure:
+            raise InvalidValue(
+                "secure_aggregation: expected None, as the nodes' ClientApp is not one of this "
+                "package and cannot mask its uploads; build it by client_app(task)"
+            )
         if roster.foreign:
             refuse_foreign(
                 type(self).__name__,
@@ -311,6 +333,57 @@ class FederatedStrategy(MethodHooks):
             Names the setting and what the plan expects.
         """
         self.accounted.check_training(self.run_facts)
+
+    def _agree(self, number: int, server_round: int, grid: Grid) -> SecureRound | None:
+        """Let the cohort agree on masks where the plan sums securely; lose those who do not."""
+        self._too_few, plan = "", self.accounted
+        if not isinstance(plan, NoisedSum) or plan.secure_aggregation is None:
+            return None
+        try:
+            parameters = plan.sum_parameters(len(self.cohort.asked))
+            assert parameters is not None
+            found = SecureRound(
+                plan,
+                parameters,
+                self.cohort.asked,
+                exchange=self.exchange,
+                grid=grid,
+                number=number,
+                server_round=server_round,
+                like=self.sent,
+            )
+            self.cohort = replace(self.cohort, asked=found.agree())
+        except RoundDiscarded as reason:  # nobody trains
+            self._too_few = str(reason)
+            self.cohort = replace(self.cohort, asked=())
+            return None
+        return found
+
+    def _own_records(self, partition: int) -> Mapping[str, ArrayRecord]:
+        """Return what one client alone is sent."""
+        own = self.client_state(partition)
+        return own if self.secure_round is None else {**own, **self.secure_round.own(partition)}
+
+    def _may_count(self) -> tuple[int, int | None]:
+        """Return what counts of a round that was asked for, should it never be finished."""
+        if self.secure_round is None:
+            return len(self.cohort.asked), None
+        parameters = self.secure_round.parameters
+        return parameters.least_answers, parameters.honest_answers
+
+    def _count(self, answered: int, *, released: bool) -> None:
+        """Count a round, durably, before anything is made of its answers.
+
+        A secure sum that is finished carries at least the noise of the honest among the least
+        number of answers; nobody sees anything of one that is not.
+        """
+        cohort = self.cohort
+        if self.secure_round is not None:
+            parameters = self.secure_round.parameters
+            cohort = replace(cohort, asked=range(parameters.least_answers))
+            answered = parameters.honest_answers if released else 0
+        self.checkpoints.answered(answered)
+        self.population.count(cohort, answered)
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""

@@ -28,6 +28,7 @@ from flower_ext.privacy.sampling import (
     Sampling,
     size_for_rate,
 )
+from flower_ext.privacy.secure_sum import SecureSum
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.updates import NonFiniteUpdate
@@ -61,6 +62,7 @@ __all__ = [
     "ReleasePlan",
     "Sampling",
     "SecureNoise",
+    "SecureSum",
     "SeededNoise",
     "TargetOutOfReach",
     "calibrate_noise_multiplier",

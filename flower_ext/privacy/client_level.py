@@ -9,10 +9,13 @@ from typing import Any
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import PrivacyLoss, participations_loss, privacy_loss_of
 from flower_ext.privacy.assumptions import (
+    DISCRETE,
     HIDDEN_DRAW,
     NO_SECURE_SUM,
     NOISE_OF_OTHERS,
+    NONE_OF_THEM,
     ON_A_GRID,
+    SECURE_SUM,
     TELLS,
     WHOLE_UPLOADS,
     noise_assumption,
@@ -21,12 +24,12 @@ from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.secure_sum import SecureSum
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 _ALWAYS = (
     "the population and the planned rounds are public",
     "clients' answers, and their absence, depend on no other client's data",
-    ON_A_GRID,
 )
 _HIDDEN_PLACES = f"who was drawn is not known to the adversary: {TELLS}"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
@@ -66,7 +69,8 @@ def client_level_guarantees(
         The plan is not one of clients with one upload each (see `check_client_plan`).
     """
     check_client_plan(plan)
-    common = (*_ALWAYS, noise_assumption(secure_noise))
+    sums = plan.secure_aggregation
+    common = (*_ALWAYS, ON_A_GRID if sums is None else DISCRETE, noise_assumption(secure_noise))
     by_clients = plan.noise_placement == "client"
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
     relation = plan.release.relation
@@ -90,7 +94,7 @@ def client_level_guarantees(
         assumptions=(
             *common,
             *honest_clients,
-            *(NOISE_OF_OTHERS if by_clients else ()),
+            *((NONE_OF_THEM,) if sums else NOISE_OF_OTHERS if by_clients else ()),
             *hidden,
             "the server follows the protocol and keeps uploads to itself",
         ),
@@ -117,12 +121,12 @@ def client_level_guarantees(
             plan,
             AdversaryView.SUM_ONLY,
             seen(participations.in_sums),
-            source=f"most exposed client: {participations.in_sums:.4g} sums' worth",
+            source=f"most exposed client: {participations.in_sums:.4g} sums' worth"
+            + (", colluders' noise not counted" if sums else ""),
             assumptions=(
                 *common,
                 *honest_clients,
-                WHOLE_UPLOADS,
-                NO_SECURE_SUM,
+                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else _of_secure_sum(sums)),
             ),
             not_covered=tuple(not_covered),
         ),
@@ -131,11 +135,22 @@ def client_level_guarantees(
             AdversaryView.EACH_UPLOAD,
             seen(participations.in_uploads),
             source="noise multiplier σ/√cohort of a single upload; most exposed client: "
-            f"{participations.in_uploads:.4g} sums' worth",
+            f"{participations.in_uploads:.4g} sums' worth"
+            + (", should its masks fall" if sums else ""),
             assumptions=(*common, *honest_clients),
             not_covered=tuple(not_covered),
         ),
     ]
+
+
+def _of_secure_sum(sums: SecureSum) -> tuple[str, ...]:
+    """Return what is assumed of a secure sum, for a server that sees what it shows."""
+    return (
+        SECURE_SUM,
+        f"at most {sums.colluding:.3g} of a cohort collude with the server",
+        "the server sees who was asked, who took part and when, and sums of at least the other "
+        f"{1 - sums.dropouts:.3g} of a cohort",
+    )
 
 
 def check_client_plan(plan: NoisedSum) -> None:

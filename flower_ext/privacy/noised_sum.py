@@ -12,9 +12,13 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.calibration import default_relation
+from flower_ext.privacy.cells import Cells, cell_of, out_of_cells
+from flower_ext.privacy.discrete_gaussian import share_stddev
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
+from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.sampling import Sampling
+from flower_ext.privacy.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.updates import Update, total
 
@@ -47,6 +51,7 @@ class NoisedSum(PrivacyPlan):
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
     sensitivity: float = 1.0
+    secure_aggregation: SecureSum | None = None
 
     def __post_init__(self) -> None:
         require_positive("clipping_norm", self.clipping_norm)
@@ -56,6 +61,11 @@ class NoisedSum(PrivacyPlan):
         require_delta(self.delta)
         require_one_of("noise_placement", self.noise_placement, ("client", "server"))
         require_one_of("dropout_policy", self.dropout_policy, ("top-up", "discard"))
+        if self.secure_aggregation is not None and self.noise_placement == "server":
+            raise InvalidValue(
+                "secure_aggregation with noise_placement='server': expected 'client', as the "
+                "server sees no upload that it could clip"
+            )
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
         _ = self.release  # refuses a relation that does not go with the sampling
@@ -95,6 +105,55 @@ class NoisedSum(PrivacyPlan):
         require_at_least_one("cohort_size", cohort_size)
         return self.noise_stddev / math.sqrt(cohort_size)
 
+    @property
+    def cell(self) -> float:
+        """Width of the cells in which a secure sum counts, in every round alike."""
+        return cell_of(self.noise_stddev)
+
+    def sum_parameters(self, cohort_size: int) -> SumParameters | None:
+        """Return what the secure sum of such a cohort runs with; None where there is none.
+
+        Raises
+        ------
+        RoundDiscarded
+            The cohort is too small for one.
+        """
+        if self.secure_aggregation is None:
+            return None
+        try:
+            return self.secure_aggregation.for_cohort(cohort_size)
+        except InvalidValue as error:
+            raise RoundDiscarded(str(error)) from error
+
+    def cells_protection(self, parameters: SumParameters) -> ClipToCells:
+        """Return what a client does to its upload for a secure sum with these parameters."""
+        share = share_stddev(self.noise_stddev / self.cell, parameters.least_answers)
+        return ClipToCells(
+            clipping_norm=self.clipping_norm, share_stddev=share * self.cell, cell=self.cell
+        )
+
+    def sum_bits(self, parameters: SumParameters) -> int:
+        """Return the bits of the ring in which the secure sum is taken."""
+        own = self.cells_protection(parameters)
+        noise = own.share_stddev / self.cell * math.sqrt(parameters.members)
+        return ring_bits(parameters.members * self.clipping_norm / self.cell, noise)
+
+    def aggregate_sum(self, cells: Cells, *, answered: int, like: Update) -> Aggregate:
+        """Return the average of a round from its finished secure sum.
+
+        Parameters
+        ----------
+        cells : Mapping[str, ndarray]
+            The sum of the answers' noised updates, in whole numbers of cells.
+        answered : int
+            At least the parameters' ``least_answers``: the sum carries noise of σC or more.
+        like : Update
+            Names, shapes and types of the result.
+        """
+        value = out_of_cells(cells, self.cell, like)
+        mean = divided(value, self.sampling.expected_cohort_size, like)
+        return Aggregate(value=mean, answered=answered, topped_up_stddev=0.0)
+
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """As `PrivacyPlan.largest_upload`; infinite where the server noises.
 
@@ -122,6 +181,8 @@ class NoisedSum(PrivacyPlan):
         ValueError
             More uploads than were asked for, or of other names or shapes than ``like``.
         """
+        if self.secure_aggregation is not None:
+            raise InvalidValue("secure_aggregation: expected one sum of all uploads, not each")
         by_server = self.noise_placement == "server"
         if by_server:
             bounded = sum_clipped(uploads, self.clipping_norm, like=like)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flower_ext.privacy.bounds import clip
+from flower_ext.privacy.cells import in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.perturbation import OutputPerturbation
 
@@ -72,6 +73,37 @@ class ClipUpdate(Protection):
     def noised(self, bounded: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
         """Return what is bounded already with noise."""
         return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipToCells(Protection):
+    """Clip the whole update, round it to cells of a public grid, and add discrete Gaussian noise.
+
+    What leaves the client is a vector of whole numbers, for a secure sum (see `privacy.cells`).
+
+    Parameters
+    ----------
+    clipping_norm : float
+        C.
+    share_stddev : float
+        Standard deviation of this client's share of the noise.
+    cell : float
+        Width of a cell, a power of two.
+    """
+
+    clipping_norm: float
+    share_stddev: float
+    cell: float
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of this client's own noise, in clipping norms."""
+        return self.share_stddev / self.clipping_norm
+
+    def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
+        """Return the noised update in cells, as int64."""
+        cells = in_cells(upload, self.clipping_norm, self.cell)
+        return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
 
 
 @dataclass(frozen=True, kw_only=True)

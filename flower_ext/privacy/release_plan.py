@@ -44,6 +44,10 @@ class ReleasePlan(NoisedSum):
     sensitivity : float
         By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
         has a part in several.
+    secure_aggregation : SecureSum, optional
+        The server sees no upload, but the sum of a round's uploads alone. They are whole numbers
+        with discrete Gaussian noise, scaled for the least number of answers; a round with fewer is
+        discarded, whatever the ``dropout_policy``. Needs ``noise_placement="client"``.
     """
 
     @classmethod
@@ -82,9 +86,11 @@ class ReleasePlan(NoisedSum):
 
     def describe(self) -> str:
         """For the log."""
+        sums = self.secure_aggregation
         return (
             f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise multiplier "
             f"{self.noise_multiplier:.4g} added by the {self.noise_placement}"
+            + ("" if sums is None else f" · {sums.describe()}")
         )
 
     @property
@@ -105,6 +111,11 @@ class ReleasePlan(NoisedSum):
                 "ReleasePlan hides: take NonPrivatePlan, or PerturbationPlan or RecordLevelPlan "
                 "for record-level privacy"
             )
+        if self.secure_aggregation is not None and method.bounds_units:
+            raise InvalidValue(
+                f"secure_aggregation with {method.name}: expected None, as an upload of this "
+                "method is a sum over users, which cannot be rounded for each of them yet"
+            )
         if method.units_are_clients:
             check_client_plan(self)
 
@@ -114,6 +125,8 @@ class ReleasePlan(NoisedSum):
             return None
         if self.noise_placement == "server":
             return ProtectedByServer()
+        if (parameters := self.sum_parameters(cohort_size)) is not None:
+            return self.cells_protection(parameters)
         kind = ClipUnits if run.method.bounds_units else ClipUpdate
         return kind(
             clipping_norm=self.clipping_norm,

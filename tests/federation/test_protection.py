@@ -49,6 +49,7 @@ from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.protections import (
     ClipModel,
     ClipSteps,
+    ClipToCells,
     ClipUnits,
     ClipUpdate,
     PerturbObjective,
@@ -482,6 +483,7 @@ def test_what_is_protected_is_known_from_the_facts():
 PROTECTIONS = [
     ClipUpdate(clipping_norm=1.0, noise_stddev=0.5, noise_grid=2.0**-20),
     ClipUnits(clipping_norm=1.0, noise_stddev=0.5),
+    ClipToCells(clipping_norm=1.0, share_stddev=0.5, cell=2.0**-16),
     ClipModel(clipping_norm=2.0, noise_stddev=0.5),
     ClipModel(clipping_norm=2.0, noise_stddev=0.5, num_examples=12),
     ClipSteps(clipping_norm=2.0, gradient_clipping_norm=0.5, noise_stddev=0.1, num_examples=12),

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from flwr.app import Context, Message, RecordDict
 
 from flower_ext.federation import records
+from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.method import ClientMethod
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.cohort import IDENTITY, identity
+from flower_ext.federation.cohort import IDENTITY, check_addressee, identity
 from flower_ext.federation.engines.virtual import CohortApp
 from flower_ext.training import (
     Task,
@@ -63,6 +64,9 @@ def client_app(
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
+            if records.SECURE_SUM in message.content:
+                check_addressee(message, context)
+                return sum_member.answer(message, context, side.method.name)
             if records.QUESTION in message.content:
                 return side.tell(message, context)
             if records.COMPANY in message.content:

@@ -25,6 +25,7 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import record_of
+from flower_ext.federation.client import sum_member
 from flower_ext.federation.client.method import (
     ClientMethod,
     ClientWork,
@@ -49,6 +50,7 @@ from flower_ext.federation.protection import (
 )
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.updates import l2_norm
 from flower_ext.training import (
@@ -289,7 +291,15 @@ class ClientSide:
         own = result.bounded(work.received, whole=bounds_models(request.protection))
         noise = self._policy(context).noise(request.facts, OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
-        content: dict[str, object] = {records.UPDATE: records.to_record(update)}
+        if isinstance(request.protection, ClipToCells):
+            told = _plain(request.state[records.SECURE_SUM])
+            cells = {name: np.asarray(array) for name, array in update.items()}
+            sent = sum_member.masked(cells, told, context, self.method.name)
+            cell = request.protection.cell
+            update = {name: torch.as_tensor(array * cell) for name, array in cells.items()}
+        else:
+            sent = records.to_record(update)
+        content: dict[str, object] = {records.UPDATE: sent}
         metrics: dict[str, float] = {}
         if request.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
@@ -354,6 +364,10 @@ def _as_params(
 ) -> Params:
     """What leaves the client, as tensors of the model's types."""
     return {name: torch.as_tensor(v).to(like[name].dtype) for name, v in released.items()}
+
+
+def _plain(params: Params) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in params.items()}
 
 
 def _go_back(memory: ClientMemory, used: int) -> None:

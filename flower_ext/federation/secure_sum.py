@@ -1,0 +1,203 @@
+"""The server's side of one round's secure sum, over Flower's messages.
+
+Two queries before the training let the clients agree on masks, and one after it takes the masks
+off the sum. A client that fails or is silent in one of these four stages is lost for the round.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
+
+from flower_ext.errors import IncompleteRound, InvalidValue, ProtocolError
+from flower_ext.federation import records
+from flower_ext.federation._flower_private import replies
+from flower_ext.federation.client.sum_member import (
+    BEGIN,
+    CONTEXT,
+    DELIVERY,
+    INDEX,
+    KEYS,
+    QUESTION,
+    SENT,
+)
+from flower_ext.federation.exchange import Exchange
+from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.plan import Aggregate, RoundDiscarded
+from flower_ext.privacy.randomness import secure_generator
+from flower_ext.privacy.secure_sum import SumParameters
+from flower_ext.secure.aggregation import (
+    Advert,
+    MaskedInput,
+    Revealed,
+    RoundContext,
+    SealedShares,
+    SumServer,
+    degree,
+    draw_order,
+)
+
+T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
+
+
+@dataclass(frozen=True)
+class MaskedUpdate(records.Update):
+    """A masked upload, and the metrics beside it."""
+
+    message: MaskedInput
+
+
+class SecureRound:
+    """One round: `agree`, then `own` for each training message, `read` and `combine`.
+
+    Parameters
+    ----------
+    plan : NoisedSum
+        Has a ``secure_aggregation``.
+    parameters : SumParameters
+    asked : Sequence[int]
+        Partitions of the cohort.
+    exchange : Exchange
+    grid : Grid
+    number, server_round : int
+        Of the training round, and of the messages.
+    like : Arrays
+        Names and shapes of an update.
+    """
+
+    def __init__(
+        self,
+        plan: NoisedSum,
+        parameters: SumParameters,
+        asked: Iterable[int],
+        *,
+        exchange: Exchange,
+        grid: Grid,
+        number: int,
+        server_round: int,
+        like: records.Arrays,
+    ) -> None:
+        self._plan, self.parameters, self._like = plan, parameters, like
+        self._exchange, self._grid, self._server_round = exchange, grid, server_round
+        self._partitions = list(asked)
+        self._places = {partition: place for place, partition in enumerate(self._partitions)}
+        members = len(self._partitions)
+        self._context = RoundContext(
+            run=secrets.token_bytes(16),  # a round that is done again is another one
+            round_number=number,
+            order=draw_order(members, secure_generator()),
+            bits=plan.sum_bits(parameters),
+            length=sum(array.size for array in like.values()),
+            neighbours=degree(members, parameters.neighbors),
+            threshold=parameters.threshold,
+            least_answers=parameters.least_answers,
+        )
+        self._server = SumServer(self._context)
+        self._deliveries: Mapping[int, bytes] = {}
+
+    def agree(self) -> list[int]:
+        """Let the clients agree on masks; return the partitions that can train.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few are left.
+        """
+        try:
+            begin = {place: {BEGIN: b""} for place in range(len(self._partitions))}
+            self._take(self._ask(begin, Advert), self._server.add_advert)
+            keys = {m: {KEYS: told.to_bytes()} for m, told in self._server.keys().items()}
+            self._take(self._ask(keys, SealedShares), self._server.add_shares)
+            deliveries = self._server.deliveries()
+        except IncompleteRound as error:
+            raise RoundDiscarded(str(error)) from error
+        self._deliveries = {member: told.to_bytes() for member, told in deliveries.items()}
+        return sorted(self._partitions[member] for member in deliveries)
+
+    def own(self, partition: int) -> dict[str, ArrayRecord]:
+        """Return what a training message tells one client of the sum."""
+        told = {DELIVERY: self._deliveries[self._places[partition]]}
+        return {records.SECURE_SUM: self._record(self._places[partition], told)}
+
+    def read(self, reply: Message) -> MaskedUpdate:
+        """Read a masked upload; raise `RefusedReply` for anything else."""
+        metrics = records.read_metrics(reply)
+        message = self._read(reply, MaskedInput, records.UPDATE)
+        return MaskedUpdate({}, metrics, message)
+
+    def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
+        """Add masked uploads up as they come, and take the masks off their sum.
+
+        Raises
+        ------
+        RoundDiscarded
+            Too few answered in one of the stages: nobody learns any part of a sum.
+        """
+        for _, update in updates:
+            assert isinstance(update, MaskedUpdate)
+            self._server.add_masked(update.message)
+        try:
+            question = self._server.question()
+            told = {member: {QUESTION: question.to_bytes()} for member in question.answered}
+            self._take(self._ask(told, Revealed), self._server.add_revealed)
+            total = self._server.total()
+        except IncompleteRound as error:
+            raise RoundDiscarded(str(error)) from error
+        whole = total.view(np.int32 if self._context.bits == 32 else np.int64).astype(np.int64)
+        cells, at = {}, 0
+        for name in sorted(self._like):
+            size = self._like[name].size
+            cells[name] = whole[at : at + size].reshape(self._like[name].shape)
+            at += size
+        answered = len(self._server.answered)
+        return self._plan.aggregate_sum(cells, answered=answered, like=self._like)
+
+    def _ask(self, told: Mapping[int, Mapping[str, bytes]], kind: type[T]) -> list[T]:
+        """Ask members a stage's question; return the answers of those who give one."""
+        contents = {
+            self._partitions[member]: {records.SECURE_SUM: self._record(member, parts)}
+            for member, parts in told.items()
+        }
+        asked = self._exchange.ask("query", contents, self._server_round)
+        heard = replies(self._grid, asked, timeout=self._exchange.timeout)
+        answers = self._exchange.accepted(
+            "query",
+            self._server_round,
+            heard,
+            sorted(contents),
+            lambda reply: self._read(reply, kind, records.ANSWER),
+        )
+        return list(answers.values())
+
+    def _take(self, messages: Iterable[T], add: object) -> None:
+        for message in messages:
+            try:
+                add(message)  # type: ignore[operator]
+            except (ProtocolError, InvalidValue) as error:
+                self._exchange.refusals.append(f"round {self._server_round}: {error}")
+
+    def _read(self, reply: Message, kind: type[T], record: str) -> T:
+        arrays = records.read_answer(reply, record)
+        if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
+            raise records.RefusedReply(f"{sorted(arrays)}: expected {SENT!r} as bytes")
+        try:
+            message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
+        except (ProtocolError, InvalidValue) as error:
+            raise records.RefusedReply(str(error)) from error
+        partition = self._exchange.partition_of(reply)
+        if message.member != self._places[partition]:
+            raise records.RefusedReply(
+                f"member {message.member}: expected {self._places[partition]}, the sender's own"
+            )
+        return message
+
+    def _record(self, member: int, parts: Mapping[str, bytes]) -> ArrayRecord:
+        told = {CONTEXT: self._context.to_bytes(), **parts}
+        arrays = {name: records.to_bytes_array(data) for name, data in told.items()}
+        return records.to_record({**arrays, INDEX: np.array(member, dtype=np.int64)})
