@@ -2,11 +2,11 @@
 
 Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-honest server.
 
-1. Every member `Member.advertise`\\ s two fresh keys.
+1. Every member sends two fresh public keys (`Member.advertise`).
 2. It shares the seed of its own mask and its mask key among its neighbours (`Member.share`).
 3. It sends its vector under its own mask and under one mask for each neighbour (`Member.mask`).
-4. It reveals for each neighbour one of the two shares (`Member.unmask`): the seed's if the
-   neighbour answered, the key's if it was lost. `SumServer.total` then removes the masks.
+4. It reveals one share of each neighbour (`Member.unmask`): the seed's if that neighbour answered,
+   the key's if it was lost. `SumServer.total` then removes the masks.
 
 The server learns the sum and who took part. ``docs/secure-sums.md`` says against whom this holds.
 Needs NumPy and ``cryptography``, no extra.

@@ -1,0 +1,81 @@
+"""Messages, contexts and graphs: what they refuse."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.aggregation import Advert, Keys, MaskedInput, RoundContext, degree
+from tests.support.secure_sum import Round, round_context
+
+
+def test_every_message_survives_the_wire_and_no_other_length_does():
+    one = Round(round_context())
+    one.run([(), (), (1,), ()])
+    for data in one.wire:
+        with pytest.raises((InvalidValue, ProtocolError)):
+            MaskedInput.from_bytes(data[:-1], one.context)
+    keys = one.wire[6]
+    for wrong in (keys[:-1], keys + b"\0", keys[:33]):
+        with pytest.raises(InvalidValue):
+            Keys.from_bytes(wrong, one.context)
+
+
+def test_members_that_the_round_has_not_are_refused():
+    context = round_context(6)
+    with pytest.raises(InvalidValue, match="below 6"):
+        Advert(digest=context.digest, member=6, keys=bytes(64)).check(context)
+
+
+def test_a_vector_of_another_length_is_refused():
+    context = round_context(length=10)
+    with pytest.raises(InvalidValue, match="values of 44 bytes"):
+        MaskedInput(digest=context.digest, member=0, values=bytes(44)).check(context)
+
+
+def test_every_fact_of_a_round_changes_its_digest():
+    context = round_context(8, 4, 2, 3)
+    changes = [
+        {"run": b"other"},
+        {"round_number": 2},
+        {"order": context.order[::-1]},
+        {"bits": 64},
+        {"length": 51},
+        {"neighbours": 6},
+        {"threshold": 3},
+        {"least_answers": 4},
+    ]
+    digests = {replace(context, **change).digest for change in changes} | {context.digest}
+    assert len(digests) == 9
+    assert RoundContext.from_bytes(context.to_bytes()) == context
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bits": 16}, {"threshold": 0}, {"threshold": 5}, {"least_answers": 1}, {"neighbours": 3}],
+)
+def test_a_context_that_cannot_work_is_refused(change):
+    with pytest.raises(InvalidValue, match=next(iter(change))):
+        replace(round_context(8, 4, 2, 3), **change)
+
+
+@pytest.mark.parametrize(("members", "wanted"), [(2, 1), (7, 3), (10, 4), (11, 9), (101, 15)])
+def test_the_graph_is_symmetric_and_everybody_has_as_many_neighbours(members, wanted):
+    context = round_context(members, wanted, 1, 2)
+    assert wanted <= degree(members, wanted) or degree(members, wanted) == members - 1
+    for member, near in enumerate(context.graph):
+        assert len(set(near) - {member}) == len(near) == context.neighbours
+        assert all(member in context.graph[other] for other in near)
+
+
+def test_masks_are_the_same_in_one_piece_and_across_blocks():
+    from flower_ext.secure.aggregation.masks import apply_mask
+
+    for kind in (np.uint32, np.uint64):
+        long, short = np.zeros(100_000, kind), np.zeros(777, kind)
+        apply_mask(bytes(range(32)), long)
+        apply_mask(bytes(range(32)), short)
+        np.testing.assert_array_equal(long[:777], short)
+        apply_mask(bytes(range(32)), long, subtract=True)
+        assert not long.any()

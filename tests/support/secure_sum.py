@@ -1,0 +1,93 @@
+"""A whole round of the secure sum in one process; every message and state travels as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flower_ext.secure.aggregation import (
+    Member,
+    RoundContext,
+    SumServer,
+    degree,
+    draw_order,
+)
+
+
+def round_context(members=6, neighbours=4, threshold=2, least=3, *, bits=32, length=50, number=1):
+    """Return the context of a small round."""
+    return RoundContext(
+        run=b"run",
+        round_number=number,
+        order=draw_order(members, np.random.default_rng(number)),
+        bits=bits,
+        length=length,
+        neighbours=degree(members, neighbours),
+        threshold=threshold,
+        least_answers=least,
+    )
+
+
+def vectors_of(context, seed=0):
+    """Return one uniform vector for each member."""
+    return np.random.default_rng(seed).integers(
+        0, 2**context.bits, size=(context.members, context.length), dtype=context.dtype.type
+    )
+
+
+def stored(member, context, **options):
+    """Return the member as another process would restore it."""
+    return Member.from_bytes(member.to_bytes(), context, **options)
+
+
+class Round:
+    """Server and members, stage by stage; each stage takes the members that are lost before it."""
+
+    def __init__(self, context, *, seed=0, token_bytes=None):
+        self.context, self.server = context, SumServer(context)
+        self.options = {} if token_bytes is None else {"token_bytes": token_bytes}
+        self.members = {
+            index: Member(context, index, **self.options) for index in range(context.members)
+        }
+        self.vectors = vectors_of(context, seed)
+        self.wire = []
+
+    def sent(self, message):
+        self.wire.append(message.to_bytes())
+        return type(message).from_bytes(self.wire[-1], self.context)
+
+    def restore(self):
+        self.members = {i: stored(m, self.context, **self.options) for i, m in self.members.items()}
+
+    def advertise(self, lost=()):
+        for index, member in self.members.items():
+            if index not in lost:
+                self.server.add_advert(self.sent(member.advertise()))
+        self.restore()
+        return {index: self.sent(keys) for index, keys in self.server.keys().items()}
+
+    def share(self, keys, lost=()):
+        for index, message in keys.items():
+            if index not in lost:
+                self.server.add_shares(self.sent(self.members[index].share(message)))
+        self.restore()
+        return {index: self.sent(one) for index, one in self.server.deliveries().items()}
+
+    def mask(self, deliveries, lost=()):
+        for index, message in deliveries.items():
+            if index not in lost:
+                masked = self.members[index].mask(message, self.vectors[index])
+                self.server.add_masked(self.sent(masked))
+        self.restore()
+        return self.sent(self.server.question())
+
+    def unmask(self, question, lost=()):
+        for index in sorted(self.server.answered - set(lost)):
+            self.server.add_revealed(self.sent(self.members[index].unmask(question)))
+        return self.server.total()
+
+    def run(self, lost=((), (), (), ())):
+        question = self.mask(self.share(self.advertise(lost[0]), lost[1]), lost[2])
+        return self.unmask(question, lost[3])
+
+    def plain_sum(self):
+        return self.vectors[sorted(self.server.answered)].sum(axis=0, dtype=self.context.dtype)
