@@ -1,0 +1,305 @@
+"""Secure sums in a run: the right sum or none, whoever is lost, and nothing else leaves anybody."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
+from flower_ext.algorithms.uldp import UldpAvg
+from flower_ext.federation import records
+from flower_ext.federation.client.sum_member import BEGIN, CONTEXT, KEYS, QUESTION
+from flower_ext.privacy import (
+    AdversaryView,
+    FixedSizeSampling,
+    FullParticipation,
+    NonPrivatePlan,
+    PoissonSampling,
+    ReleasePlan,
+    SecureSum,
+    SeededNoise,
+)
+from flower_ext.secure.aggregation import RoundContext
+from flower_ext.training import LocalTraining
+from tests.support import silos as uldp
+from tests.support.travelling import Recorder
+from tests.support.worlds import initial, task
+
+CLIENTS = 8
+FAST = LocalTraining(epochs=1, batch_size=10)
+STAGES = (BEGIN, KEYS, "train", QUESTION)
+SEED = 3
+
+
+def plan(**changes):
+    facts = {
+        "sampling": FullParticipation(CLIENTS),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.01,
+        "secure_aggregation": SecureSum(colluding=0.1, dropouts=0.3),
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+def stage_of(message):
+    """Which of the four stages a message belongs to, None for none."""
+    kind = message.metadata.message_type.partition(".")[0]
+    if kind == "train":
+        return "train"
+    if kind == "query" and records.SECURE_SUM in message.content:
+        return next(s for s in STAGES if s in message.content[records.SECURE_SUM])
+    return None
+
+
+class Losing(Recorder):
+    """Loses clients: a message to one of ``lost`` in that stage, or its reply, does not arrive."""
+
+    lost = frozenset()
+    answers = frozenset()
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        stages = {m.metadata.dst_node_id - 1_000: stage_of(m) for m in messages}
+        arriving = [
+            m for m in messages if (m.metadata.dst_node_id - 1_000, stage_of(m)) not in self.lost
+        ]
+        replies = super().send_and_receive(arriving, timeout=timeout)
+        return [
+            r
+            for r in replies
+            if (r.metadata.src_node_id - 1_000, stages[r.metadata.src_node_id - 1_000])
+            not in self.answers
+        ]
+
+
+def strategy_of(method=DPFedAvg, **changes):
+    more = {"personal": ("head",)} if method is DP2FedSAM else {"local": FAST}
+    options = {"seed": SEED, "seeded_noise": True, "evaluate_every": 0, "timeout": 5.0}
+    return method(plan=changes.pop("plan", plan()), **{**more, **options, **changes})
+
+
+def run(strategy, grid=Recorder, rounds=1, **facts):
+    base = strategy.base if isinstance(strategy, Upcycled) else strategy
+    app = type(base).client_app(task(), allow_seeded_noise=True)
+    found = grid(app, num_clients=base.plan.sampling.population)
+    for name, value in facts.items():
+        setattr(found, name, frozenset(value))
+    result = strategy.start(found, initial(), num_rounds=rounds)
+    return found, records.to_arrays(result.arrays)
+
+
+def raw_updates():
+    """What each client would send in the first round, neither bounded nor noised."""
+    bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
+    grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
+    return {
+        reply.metadata.src_node_id - 1_000: records.to_arrays(reply.content[records.UPDATE])
+        for reply in grid.received
+        if reply.metadata.message_type.startswith("train")
+    }
+
+
+def expected_model(answered):
+    """The next model of a plain sum of the same clipped, rounded and noised updates."""
+    private = plan()
+    protection = private.cells_protection(private.sum_parameters(CLIENTS))
+    start = records.to_arrays(initial())
+    total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
+    for partition, update in raw_updates().items():
+        if partition in answered:
+            noise = SeededNoise(SEED, "client-noise", partition, 1)
+            for name, cells in protection.released(update, noise).items():
+                total[name] += cells
+    return {
+        name: start[name] + (total[name] * private.cell / CLIENTS).astype(np.float32)
+        for name in start
+    }
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+# The sum ------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit():
+    _, found = run(strategy_of())
+    assert_same(found, expected_model(range(CLIENTS)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["lost", "answers"])
+@pytest.mark.parametrize("who", [(0,), (1, 6)])
+def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
+    strategy = strategy_of()
+    _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
+    gone = () if stage == QUESTION else who  # after its upload a client is in the sum
+    assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
+    assert strategy.participations.rounds == 1
+
+
+def test_clients_lost_in_every_stage_of_a_round_leave_the_sum_of_the_others():
+    _, found = run(strategy_of(), Losing, lost=[(0, BEGIN), (3, KEYS)], answers=[(5, QUESTION)])
+    assert_same(found, expected_model({1, 2, 4, 5, 6, 7}))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_with_too_few_left_a_round_is_discarded_and_nobody_sees_a_sum(stage, logged):
+    strategy = strategy_of()
+    grid, found = run(strategy, Losing, answers=[(p, stage) for p in range(4)])
+    assert_same(found, records.to_arrays(initial()))
+    assert "round 1 discarded" in logged.text
+    trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
+    assert bool(trained) == (stage in ("train", QUESTION))  # else nobody was asked to
+    assert strategy.participations.rounds == 1
+    assert strategy.participations.in_sums == 0.0
+
+
+def test_the_next_round_is_another_one_for_those_who_were_lost():
+    strategy = strategy_of()
+    grid, _ = run(strategy, Losing, rounds=2, answers=[(0, KEYS)])
+    rounds = {
+        m.content[records.SECURE_SUM][CONTEXT].numpy().tobytes()
+        for m in grid.sent
+        if stage_of(m) == BEGIN
+    }
+    assert len(rounds) == 2
+    one, two = map(RoundContext.from_bytes, rounds)
+    assert one.run != two.run
+    assert one.digest != two.digest
+
+
+def test_a_cohort_that_is_too_small_is_discarded_before_anybody_is_asked(logged):
+    sampling = PoissonSampling(population=CLIENTS, rate=1e-6)
+    grid, found = run(strategy_of(plan=plan(sampling=sampling)))
+    assert_same(found, records.to_arrays(initial()))
+    assert "a cohort of 0: expected at least 3 for a secure sum" in logged.text
+    assert not any(stage_of(message) for message in grid.sent)
+
+
+@pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
+def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
+    strategy = strategy_of(method)
+    grid, found = run(strategy, rounds=2)
+    assert strategy.refusals == []
+    assert any(np.any(array != records.to_arrays(initial())[n]) for n, array in found.items())
+    assert strategy.participations.rounds == 2
+    assert sum(stage_of(message) == QUESTION for message in grid.sent) == 2 * CLIENTS
+
+
+def test_upcycling_asks_for_keys_in_the_rounds_that_train_alone():
+    grid, _ = run(Upcycled(strategy_of(), coefficient=0.5), rounds=4)
+    assert sum(stage_of(message) == BEGIN for message in grid.sent) == 2 * CLIENTS
+
+
+# What others see ----------------------------------------------------------------------------------
+
+
+def uploads(grid):
+    return [
+        reply.content
+        for reply in grid.received
+        if reply.metadata.message_type.startswith("train") and reply.has_content()
+    ]
+
+
+def test_nothing_but_uniform_bytes_leaves_a_client_that_trains():
+    grid, _ = run(strategy_of(seeded_noise=False), rounds=40)
+    sent = uploads(grid)
+    assert len(sent) == 40 * CLIENTS
+    assert {tuple(content.keys()) for content in sent} == {(records.UPDATE,)}
+    masked = [content[records.UPDATE]["message"].numpy()[-4 * 56 :] for content in sent]
+    counts = np.bincount(np.concatenate(masked), minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-10
+
+
+def test_the_same_client_with_the_same_update_sends_other_bytes_in_another_run():
+    one, two = (uploads(run(strategy_of())[0])[0][records.UPDATE]["message"] for _ in range(2))
+    first, second = (array.numpy()[-4 * 56 :] for array in (one, two))
+    assert (first == second).mean() < 0.1
+
+
+# What is promised ---------------------------------------------------------------------------------
+
+
+def sums_only(strategy):
+    return next(
+        one
+        for one in strategy.guarantees()
+        if one.view is AdversaryView.SUM_ONLY and one.basis == "provable"
+    )
+
+
+def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
+    plain, secure = strategy_of(plan=plan(secure_aggregation=None)), strategy_of()
+    for strategy in (plain, secure):
+        run(strategy, rounds=3)
+    before, after = sums_only(plain), sums_only(secure)
+    assert any("which this run does not provide" in a for a in before.assumptions)
+    assert not any("which this run does not provide" in a for a in after.assumptions)
+    assert any("at most 0.1 of a cohort collude" in a for a in after.assumptions)
+    assert any("discrete Gaussian" in a for a in after.assumptions)
+    # Eight clients of whom none colludes: the noise of the least number of answers is all of it.
+    assert after.epsilon == pytest.approx(before.epsilon)
+
+
+def test_the_noise_of_those_who_may_collude_is_not_counted():
+    sums = SecureSum(colluding=0.25, dropouts=0.25)
+    assert sums.for_cohort(CLIENTS).honest_answers == 4  # of 6 answers
+    colluding = strategy_of(plan=plan(secure_aggregation=sums))
+    run(colluding, rounds=2)
+    assert colluding.participations.in_sums == pytest.approx(2 * 6 / 4)
+    assert sums_only(colluding).epsilon > 0
+
+
+def test_a_sum_to_which_fewer_answered_carries_the_planned_noise():
+    """Over rounds of models that learn nothing: the released sum is noise alone."""
+    still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
+    strategy = strategy_of(local=still, seeded_noise=False)
+    lost = [(0, "train"), (1, "train")]
+    models, start = [], records.to_arrays(initial())
+    for _ in range(60):
+        _, found = run(strategy_of(local=still, seeded_noise=False), Losing, lost=lost)
+        models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
+    noise = np.concatenate(models) * CLIENTS
+    answers, least = 6, plan().sum_parameters(CLIENTS).least_answers
+    expected = strategy.plan.noise_stddev * np.sqrt(answers / least)
+    assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_summed_or_not_be_seen_is_refused_by_name():
+    with pytest.raises(ValueError, match="secure_aggregation with noise_placement='server'"):
+        plan(noise_placement="server")
+    users = uldp.plan(secure_aggregation=SecureSum())
+    with pytest.raises(ValueError, match="secure_aggregation with UldpAvg: expected None"):
+        UldpAvg(plan=users, num_silos=uldp.SILOS)
+
+
+def test_a_client_that_names_another_member_is_lost():
+    class Impersonating(Recorder):
+        def send_and_receive(self, messages, *, timeout=None):
+            replies = super().send_and_receive(messages, timeout=timeout)
+            stages = {m.metadata.message_type for m in self.sent[-len(replies) :]}
+            if any(kind.startswith("train") for kind in stages):
+                replies[0].content = replies[1].content
+            return replies
+
+    strategy = strategy_of()
+    _, found = run(strategy, Impersonating)
+    assert any("the sender's own" in refusal for refusal in strategy.refusals)
+    assert_same(found, expected_model(set(range(1, CLIENTS))))
+
+
+def test_clients_of_a_fixed_size_are_drawn_and_summed():
+    sampling = FixedSizeSampling(population=CLIENTS, size=5)
+    strategy = strategy_of(plan=plan(sampling=sampling))
+    grid, _ = run(strategy, rounds=3)
+    assert sum(stage_of(message) == "train" for message in grid.sent) == 15
+    assert strategy.refusals == []

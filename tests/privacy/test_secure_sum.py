@@ -1,0 +1,136 @@
+"""Parameters of secure sums: neighbours, thresholds, and what they withstand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from flower_ext.privacy import FullParticipation, ReleasePlan, SecureSum
+from flower_ext.privacy.secure_sum import SumParameters, ring_bits, threshold_of
+
+TABLE = {
+    (0.05, 0.1): {100: (15, 6), 300: (28, 14), 1_000: (35, 18), 10_000: (41, 21)},
+    (0.1, 0.1): {100: (21, 11), 300: (36, 21), 1_000: (45, 26), 10_000: (53, 30)},
+    (0.2, 0.1): {100: (31, 21), 300: (52, 34), 1_000: (67, 43), 10_000: (77, 49)},
+    (0.1, 0.3): {100: (33, 11), 300: (65, 26), 1_000: (88, 36), 10_000: (106, 43)},
+    (0.2, 0.2): {100: (40, 21), 300: (73, 40), 1_000: (98, 54), 10_000: (119, 65)},
+}
+"""The least k with its t, by γ and δ, and by n: computed apart from this package."""
+
+
+@pytest.mark.parametrize(("shares", "row"), TABLE.items(), ids=str)
+def test_the_least_number_of_neighbours_and_its_threshold(shares, row):
+    for members, (neighbors, threshold) in row.items():
+        colluders, lost = (math.floor(share * members + 1e-9) for share in shares)
+        assert threshold_of(members, colluders, lost, neighbors) == threshold
+        assert threshold_of(members, colluders, lost, neighbors - 1) is None
+
+
+@pytest.mark.parametrize(("shares", "row"), TABLE.items(), ids=str)
+def test_a_circle_has_the_next_even_number_of_neighbours(shares, row):
+    for members, (neighbors, _) in row.items():
+        found = SecureSum(colluding=shares[0], dropouts=shares[1]).for_cohort(members)
+        assert found.neighbors == neighbors + neighbors % 2
+        assert found.threshold <= found.neighbors
+
+
+@pytest.mark.parametrize("members", [3, 4, 5, 10, 11, 63, 64])
+@pytest.mark.parametrize(("colluding", "dropouts"), [(0, 0), (0.1, 0.1), (0.3, 0.2), (0, 0.3)])
+def test_in_a_complete_graph_colluders_are_below_the_threshold_and_all_others_reach_it(
+    members, colluding, dropouts
+):
+    found = SecureSum(colluding=colluding, dropouts=dropouts).for_cohort(members)
+    lost = members - found.least_answers
+    assert found.neighbors == members - 1
+    assert found.colluders < found.threshold <= members - 1 - lost
+    assert lost >= dropouts * members - 1e-9
+    assert found.honest_answers >= 2
+
+
+def test_random_circles_withstand_what_they_are_made_for():
+    """Simulated at a size whose probabilities are ones to be seen: none of 2,000 circles fails."""
+    members, rng = 100, np.random.default_rng(5)
+    found = SecureSum(colluding=0.1, dropouts=0.1).for_cohort(members)
+    half = found.neighbors // 2
+    weak = 0
+    for _ in range(2_000):
+        role = rng.permutation(np.repeat([0, 1, 2], [80, 10, 10]))  # honest, colluding, lost
+        near = np.stack([np.roll(role, step) for step in range(-half, half + 1) if step])
+        colluding, lost = (near == 1).sum(0), (near == 2).sum(0)
+        assert (colluding[role == 0] < found.threshold).all()
+        assert (found.neighbors - lost >= found.threshold).all()
+        weak += (colluding[role == 0] + 2 >= found.threshold).any()
+    assert weak > 0  # it is not that the threshold is far away
+
+
+@pytest.mark.parametrize("members", [0, 1, 2])
+def test_two_members_have_no_sum_that_hides_anything(members):
+    with pytest.raises(ValueError, match="expected at least 3 for a secure sum"):
+        SecureSum().for_cohort(members)
+
+
+def test_what_no_sum_withstands_is_refused_by_what_to_change():
+    for wrong in ({"colluding": 1.0}, {"dropouts": -0.1}, {"colluding": math.nan}):
+        with pytest.raises(ValueError, match=r"expected a share in \[0, 1\)"):
+            SecureSum(**wrong)
+    with pytest.raises(ValueError, match="expected less than 1 together"):
+        SecureSum(colluding=0.5, dropouts=0.5)
+    with pytest.raises(ValueError, match="lower one of them, or take larger cohorts"):
+        SecureSum(colluding=0.5, dropouts=0.4).for_cohort(20)
+    with pytest.raises(ValueError, match="least_answers=3: expected 6 to 40"):
+        SecureSum(least_answers=3).for_cohort(40)
+    with pytest.raises(ValueError, match="threshold=40: expected 1 to 39"):
+        SecureSum(threshold=40).for_cohort(40)
+
+
+def test_numbers_that_are_given_are_kept():
+    found = SecureSum(neighbors=11, threshold=7, least_answers=60).for_cohort(100)
+    assert found == SumParameters(
+        members=100, neighbors=12, threshold=7, least_answers=60, colluders=10
+    )
+
+
+def plan(**changes):
+    facts = {
+        "sampling": FullParticipation(100),
+        "clipping_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "rounds": 3,
+        "delta": 0.01,
+        "secure_aggregation": SecureSum(),
+    }
+    return ReleasePlan(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
+def test_no_sum_leaves_its_ring(members, noise):
+    own = plan(sampling=FullParticipation(members), noise_multiplier=noise)
+    parameters = own.sum_parameters(members)
+    bits = own.sum_bits(parameters)
+    assert bits == (64 if noise == 0.01 else 32)
+    most = members * own.clipping_norm / own.cell
+    share = own.cells_protection(parameters).share_stddev / own.cell
+    assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
+    with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
+        ring_bits(2.0**63, 1.0)
+
+
+@pytest.mark.parametrize("members", [3, 100, 1_000])
+def test_the_least_number_of_answers_carries_the_planned_noise(members):
+    own = plan(sampling=FullParticipation(members))
+    parameters = own.sum_parameters(members)
+    share = own.cells_protection(parameters).share_stddev / own.cell
+    cells = own.noise_stddev / own.cell
+    assert parameters.least_answers * share**2 - 16 == pytest.approx(cells**2, rel=1e-12)
+
+
+def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
+    own = plan()
+    like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
+    cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**40, 0], [0, -7]])}
+    found = own.aggregate_sum(cells, answered=93, like=like)
+    assert found.answered == 93
+    for name, array in like.items():
+        assert found.value[name].dtype == array.dtype
+        expected = (cells[name] * own.cell / 100).astype(np.float32)
+        np.testing.assert_array_equal(found.value[name], expected)
