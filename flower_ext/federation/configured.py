@@ -46,6 +46,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
+    SecureSum,
     size_for_rate,
 )
 from flower_ext.privacy.guarantee import Basis
@@ -110,6 +111,11 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
     Reads ``weighting`` where the app has it; ``changes`` are fields of `NonPrivatePlan` that come
     before all settings.
     """
+    if _secure_sum(config) is not None:
+        raise UnfitSetting(
+            f"run-config aggregation='secure' with method={config.get('method')!r}: expected "
+            "'plain', as secure sums are of clipped and noised updates"
+        )
     told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
     drawn = changes.get("sampling") or sampling(config)
     return NonPrivatePlan(**{"sampling": drawn, **told, **changes})
@@ -119,7 +125,8 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
     """Return the plan of a noised sum over what `sampling` draws.
 
     Reads ``clipping-norm``, ``rounds``, ``delta`` (0: one over ``clients``), ``noise-multiplier``
-    and, where the app has them, ``noise-placement`` and ``dropout-policy``. Where the app has
+    and, where the app has them, ``noise-placement``, ``dropout-policy`` and ``aggregation`` (with
+    ``colluding-share`` and ``dropout-share``, for secure sums). Where the app has
     ``epsilon`` and no ``noise-multiplier`` above 0, the noise is the least for ``epsilon``:
     provably, or as published where ``calibration`` says so. ``changes`` are fields of
     `ReleasePlan`, but its noise, that come before all settings.
@@ -132,6 +139,7 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         "delta": _delta(config),
         **_those_there(config, partial(choice, allowed=("client", "server")), "noise-placement"),
         **_those_there(config, partial(choice, allowed=("top-up", "discard")), "dropout-policy"),
+        "secure_aggregation": _secure_sum(config),
         **changes,
     }
     epsilon = _target(config)
@@ -146,6 +154,14 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         sampling_rate=facts["sampling"].sampling_rate,
     )
     return ReleasePlan(noise_multiplier=multiplier, **facts)
+
+
+def _secure_sum(config: UserConfig) -> SecureSum | None:
+    if "aggregation" not in config or choice(config, "aggregation", ("plain", "secure")) == "plain":
+        return None
+    return SecureSum(
+        colluding=number(config, "colluding-share"), dropouts=number(config, "dropout-share")
+    )
 
 
 def _refuse_weights(config: UserConfig) -> None:

@@ -34,12 +34,11 @@ def random_round(seed):
     rng = np.random.default_rng(seed)
     members = int(rng.integers(3, 25))
     neighbours = int(rng.integers(2, members + 2))
-    context = round_context(
-        members, neighbours, 1, 2, bits=int(rng.choice([32, 64])), length=17, number=seed
-    )
+    facts = {"bits": int(rng.choice([32, 64])), "length": 17, "number": seed}
+    context = round_context(members, neighbours, 1, 2, **facts)
     threshold = int(rng.integers(1, context.neighbours // 2 + 2))
     least = int(rng.integers(2, max(3, members * 3 // 4)))
-    one = Round(round_context(members, neighbours, threshold, least, length=17, number=seed))
+    one = Round(round_context(members, neighbours, threshold, least, **facts))
     rates = rng.uniform(0, 0.3, size=4)
     lost = [set(np.flatnonzero(rng.random(members) < rate).tolist()) for rate in rates]
     try:
