@@ -37,6 +37,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
+    SecureSum,
 )
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 
@@ -174,6 +175,23 @@ def client_level(
         rounds=rounds,
         partitions=[0],
         app=plain_app if foreign else None,
+    )
+
+
+def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
+    """`DPFedAvg` over three clients whose uploads are summed securely, one of them the canary.
+
+    All take part and a released model is a multiple of the sum, so that who sees models sees sums.
+    """
+    sums = SecureSum(colluding=0.0, dropouts=0.0)
+    plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
+    return _experiment(
+        "client level, secure sums",
+        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
+        without=[_client(0.0), _client(0.0), _client(0.0)],
+        present=[_client(HUGE), _client(0.0), _client(0.0)],
+        views=[AdversaryView.RELEASED_MODELS],
+        rounds=rounds,
     )
 
 
@@ -338,6 +356,7 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "client-noise-mod": lambda **more: client_level(foreign=True, **more),
     "client-noise-poisson": lambda **more: client_level(sampled=True, **more),
     "server-noise-poisson": lambda **more: client_level("server", sampled=True, **more),
+    "secure-sum": secure_sum,
     "uldp-avg": uldp,
     "uldp-sgd": lambda **more: uldp(UldpSgd, **more),
     "uldp-avg-by-records": uldp_by_records,

@@ -7,6 +7,7 @@ mechanism              clipping   σ/4    noise     a number   weights that
 client noise           ✓          ✓      ✓         ✓          –
 the same in a mod      ✓          ✓      ✓         ✓          –
 server noise           ✓          ✓      ✓         ✓          –
+secure sum             ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
 ULDP-AVG by records    ✓          ✓      ✓         ✓          (refused)
@@ -59,6 +60,8 @@ DAILY = {
     "client-noise-clipping off",
     "client-noise-mod-clipping off",
     "client-noise-mod-σ/4",
+    "secure-sum-clipping off",
+    "secure-sum-σ/4",
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from flower_ext.algorithms.uldp import averaging
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
@@ -33,9 +35,17 @@ def _rows_not_clipped(rows, clipping_norm, weights=None):
     return BoundedSum(value=summed, bound=clipping_norm, count=len(weights))
 
 
+def _cells_not_clipped(update, clipping_norm, cell):
+    return {
+        name: np.rint(np.asarray(array, dtype=np.float64) / cell).astype(np.int64)
+        for name, array in update.items()
+    }
+
+
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Wherever something is clipped."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
+    patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
@@ -53,6 +63,12 @@ def less_noise(factor):
 
     def plant(patch, experiment: Experiment) -> Experiment:
         gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
+        discrete = NoiseSource.add_discrete_gaussian
+        patch.setattr(
+            NoiseSource,
+            "add_discrete_gaussian",
+            lambda self, cells, stddev: discrete(self, cells, stddev / factor),
+        )
         patch.setattr(
             NoiseSource,
             "add_gaussian",
@@ -97,7 +113,16 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
                 array[..., :1] = update[name][..., :1]
         return found
 
+    discrete = NoiseSource.add_discrete_gaussian
+
+    def noised_cells(self, cells, stddev):
+        found = discrete(self, cells, stddev)
+        for name, array in found.items():
+            array[..., :1] = cells[name][..., :1]
+        return found
+
     patch.setattr(NoiseSource, "add_gaussian", noised)
+    patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
     return experiment
 
 
