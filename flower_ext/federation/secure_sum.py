@@ -31,7 +31,6 @@ from flower_ext.federation.exchange import Exchange
 from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
-from flower_ext.privacy.secure_sum import SumParameters
 from flower_ext.secure.aggregation import (
     Advert,
     MaskedInput,
@@ -60,7 +59,6 @@ class SecureRound:
     ----------
     plan : NoisedSum
         Has a ``secure_aggregation``.
-    parameters : SumParameters
     asked : Sequence[int]
         Partitions of the cohort.
     exchange : Exchange
@@ -69,12 +67,16 @@ class SecureRound:
         Of the training round, and of the messages.
     like : Arrays
         Names and shapes of an update.
+
+    Raises
+    ------
+    RoundDiscarded
+        The cohort is too small for a secure sum.
     """
 
     def __init__(
         self,
         plan: NoisedSum,
-        parameters: SumParameters,
         asked: Iterable[int],
         *,
         exchange: Exchange,
@@ -83,9 +85,10 @@ class SecureRound:
         server_round: int,
         like: records.Arrays,
     ) -> None:
-        self._plan, self.parameters, self._like = plan, parameters, like
+        self._plan, self._like = plan, like
         self._exchange, self._grid, self._server_round = exchange, grid, server_round
         self._partitions = list(asked)
+        self.parameters = parameters = plan.secure_parameters(len(self._partitions))
         self._places = {partition: place for place, partition in enumerate(self._partitions)}
         members = len(self._partitions)
         self._context = RoundContext(
@@ -100,6 +103,14 @@ class SecureRound:
         )
         self._server = SumServer(self._context)
         self._deliveries: Mapping[int, bytes] = {}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Shares of noise that make up a sum's, and those that a finished sum has for certain.
+
+        These are the least number of answers, and the honest ones among them.
+        """
+        return self.parameters.least_answers, self.parameters.honest_answers
 
     def agree(self) -> list[int]:
         """Let the clients agree on masks; return the partitions that can train.

@@ -137,7 +137,7 @@ class FederatedStrategy(MethodHooks):
             shared,
             rounds.in_round(self.training, number),
             slow=slow,
-            own=self._own_records,
+            own=self._own_records if self.secure_round else self.client_state,
         )
         if self.client.mirrored:
             contents = rounds.with_remembered(
@@ -148,10 +148,8 @@ class FederatedStrategy(MethodHooks):
         who, how_many = list(self.cohort.units), len(self.cohort.asked)
         same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
         self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
-        asked, answered = self._may_count()
-        self.checkpoints.asked(
-            Asked(training=number, participants=who, asked=asked, answered=answered)
-        )
+        counts = (how_many, None) if self.secure_round is None else self.secure_round.counts
+        self.checkpoints.asked(Asked(number, who, *counts))
         self.progress.row["cohort"] = how_many
         return self.exchange.ask("train", contents, server_round)
 
@@ -172,7 +170,12 @@ class FederatedStrategy(MethodHooks):
         with self.spending.closing() as release:
             mean = self._aggregate(updates, server_round, release)
         row, told = self.progress.row, updates.told
-        self._count(len(told), released=mean is not None)
+        counts = (len(self.cohort.asked), len(told))
+        if self.secure_round is not None:  # nobody sees anything of a sum that is not finished
+            asked, honest = self.secure_round.counts
+            counts = (asked, honest if mean is not None else 0)
+        self.checkpoints.answered(counts[1])
+        self.population.count(replace(self.cohort, asked=range(counts[0])), counts[1])
         row["answered"] = len(told)
         self._ever_answered |= bool(told)
         row |= rounds.norm_columns(told.values())
@@ -340,11 +343,8 @@ class FederatedStrategy(MethodHooks):
         if not isinstance(plan, NoisedSum) or plan.secure_aggregation is None:
             return None
         try:
-            parameters = plan.sum_parameters(len(self.cohort.asked))
-            assert parameters is not None
             found = SecureRound(
                 plan,
-                parameters,
                 self.cohort.asked,
                 exchange=self.exchange,
                 grid=grid,
@@ -352,38 +352,16 @@ class FederatedStrategy(MethodHooks):
                 server_round=server_round,
                 like=self.sent,
             )
-            self.cohort = replace(self.cohort, asked=found.agree())
+            asked = found.agree()
         except RoundDiscarded as reason:  # nobody trains
-            self._too_few = str(reason)
-            self.cohort = replace(self.cohort, asked=())
-            return None
+            found, asked, self._too_few = None, [], str(reason)
+        self.cohort = replace(self.cohort, asked=asked)
         return found
 
     def _own_records(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Return what one client alone is sent."""
-        own = self.client_state(partition)
-        return own if self.secure_round is None else {**own, **self.secure_round.own(partition)}
-
-    def _may_count(self) -> tuple[int, int | None]:
-        """Return what counts of a round that was asked for, should it never be finished."""
-        if self.secure_round is None:
-            return len(self.cohort.asked), None
-        parameters = self.secure_round.parameters
-        return parameters.least_answers, parameters.honest_answers
-
-    def _count(self, answered: int, *, released: bool) -> None:
-        """Count a round, durably, before anything is made of its answers.
-
-        A secure sum that is finished carries at least the noise of the honest among the least
-        number of answers; nobody sees anything of one that is not.
-        """
-        cohort = self.cohort
-        if self.secure_round is not None:
-            parameters = self.secure_round.parameters
-            cohort = replace(cohort, asked=range(parameters.least_answers))
-            answered = parameters.honest_answers if released else 0
-        self.checkpoints.answered(answered)
-        self.population.count(cohort, answered)
+        """Return what one client alone is sent, of a secure sum as well."""
+        assert self.secure_round is not None
+        return {**self.client_state(partition), **self.secure_round.own(partition)}
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
         """Refuse a round with which the provable ε would exceed the budget."""

@@ -110,16 +110,15 @@ class NoisedSum(PrivacyPlan):
         """Width of the cells in which a secure sum counts, in every round alike."""
         return cell_of(self.noise_stddev)
 
-    def sum_parameters(self, cohort_size: int) -> SumParameters | None:
-        """Return what the secure sum of such a cohort runs with; None where there is none.
+    def secure_parameters(self, cohort_size: int) -> SumParameters:
+        """Return what the secure sum of such a cohort runs with.
 
         Raises
         ------
         RoundDiscarded
             The cohort is too small for one.
         """
-        if self.secure_aggregation is None:
-            return None
+        assert self.secure_aggregation is not None
         try:
             return self.secure_aggregation.for_cohort(cohort_size)
         except InvalidValue as error:

@@ -125,8 +125,8 @@ class ReleasePlan(NoisedSum):
             return None
         if self.noise_placement == "server":
             return ProtectedByServer()
-        if (parameters := self.sum_parameters(cohort_size)) is not None:
-            return self.cells_protection(parameters)
+        if self.secure_aggregation is not None:
+            return self.cells_protection(self.secure_parameters(cohort_size))
         kind = ClipUnits if run.method.bounds_units else ClipUpdate
         return kind(
             clipping_norm=self.clipping_norm,

@@ -103,7 +103,7 @@ def raw_updates():
 def expected_model(answered):
     """The next model of a plain sum of the same clipped, rounded and noised updates."""
     private = plan()
-    protection = private.cells_protection(private.sum_parameters(CLIENTS))
+    protection = private.cells_protection(private.secure_parameters(CLIENTS))
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
     for partition, update in raw_updates().items():
@@ -266,7 +266,7 @@ def test_a_sum_to_which_fewer_answered_carries_the_planned_noise():
         _, found = run(strategy_of(local=still, seeded_noise=False), Losing, lost=lost)
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
-    answers, least = 6, plan().sum_parameters(CLIENTS).least_answers
+    answers, least = 6, plan().secure_parameters(CLIENTS).least_answers
     expected = strategy.plan.noise_stddev * np.sqrt(answers / least)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 

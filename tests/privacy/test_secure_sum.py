@@ -108,7 +108,7 @@ def plan(**changes):
 @pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
 def test_no_sum_leaves_its_ring(members, noise):
     own = plan(sampling=FullParticipation(members), noise_multiplier=noise)
-    parameters = own.sum_parameters(members)
+    parameters = own.secure_parameters(members)
     bits = own.sum_bits(parameters)
     assert bits == (64 if noise == 0.01 else 32)
     most = members * own.clipping_norm / own.cell
@@ -121,7 +121,7 @@ def test_no_sum_leaves_its_ring(members, noise):
 @pytest.mark.parametrize("members", [3, 100, 1_000])
 def test_the_least_number_of_answers_carries_the_planned_noise(members):
     own = plan(sampling=FullParticipation(members))
-    parameters = own.sum_parameters(members)
+    parameters = own.secure_parameters(members)
     share = own.cells_protection(parameters).share_stddev / own.cell
     cells = own.noise_stddev / own.cell
     assert parameters.least_answers * share**2 - 16 == pytest.approx(cells**2, rel=1e-12)
