@@ -228,6 +228,29 @@ def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tm
     same_run(RunDirectory.open(tmp_path / "run"), reference)
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("workers", marks=pytest.mark.full),
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
+def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where, flower, tmp_path):
+    """On SuperNodes every message is a fresh process."""
+    settings = {"aggregation": "secure", "clients": 4}
+    places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
+    if where == "superlink":
+        flower.deploy(nodes=4)
+    flower.run(DP2_FEDSAM, *places.get(where, []), run_directory=tmp_path / "run", **settings)
+    ours = RunDirectory.open(tmp_path / "run")
+    same_run(ours, in_process(DP2_FEDSAM, tmp_path / "reference", **settings))
+    assert [row["answered"] for row in ours.metrics()] == [4, 4]
+    plain = in_process(DP2_FEDSAM, tmp_path / "plain", clients=4)
+    sums = [next(g for g in run.guarantees() if g.view == "sum-only") for run in (ours, plain)]
+    assert sums[0].epsilon == sums[1].epsilon
+
+
 @pytest.mark.full
 def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 RUNS = [
     (DP2_FEDSAM, {"method": "dp2-fedsam", "sampling": "poisson", "sampling-rate": 0.7}),
     (DP2_FEDSAM, {"method": "dp-fedsam-ft"}),
+    (DP2_FEDSAM, {"method": "centaur", "aggregation": "secure"}),
     (DP_DITTO, {"method": "dp-ditto"}),
     (DP_DITTO, {"method": "dp-pfedme", "noise": "upload", "calibration": "published"}),
     (DP_DITTO, {"method": "dp-fedamp", "noise": "upload", "calibration": "published"}),
