@@ -3,7 +3,8 @@
     python -m benchmarks.secure_sum [--full]
 
 One round in one process, modulo 2^32, every tenth client lost after sharing. CPU seconds, the
-client's without training. ``--full`` adds 1,000 clients and 10 million parameters.
+client's without training, but with clipping, rounding and discrete noise; SecAgg+ only rounds.
+``--full`` adds 1,000 clients and 10 million parameters.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main(
                     f"{members:,}",
                     f"{length:,}",
                     f"{here.client:.4f}",
+                    f"{here.noising:.4f}",
                     f"{client:.4f}",
                     f"{client / here.client:.0f}",
                     f"{here.server:.3f}",
@@ -51,7 +53,7 @@ def main(
                 ]
             )
             print(" | ".join(rows[-1]), flush=True)
-    head = ["clients", "parameters", "client, s", "SecAgg+", "times"]
+    head = ["clients", "parameters", "client, s", "of it noise", "SecAgg+", "times"]
     head += ["server, s", "SecAgg+ (from one mask)", "times", "bytes a client beside its vector"]
     versions = f"flwr {flwr.__version__}, cryptography {cryptography.__version__}"
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {versions}, NumPy {np.__version__}"

@@ -2,7 +2,7 @@
 
 One thread does it all: two take as long, as models move between their caches.
 
-`compiled` needs Numba (``pip install 'flower_ext[fast]'``); without it, and where it would not be
+`compiled` needs Numba (``pip install 'flower-ext[fast]'``); without it, and where it would not be
 faster, `network` finds none, and these models train in batches like all others.
 """
 
@@ -266,7 +266,7 @@ def _library() -> Any:
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
     if find_spec("numba") is None:
-        log.info("dense networks would train faster with Numba: pip install 'flower_ext[fast]'")
+        log.info("dense networks would train faster with Numba: pip install 'flower-ext[fast]'")
         return None
     try:
         from flower_ext.training.batched.native import Library
