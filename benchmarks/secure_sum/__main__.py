@@ -45,7 +45,7 @@ def main(
                     f"{here.client:.4f}",
                     f"{here.noising:.4f}",
                     f"{client:.4f}",
-                    f"{client / here.client:.0f}",
+                    f"{client / here.client:.1f}",
                     f"{here.server:.3f}",
                     f"{server:.3f}",
                     f"{server / here.server:.0f}",

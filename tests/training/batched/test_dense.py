@@ -472,7 +472,7 @@ def test_without_machine_code_batches_train_the_same_models(
     dense._library.cache_clear()
     with caplog.at_level("INFO", "flwr"):
         same(train_many(task(), jobs()), ours)
-    assert "pip install 'flower_ext[fast]'" in caplog.text
+    assert "pip install 'flower-ext[fast]'" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr(native, "_code", no_compiler)
     dense._library.cache_clear()
