@@ -28,6 +28,7 @@ from flower_ext.federation.client.sum_member import (
     SENT,
 )
 from flower_ext.federation.exchange import Exchange
+from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.noised_sum import NoisedSum
 from flower_ext.privacy.plan import Aggregate, RoundDiscarded
 from flower_ext.privacy.randomness import secure_generator
@@ -65,13 +66,10 @@ class SecureRound:
     grid : Grid
     number, server_round : int
         Of the training round, and of the messages.
+    noise : NoiseSource
+        The server's, for the shares of those who do not answer.
     like : Arrays
         Names and shapes of an update.
-
-    Raises
-    ------
-    RoundDiscarded
-        The cohort is too small for a secure sum.
     """
 
     def __init__(
@@ -83,19 +81,20 @@ class SecureRound:
         grid: Grid,
         number: int,
         server_round: int,
+        noise: NoiseSource,
         like: records.Arrays,
     ) -> None:
-        self._plan, self._like = plan, like
+        self._plan, self._noise, self._like = plan, noise, like
         self._exchange, self._grid, self._server_round = exchange, grid, server_round
         self._partitions = list(asked)
-        self.parameters = parameters = plan.secure_parameters(len(self._partitions))
+        self.parameters = parameters = plan.sum_parameters
         self._places = {partition: place for place, partition in enumerate(self._partitions)}
         members = len(self._partitions)
         self._context = RoundContext(
             run=secrets.token_bytes(16),  # a round that is done again is another one
             round_number=number,
             order=draw_order(members, secure_generator()),
-            bits=plan.sum_bits(parameters),
+            bits=plan.sum_bits,
             length=sum(array.size for array in like.values()),
             neighbours=degree(members, parameters.neighbors),
             threshold=parameters.threshold,
@@ -167,7 +166,9 @@ class SecureRound:
             cells[name] = whole[at : at + size].reshape(self._like[name].shape)
             at += size
         answered = len(self._server.answered)
-        return self._plan.aggregate_sum(cells, answered=answered, like=self._like)
+        return self._plan.aggregate_sum(
+            cells, answered=answered, noise=self._noise, like=self._like
+        )
 
     def _ask(self, told: Mapping[int, Mapping[str, bytes]], kind: type[T]) -> list[T]:
         """Ask members a stage's question; return the answers of those who give one."""

@@ -274,10 +274,7 @@ class FederatedStrategy(MethodHooks):
 
     def _protection(self) -> dict[str, Any]:
         """What the round tells a client of how to protect its upload."""
-        size = len(self.cohort.asked)
-        if self.secure_round is not None:  # the drawn cohort's, whoever was lost since
-            size = self.secure_round.parameters.members
-        asked = self.accounted.protection(self.run_facts, size)
+        asked = self.accounted.protection(self.run_facts, len(self.cohort.asked))
         facts = to_facts(asked, seeded_noise=self.seeded_noise)
         return {"report-size": True, **facts} if self.accounted.tells_sizes else facts
 
@@ -350,6 +347,7 @@ class FederatedStrategy(MethodHooks):
                 grid=grid,
                 number=number,
                 server_round=server_round,
+                noise=self._noise("server-noise", number),
                 like=self.sent,
             )
             asked = found.agree()

@@ -126,7 +126,7 @@ def client_level_guarantees(
             assumptions=(
                 *common,
                 *honest_clients,
-                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else _of_secure_sum(sums)),
+                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else _of_secure_sum(plan, sums)),
             ),
             not_covered=tuple(not_covered),
         ),
@@ -143,13 +143,16 @@ def client_level_guarantees(
     ]
 
 
-def _of_secure_sum(sums: SecureSum) -> tuple[str, ...]:
+def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
     """Return what is assumed of a secure sum, for a server that sees what it shows."""
+    found = plan.sum_parameters
     return (
         SECURE_SUM,
-        f"at most {sums.colluding:.3g} of a cohort collude with the server",
-        "the server sees who was asked, who took part and when, and sums of at least the other "
-        f"{1 - sums.dropouts:.3g} of a cohort",
+        f"at most {found.colluders} of each cohort of {found.members} collude with the server "
+        f"({sums.colluding:.3g}); each client has {found.neighbors} neighbours, of whom "
+        f"{found.threshold} could unmask it",
+        "the server sees who was asked, who took part and when, and sums of at least "
+        f"{found.least_answers} uploads",
     )
 
 

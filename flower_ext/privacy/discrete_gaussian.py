@@ -51,7 +51,8 @@ _BITS = 320
 def share_stddev(total: float, shares: int) -> float:
     """Return the stddev s of each share, so that ``shares`` of them are worth ``total``.
 
-    Their sum is then worth as much as a continuous Gaussian of stddev ``total`` (step 5 above).
+    Any h ≥ 1 of them are then worth a continuous Gaussian of variance ``total``² h / ``shares``
+    or more (step 5 above), whatever the others do.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def share_stddev(total: float, shares: int) -> float:
         A share would be below `LEAST_STDDEV` or above `MOST_STDDEV`.
     """
     require_at_least_one("shares", shares)
-    stddev = math.sqrt((total**2 + _SMOOTHED) / shares)
+    stddev = math.sqrt(total**2 / shares + _SMOOTHED)
     _check(stddev)
     return stddev
 

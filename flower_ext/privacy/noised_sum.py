@@ -17,7 +17,7 @@ from flower_ext.privacy.discrete_gaussian import share_stddev
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
 from flower_ext.privacy.protections import ClipToCells
-from flower_ext.privacy.sampling import Sampling
+from flower_ext.privacy.sampling import PoissonSampling, Sampling
 from flower_ext.privacy.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
 from flower_ext.privacy.updates import Update, total
@@ -66,6 +66,14 @@ class NoisedSum(PrivacyPlan):
                 "secure_aggregation with noise_placement='server': expected 'client', as the "
                 "server sees no upload that it could clip"
             )
+        if self.secure_aggregation is not None:
+            if isinstance(self.sampling, PoissonSampling):
+                raise InvalidValue(
+                    "secure_aggregation with Poisson sampling: expected cohorts of a fixed size "
+                    "(FixedSizeSampling), as a sum's noise would show how many were drawn, which "
+                    "amplification takes for secret"
+                )
+            self.secure_aggregation.for_cohort(self.cohort_size)
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
         _ = self.release  # refuses a relation that does not go with the sampling
@@ -110,35 +118,39 @@ class NoisedSum(PrivacyPlan):
         """Width of the cells in which a secure sum counts, in every round alike."""
         return cell_of(self.noise_stddev)
 
-    def secure_parameters(self, cohort_size: int) -> SumParameters:
-        """Return what the secure sum of such a cohort runs with.
+    @property
+    def cohort_size(self) -> int:
+        """How many a secure sum is of, the same in every round."""
+        return round(self.sampling.expected_cohort_size)
 
-        Raises
-        ------
-        RoundDiscarded
-            The cohort is too small for one.
-        """
+    @property
+    def sum_parameters(self) -> SumParameters:
+        """What the secure sums run with."""
         assert self.secure_aggregation is not None
-        try:
-            return self.secure_aggregation.for_cohort(cohort_size)
-        except InvalidValue as error:
-            raise RoundDiscarded(str(error)) from error
+        return self.secure_aggregation.for_cohort(self.cohort_size)
 
-    def cells_protection(self, parameters: SumParameters) -> ClipToCells:
-        """Return what a client does to its upload for a secure sum with these parameters."""
-        share = share_stddev(self.noise_stddev / self.cell, parameters.least_answers)
+    @property
+    def cells_protection(self) -> ClipToCells:
+        """What a client does to its upload for a secure sum."""
+        least = self.sum_parameters.least_answers
+        share = share_stddev(self.noise_stddev / self.cell, least)
         return ClipToCells(
             clipping_norm=self.clipping_norm, share_stddev=share * self.cell, cell=self.cell
         )
 
-    def sum_bits(self, parameters: SumParameters) -> int:
-        """Return the bits of the ring in which the secure sum is taken."""
-        own = self.cells_protection(parameters)
-        noise = own.share_stddev / self.cell * math.sqrt(parameters.members)
-        return ring_bits(parameters.members * self.clipping_norm / self.cell, noise)
+    @property
+    def sum_bits(self) -> int:
+        """Bits of the ring in which secure sums are taken."""
+        noise = self.cells_protection.share_stddev / self.cell * math.sqrt(self.cohort_size)
+        return ring_bits(self.cohort_size * self.clipping_norm / self.cell, noise)
 
-    def aggregate_sum(self, cells: Cells, *, answered: int, like: Update) -> Aggregate:
+    def aggregate_sum(
+        self, cells: Cells, *, answered: int, noise: NoiseSource, like: Update
+    ) -> Aggregate:
         """Return the average of a round from its finished secure sum.
+
+        The server adds the shares of those who did not answer, so that the noise of what is
+        released is the same however many did.
 
         Parameters
         ----------
@@ -146,12 +158,17 @@ class NoisedSum(PrivacyPlan):
             The sum of the answers' noised updates, in whole numbers of cells.
         answered : int
             At least the parameters' ``least_answers``: the sum carries noise of σC or more.
+        noise : NoiseSource
+            The server's.
         like : Update
             Names, shapes and types of the result.
         """
-        value = out_of_cells(cells, self.cell, like)
+        share = self.cells_protection.share_stddev
+        missing = share * math.sqrt(self.cohort_size - answered)
+        noised = noise.add_discrete_gaussian(cells, missing / self.cell) if missing else cells
+        value = out_of_cells(noised, self.cell, like)
         mean = divided(value, self.sampling.expected_cohort_size, like)
-        return Aggregate(value=mean, answered=answered, topped_up_stddev=0.0)
+        return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
         """As `PrivacyPlan.largest_upload`; infinite where the server noises.

@@ -47,7 +47,8 @@ class ReleasePlan(NoisedSum):
     secure_aggregation : SecureSum, optional
         The server sees no upload, but the sum of a round's uploads alone. They are whole numbers
         with discrete Gaussian noise, scaled for the least number of answers; a round with fewer is
-        discarded, whatever the ``dropout_policy``. Needs ``noise_placement="client"``.
+        discarded, whatever the ``dropout_policy``. Needs ``noise_placement="client"`` and cohorts
+        of a fixed size.
     """
 
     @classmethod
@@ -126,7 +127,7 @@ class ReleasePlan(NoisedSum):
         if self.noise_placement == "server":
             return ProtectedByServer()
         if self.secure_aggregation is not None:
-            return self.cells_protection(self.secure_parameters(cohort_size))
+            return self.cells_protection
         kind = ClipUnits if run.method.bounds_units else ClipUpdate
         return kind(
             clipping_norm=self.clipping_norm,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
@@ -112,10 +113,11 @@ class SecureSum:
         lost = math.ceil(self.dropouts * members - 1e-9)
         least = members - lost if self.least_answers is None else self.least_answers
         neighbors, threshold = self._graph(members, colluders, lost)
-        if not 1 <= threshold <= neighbors:
+        if not _sound(members, colluders, lost, neighbors, threshold):
             raise InvalidValue(
-                f"threshold={threshold}: expected 1 to {neighbors}, a member's neighbours in a "
-                f"cohort of {members}"
+                f"neighbors={neighbors} and threshold={threshold} in a cohort of {members}: "
+                f"expected {_parameters(members, colluders, lost)}, or others that withstand "
+                f"{colluders} colluders and {lost} losses"
             )
         if not max(colluders + 2, 2) <= least <= members:
             raise InvalidValue(
@@ -169,6 +171,32 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
     raise InvalidValue(f"a sum of up to {most:.3g} cells: expected less than 2**63")
 
 
+def _sound(members: int, colluders: int, lost: int, neighbors: int, threshold: int) -> bool:
+    """Return whether a graph withstands colluders, and the losses that it is to withstand."""
+    others = members - 1
+    if neighbors == others:
+        return colluders < threshold <= others - lost
+    colluding, staying, without = _neighbours(members, colluders, lost, neighbors)
+    return bool(
+        1 <= threshold <= neighbors < others
+        and members * without.pmf(neighbors) <= _INSECURE
+        and members * colluding.sf(threshold - 1) <= _INSECURE
+        and members * staying.cdf(threshold - 1) <= _FAILED
+    )
+
+
+def _neighbours(members: int, colluders: int, lost: int, neighbors: int) -> tuple[Any, Any, Any]:
+    """Return the distributions of colluding, staying, and gone or colluding neighbours."""
+    from scipy.stats import hypergeom  # half a second to import
+
+    others = members - 1
+    return (
+        hypergeom(others, colluders, neighbors),
+        hypergeom(others, others - lost, neighbors),
+        hypergeom(others, min(colluders + lost, others), neighbors),
+    )
+
+
 @lru_cache(maxsize=1024)
 def _parameters(members: int, colluders: int, lost: int) -> tuple[int, int] | None:
     """Return the least k and its t for so many members, colluders and losses."""
@@ -187,12 +215,7 @@ def threshold_of(members: int, colluders: int, lost: int, neighbors: int) -> int
     With X of an honest member's k neighbours colluding, Y staying and Z gone or colluding, all
     hypergeometric: n P(X ≥ t) ≤ 2⁻⁴⁰, n P(Y < t) ≤ 2⁻²⁰, and n P(Z = k) ≤ 2⁻⁴⁰.
     """
-    from scipy.stats import hypergeom  # half a second to import
-
-    others = members - 1
-    colluding = hypergeom(others, colluders, neighbors)
-    staying = hypergeom(others, others - lost, neighbors)
-    without = hypergeom(others, min(colluders + lost, others), neighbors)
+    colluding, staying, without = _neighbours(members, colluders, lost, neighbors)
     if members * without.pmf(neighbors) > _INSECURE:
         return None
     for threshold in range(neighbors, 0, -1):

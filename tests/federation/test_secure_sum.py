@@ -13,7 +13,6 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
-    PoissonSampling,
     ReleasePlan,
     SecureSum,
     SeededNoise,
@@ -103,7 +102,7 @@ def raw_updates():
 def expected_model(answered):
     """The next model of a plain sum of the same clipped, rounded and noised updates."""
     private = plan()
-    protection = private.cells_protection(private.secure_parameters(CLIENTS))
+    protection = private.cells_protection
     start = records.to_arrays(initial())
     total = {name: np.zeros(array.shape, np.int64) for name, array in start.items()}
     for partition, update in raw_updates().items():
@@ -111,6 +110,11 @@ def expected_model(answered):
             noise = SeededNoise(SEED, "client-noise", partition, 1)
             for name, cells in protection.released(update, noise).items():
                 total[name] += cells
+    missing = CLIENTS - len(set(answered))
+    if missing:  # the server adds the shares of those who did not answer
+        stddev = protection.share_stddev / private.cell * np.sqrt(missing)
+        total = {name: total[name] for name in sorted(total)}
+        total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
     return {
         name: start[name] + (total[name] * private.cell / CLIENTS).astype(np.float32)
         for name in start
@@ -173,14 +177,6 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     assert one.digest != two.digest
 
 
-def test_a_cohort_that_is_too_small_is_discarded_before_anybody_is_asked(logged):
-    sampling = PoissonSampling(population=CLIENTS, rate=1e-6)
-    grid, found = run(strategy_of(plan=plan(sampling=sampling)))
-    assert_same(found, records.to_arrays(initial()))
-    assert "a cohort of 0: expected at least 3 for a secure sum" in logged.text
-    assert not any(stage_of(message) for message in grid.sent)
-
-
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
 def test_methods_whose_updates_are_summed_run_by_the_same_setting(method):
     strategy = strategy_of(method)
@@ -241,7 +237,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
     before, after = sums_only(plain), sums_only(secure)
     assert any("which this run does not provide" in a for a in before.assumptions)
     assert not any("which this run does not provide" in a for a in after.assumptions)
-    assert any("at most 0.1 of a cohort collude" in a for a in after.assumptions)
+    assert any("at most 0 of each cohort of 8 collude" in a for a in after.assumptions)
     assert any("discrete Gaussian" in a for a in after.assumptions)
     # Eight clients of whom none colludes: the noise of the least number of answers is all of it.
     assert after.epsilon == pytest.approx(before.epsilon)
@@ -256,18 +252,17 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
     assert sums_only(colluding).epsilon > 0
 
 
-def test_a_sum_to_which_fewer_answered_carries_the_planned_noise():
+@pytest.mark.parametrize("lost", [(), (0,), (0, 5)])
+def test_the_released_noise_is_the_same_however_many_answered(lost):
     """Over rounds of models that learn nothing: the released sum is noise alone."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
-    strategy = strategy_of(local=still, seeded_noise=False)
-    lost = [(0, "train"), (1, "train")]
     models, start = [], records.to_arrays(initial())
     for _ in range(60):
-        _, found = run(strategy_of(local=still, seeded_noise=False), Losing, lost=lost)
+        strategy = strategy_of(local=still, seeded_noise=False)
+        _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
     noise = np.concatenate(models) * CLIENTS
-    answers, least = 6, plan().secure_parameters(CLIENTS).least_answers
-    expected = strategy.plan.noise_stddev * np.sqrt(answers / least)
+    expected = plan().noise_stddev * np.sqrt(CLIENTS / plan().sum_parameters.least_answers)
     assert noise.std() == pytest.approx(expected, rel=7 / np.sqrt(2 * noise.size))
 
 

@@ -151,12 +151,15 @@ def test_a_discrete_gaussian_is_a_rounding_of_a_continuous_one_up_to_the_bound_o
 
 
 def test_shares_are_worth_what_they_were_made_for_and_the_distance_is_nothing():
-    for total, shares in ((2**16, 100), (2**17 - 1, 1), (2.0**16, 10**6)):
+    for total, shares in ((2**16, 100), (2**17 - 1, 1), (2.0**16, 10**6)):  # and fewer of them
         stddev = share_stddev(total, shares)
-        assert shares * stddev**2 - 16 == pytest.approx(total**2, rel=1e-12)
+        assert shares * (stddev**2 - 16) == pytest.approx(total**2, rel=1e-12)
         assert sum_distance(stddev, shares) < 1e-135
+        for honest in (1, (shares + 1) // 2):
+            worth = honest * stddev**2 - 16
+            assert worth >= total**2 * honest / shares * (1 - 1e-12)
     with pytest.raises(ValueError, match="expected 16 to 262144"):
-        share_stddev(2**16, 10**8)
+        share_stddev(2**19, 1)
     for outside in (LEAST_STDDEV / 1.01, MOST_STDDEV * 1.01, math.nan):
         with pytest.raises(ValueError, match="discrete noise"):
             draw(outside, 1, np.random.default_rng(0))

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flower_ext.privacy import FullParticipation, ReleasePlan, SecureSum
+from flower_ext.privacy import (
+    FixedSizeSampling,
+    FullParticipation,
+    PoissonSampling,
+    ReleasePlan,
+    SecureNoise,
+    SecureSum,
+)
 from flower_ext.privacy.secure_sum import SumParameters, ring_bits, threshold_of
 
 TABLE = {
@@ -82,15 +89,20 @@ def test_what_no_sum_withstands_is_refused_by_what_to_change():
         SecureSum(colluding=0.6, dropouts=0.39).for_cohort(20)
     with pytest.raises(ValueError, match="least_answers=3: expected 6 to 40"):
         SecureSum(least_answers=3).for_cohort(40)
-    with pytest.raises(ValueError, match="threshold=40: expected 1 to 39"):
-        SecureSum(threshold=40).for_cohort(40)
 
 
-def test_numbers_that_are_given_are_kept():
-    found = SecureSum(neighbors=11, threshold=7, least_answers=60).for_cohort(100)
+def test_numbers_that_are_given_are_kept_where_they_withstand_what_is_asked():
+    found = SecureSum(neighbors=23, threshold=12, least_answers=60).for_cohort(100)
     assert found == SumParameters(
-        members=100, neighbors=12, threshold=7, least_answers=60, colluders=10
+        members=100, neighbors=24, threshold=12, least_answers=60, colluders=10
     )
+    weak = [{"threshold": 1}, {"neighbors": 12, "threshold": 7}, {"neighbors": 24, "threshold": 24}]
+    for numbers in weak:
+        with pytest.raises(ValueError, match=r"in a cohort of 100: expected \(22, 12\)"):
+            SecureSum(**numbers).for_cohort(100)
+    for threshold in (4, 36, 40):
+        with pytest.raises(ValueError, match=f"threshold={threshold} in a cohort of 40"):
+            SecureSum(threshold=threshold).for_cohort(40)
 
 
 def plan(**changes):
@@ -108,31 +120,54 @@ def plan(**changes):
 @pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])
 def test_no_sum_leaves_its_ring(members, noise):
     own = plan(sampling=FullParticipation(members), noise_multiplier=noise)
-    parameters = own.secure_parameters(members)
-    bits = own.sum_bits(parameters)
+    bits = own.sum_bits
     assert bits == (64 if noise == 0.01 else 32)
     most = members * own.clipping_norm / own.cell
-    share = own.cells_protection(parameters).share_stddev / own.cell
+    share = own.cells_protection.share_stddev / own.cell
     assert most + 11 * share * math.sqrt(members) < 2 ** (bits - 1)
     with pytest.raises(ValueError, match=r"expected less than 2\*\*63"):
         ring_bits(2.0**63, 1.0)
 
 
 @pytest.mark.parametrize("members", [3, 100, 1_000])
-def test_the_least_number_of_answers_carries_the_planned_noise(members):
+def test_any_number_of_answers_is_worth_its_part_of_the_planned_noise(members):
     own = plan(sampling=FullParticipation(members))
-    parameters = own.secure_parameters(members)
-    share = own.cells_protection(parameters).share_stddev / own.cell
+    parameters = own.sum_parameters
+    share = own.cells_protection.share_stddev / own.cell
     cells = own.noise_stddev / own.cell
-    assert parameters.least_answers * share**2 - 16 == pytest.approx(cells**2, rel=1e-12)
+    for answers in (1, parameters.honest_answers, parameters.least_answers):
+        worth = answers * share**2 - 16
+        assert worth >= cells**2 * answers / parameters.least_answers * (1 - 1e-12)
+    assert parameters.least_answers * share**2 == pytest.approx(cells**2, rel=1e-4)
+
+
+def test_the_server_adds_the_shares_of_those_who_did_not_answer():
+    own = plan()
+    like = {"a": np.zeros(200_000, np.float64)}
+    cells = {"a": np.zeros(200_000, np.int64)}
+    share = own.cells_protection.share_stddev
+    for answered in (90, 99, 100):
+        found = own.aggregate_sum(cells, answered=answered, noise=SecureNoise(), like=like)
+        expected = share * math.sqrt(100 - answered)
+        assert found.topped_up_stddev == pytest.approx(expected)
+        assert found.value["a"].std() * 100 == pytest.approx(expected, rel=0.02)
+
+
+def test_cohorts_of_a_secret_size_have_no_secure_sum():
+    """The noise of a sum would show how many were drawn."""
+    sampling = PoissonSampling(population=1_000, rate=0.1)
+    with pytest.raises(ValueError, match="secure_aggregation with Poisson sampling"):
+        plan(sampling=sampling)
+    with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
+        plan(sampling=FixedSizeSampling(population=100, size=2))
 
 
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():
     own = plan()
     like = {"b": np.zeros((2, 2), np.float32), "a": np.zeros(3, np.float32)}
     cells = {"a": np.array([1, -2, 3]), "b": np.array([[2**40, 0], [0, -7]])}
-    found = own.aggregate_sum(cells, answered=93, like=like)
-    assert found.answered == 93
+    found = own.aggregate_sum(cells, answered=100, noise=SecureNoise(), like=like)
+    assert found.answered == 100
     for name, array in like.items():
         assert found.value[name].dtype == array.dtype
         expected = (cells[name] * own.cell / 100).astype(np.float32)
