@@ -66,7 +66,9 @@ _MODULES = {
     "estimate_round": "estimate",
 }
 _former = former_names(
-    __name__, {"WeightingPlan": f"{__name__}.weighting.agreement.WeightingSettings"}
+    __name__,
+    {"WeightingPlan": f"{__name__}.weighting.agreement.WeightingSettings"},
+    stacklevel=3,
 )
 
 
