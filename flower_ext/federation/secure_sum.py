@@ -7,7 +7,7 @@ off the sum. A client that fails or is silent in one of these four stages is los
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -102,14 +102,21 @@ class SecureRound:
         )
         self._server = SumServer(self._context)
         self._deliveries: Mapping[int, bytes] = {}
+        self._unmasking = False
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Shares of noise that make up a sum's, and those that a finished sum has for certain.
+        """Shares of noise that make up a sum's, and those that a sum has for certain.
 
         These are the least number of answers, and the honest ones among them.
         """
         return self.parameters.least_answers, self.parameters.honest_answers
+
+    @property
+    def seen(self) -> tuple[int, int]:
+        """The same as far as the round has come: nobody sees a sum that nobody helps to unmask."""
+        least, honest = self.counts
+        return least, honest if self._unmasking else 0
 
     def agree(self) -> list[int]:
         """Let the clients agree on masks; return the partitions that can train.
@@ -154,6 +161,7 @@ class SecureRound:
             self._server.add_masked(update.message)
         try:
             question = self._server.question()
+            self._unmasking = True
             told = {member: {QUESTION: question.to_bytes()} for member in question.answered}
             self._take(self._ask(told, Revealed), self._server.add_revealed)
             total = self._server.total()
@@ -187,10 +195,10 @@ class SecureRound:
         )
         return list(answers.values())
 
-    def _take(self, messages: Iterable[T], add: object) -> None:
+    def _take(self, messages: Iterable[T], add: Callable[[T], None]) -> None:
         for message in messages:
             try:
-                add(message)  # type: ignore[operator]
+                add(message)
             except (ProtocolError, InvalidValue) as error:
                 self._exchange.refusals.append(f"round {self._server_round}: {error}")
 

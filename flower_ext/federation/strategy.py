@@ -171,9 +171,8 @@ class FederatedStrategy(MethodHooks):
             mean = self._aggregate(updates, server_round, release)
         row, told = self.progress.row, updates.told
         counts = (len(self.cohort.asked), len(told))
-        if self.secure_round is not None:  # nobody sees anything of a sum that is not finished
-            asked, honest = self.secure_round.counts
-            counts = (asked, honest if mean is not None else 0)
+        if self.secure_round is not None:
+            counts = self.secure_round.seen
         self.checkpoints.answered(counts[1])
         self.population.count(replace(self.cohort, asked=range(counts[0])), counts[1])
         row["answered"] = len(told)
