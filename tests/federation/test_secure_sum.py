@@ -258,7 +258,7 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
     """Over rounds of models that learn nothing: the released sum is noise alone."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
     models, start = [], records.to_arrays(initial())
-    for _ in range(60):
+    for _ in range(20):
         strategy = strategy_of(local=still, seeded_noise=False)
         _, found = run(strategy, Losing, lost=[(partition, "train") for partition in lost])
         models.append(np.concatenate([(found[n] - start[n]).ravel() for n in sorted(start)]))
