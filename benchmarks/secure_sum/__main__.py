@@ -1,4 +1,4 @@
-"""What a secure sum costs, here and in Flower's legacy SecAgg+, on this machine.
+"""Measure the cost of a secure sum, here and in Flower's legacy SecAgg+, on this machine.
 
     python -m benchmarks.secure_sum [--full]
 

@@ -32,7 +32,7 @@ PAPER: Config = {
     "solver": "sgd",
     "proximal-weight": 0.0,
 }
-"""What the paper's experiments have where the app's default is another."""
+"""Settings of the paper's experiments that differ from the app's defaults."""
 SEARCH_SEED = 1001
 """Tried settings see other cohorts, batches and initial models than reported ones."""
 

@@ -24,7 +24,7 @@ DISCRETE = (
     "noise is discrete Gaussian on a public grid, and sums of its shares are worth a continuous "
     "Gaussian: proven up to a factor of 1 + 1e-120 (privacy.discrete_gaussian)"
 )
-"""What is said of the noise in secure sums, where nothing is rounded."""
+"""The statement about noise in secure sums, where no float is rounded after noise is added."""
 SECURE_SUM = (
     "the server follows the protocol of secure aggregation, keys of its messages reach the clients "
     "unaltered, and X25519, HKDF-SHA256, ChaCha20 and ChaCha20-Poly1305 are secure"

@@ -40,6 +40,21 @@ def cell_of(stddev: float) -> float:
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _PER_STDDEV)
 
 
+def check_cell(cell: float, clipping_norm: float) -> None:
+    """Refuse cells that are no power of two, or of which a clipping norm has none or too many.
+
+    Raises
+    ------
+    InvalidValue
+        Says which noise has other cells.
+    """
+    if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
+        raise InvalidValue(
+            f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
+            f"{clipping_norm:g}; a noise multiplier of 2**-13 to 2**15 has such cells"
+        )
+
+
 def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.ndarray]:
     """Return an update, clipped to an L2 norm of ``clipping_norm``, in whole numbers of cells.
 
@@ -60,11 +75,7 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
         As `bounds.clip`; also where a clipping norm has more than 2³⁰ cells.
     """
     require_positive("clipping_norm", clipping_norm)
-    if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
-        raise InvalidValue(
-            f"cell={cell!r}: expected a power of two from 2**-30 to 1 times the clipping norm of "
-            f"{clipping_norm:g}; with noise of a larger multiple of that norm the cell is larger"
-        )
+    check_cell(cell, clipping_norm)
     check_arrays(update)
     clipped = clip(in_float64(update), clipping_norm).value
     exact = {

@@ -134,7 +134,8 @@ def client_level_guarantees(
             plan,
             AdversaryView.EACH_UPLOAD,
             seen(participations.in_uploads),
-            source="noise multiplier σ/√cohort of a single upload; most exposed client: "
+            source=f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
+            "single upload; most exposed client: "
             f"{participations.in_uploads:.4g} sums' worth"
             + (", should its masks fall" if sums else ""),
             assumptions=(*common, *honest_clients),

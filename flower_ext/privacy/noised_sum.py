@@ -12,7 +12,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
 from flower_ext.privacy.calibration import default_relation
-from flower_ext.privacy.cells import Cells, cell_of, out_of_cells
+from flower_ext.privacy.cells import Cells, cell_of, check_cell, out_of_cells
 from flower_ext.privacy.discrete_gaussian import share_stddev
 from flower_ext.privacy.noise import NoiseSource, largest_noised_norm, noise_grid
 from flower_ext.privacy.plan import Aggregate, PrivacyPlan, RoundDiscarded, divided
@@ -73,7 +73,8 @@ class NoisedSum(PrivacyPlan):
                     "(FixedSizeSampling), as a sum's noise would show how many were drawn, which "
                     "amplification takes for secret"
                 )
-            self.secure_aggregation.for_cohort(self.cohort_size)
+            check_cell(self.cell, self.clipping_norm)
+            _ = self.sum_bits  # refuses a cohort that has no secure sum
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
         _ = self.release  # refuses a relation that does not go with the sampling
@@ -120,18 +121,18 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def cohort_size(self) -> int:
-        """How many a secure sum is of, the same in every round."""
+        """Number of clients that each secure sum is of, the same in every round."""
         return round(self.sampling.expected_cohort_size)
 
     @property
     def sum_parameters(self) -> SumParameters:
-        """What the secure sums run with."""
+        """Parameters of the secure sums."""
         assert self.secure_aggregation is not None
         return self.secure_aggregation.for_cohort(self.cohort_size)
 
     @property
     def cells_protection(self) -> ClipToCells:
-        """What a client does to its upload for a secure sum."""
+        """Protection of an upload to a secure sum."""
         least = self.sum_parameters.least_answers
         share = share_stddev(self.noise_stddev / self.cell, least)
         return ClipToCells(

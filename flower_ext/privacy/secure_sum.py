@@ -26,7 +26,7 @@ _NOISE_STDDEVS = 11.0
 
 @dataclass(frozen=True, kw_only=True)
 class SumParameters:
-    """What one round's secure sum runs with.
+    """Numbers that one round's secure sum runs with.
 
     Parameters
     ----------
@@ -119,10 +119,12 @@ class SecureSum:
                 f"expected {_parameters(members, colluders, lost)}, or others that withstand "
                 f"{colluders} colluders and {lost} losses"
             )
-        if not max(colluders + 2, 2) <= least <= members:
+        fewest = max(colluders + 2, math.ceil(members / 4))
+        if not fewest <= least <= members:
             raise InvalidValue(
-                f"least_answers={least}: expected {max(colluders + 2, 2)} to {members} in a cohort "
-                f"of {members} with {colluders} colluders, so that two honest members answer"
+                f"least_answers={least}: expected {fewest} to {members} in a cohort of {members} "
+                f"with {colluders} colluders, so that two honest members and a quarter of all "
+                "answer; lower dropouts"
             )
         return SumParameters(
             members=members,

@@ -87,7 +87,7 @@ def test_what_no_sum_withstands_is_refused_by_what_to_change():
         SecureSum(colluding=0.5, dropouts=0.5)
     with pytest.raises(ValueError, match="lower one of them, or take larger cohorts"):
         SecureSum(colluding=0.6, dropouts=0.39).for_cohort(20)
-    with pytest.raises(ValueError, match="least_answers=3: expected 6 to 40"):
+    with pytest.raises(ValueError, match="least_answers=3: expected 10 to 40"):
         SecureSum(least_answers=3).for_cohort(40)
 
 
@@ -151,6 +151,26 @@ def test_the_server_adds_the_shares_of_those_who_did_not_answer():
         expected = share * math.sqrt(100 - answered)
         assert found.topped_up_stddev == pytest.approx(expected)
         assert found.value["a"].std() * 100 == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("stddevs", [0.01, 1.0, 1.04, 1.99])
+@pytest.mark.parametrize("dropouts", [0.0, 0.5, 0.75])
+def test_whatever_a_plan_accepts_its_clients_and_its_server_can_add(stddevs, dropouts):
+    sums = SecureSum(colluding=0.0, dropouts=dropouts)
+    own = plan(noise_multiplier=stddevs, secure_aggregation=sums)
+    update = {"a": np.ones(3)}
+    cells = own.cells_protection.released(update, SecureNoise())
+    least = own.sum_parameters.least_answers
+    found = own.aggregate_sum(cells, answered=least, noise=SecureNoise(), like=update)
+    assert np.isfinite(found.value["a"]).all()
+
+
+def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs():
+    with pytest.raises(ValueError, match="least_answers=10: expected 25 to 100"):
+        plan(secure_aggregation=SecureSum(colluding=0.0, dropouts=0.9))
+    for multiplier in (1e-6, 1e6):
+        with pytest.raises(ValueError, match="a noise multiplier of"):
+            plan(noise_multiplier=multiplier)
 
 
 def test_cohorts_of_a_secret_size_have_no_secure_sum():

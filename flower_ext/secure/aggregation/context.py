@@ -16,7 +16,7 @@ from flower_ext.secure.aggregation.graph import degree, neighbours_of
 
 @dataclass(frozen=True, kw_only=True)
 class RoundContext:
-    """What the server announces before a round; public.
+    """Public facts that the server announces before a round.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the parties of a secure sum send, as values and as bytes.
+"""Messages between the parties of a secure sum, as values and as bytes.
 
 =================  ================  =====================================================
 message            from, to          carries
@@ -158,7 +158,7 @@ class SealedShares(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery(_Message):
-    """What neighbours sealed for one member."""
+    """Shares that neighbours sealed for one member."""
 
     kind = b"D"
     sizes: ClassVar[Mapping[str, int]] = {"sealed": SEALED_BYTES}
@@ -177,7 +177,10 @@ class MaskedInput(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Question(_Message):
-    """Who answered, and who shared and did not: the same for all members. Entries are empty."""
+    """Members that answered, and those that shared but did not: told to all alike.
+
+    The mappings' entries are empty.
+    """
 
     kind = b"Q"
     sizes: ClassVar[Mapping[str, int]] = {"answered": 0, "lost": 0}
