@@ -104,7 +104,7 @@ class Release:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """This release as a dp-accounting event, replace-one already encoded as sensitivity 2."""
+        """Express the release as a dp-accounting event; replace-one is encoded as sensitivity 2."""
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(

@@ -74,7 +74,7 @@ class ObjectivePerturbation:
         return f"objective perturbation: rate {self.rate:g}"
 
     def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
-        """n as float64 arrays of the names and shapes of ``like``."""
+        """Draw n, as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
         sizes = [math.prod(array.shape) for array in like.values()]
         parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])

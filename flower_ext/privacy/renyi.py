@@ -69,7 +69,7 @@ def _log_moment(noise_multiplier: float, rate: float, order: float) -> float:
 
 
 def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float:
-    """log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), from Equation 9: a term each i ≥ 2."""
+    """Return log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), the sum of Equation 9 over i ≥ 2."""
     from scipy import special
 
     i = np.arange(2.0, order + 1)
@@ -82,7 +82,7 @@ def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float
 
 
 def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> float:
-    """log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, exponentially exact for such integrands.
+    """Return log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, exponentially exact here.
 
     The poles of the integrand are πσ² away from the real line; its mass lies in [0, max(α, 2)].
     """

@@ -44,7 +44,7 @@ class Pass:
         return value
 
     def product(self, x: Tensor, layer: str) -> Tensor:
-        """x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
+        """Return x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
         names = [f"{layer}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
         weight, bias = (self.params.get(name) for name in names)
         assert weight is not None

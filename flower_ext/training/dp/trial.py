@@ -1,6 +1,6 @@
-"""Trials on random examples: does one pass find every example's own gradient?
+"""Trials on random examples that compare one pass with every example's own gradient.
 
-They depend on shapes and types of examples and on nobody's values.
+A trial depends on the shapes and types of the examples, never on anybody's values.
 """
 
 from __future__ import annotations
