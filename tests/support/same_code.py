@@ -110,7 +110,10 @@ def compare(before: str | None, after: str | None) -> tuple[bool, list[str]]:
     """
     if before is None or after is None:
         return False, []
-    old, new = strings_outside_messages(before), strings_outside_messages(after)
+    try:
+        old, new = strings_outside_messages(before), strings_outside_messages(after)
+    except SyntaxError as error:
+        return False, [f"line {error.lineno}: {error.msg}"]
     changed = [f"- {text!r}" for text in old - new] + [f"+ {text!r}" for text in new - old]
     return code_of(before) == code_of(after), changed
 
