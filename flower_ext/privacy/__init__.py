@@ -1,6 +1,7 @@
-"""Units, bounds, noise, accounting, plans, guarantees and ledger. Knows neither torch nor Flower.
+"""Units, bounds, noise, accounting, plans, guarantees and ledger; without torch and Flower.
 
-Here is what a project, an app or a method needs; all else is imported from its own module.
+This package exports the names that projects, apps and methods use. Import all other names from
+their modules.
 """
 
 from typing import TYPE_CHECKING

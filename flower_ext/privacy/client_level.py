@@ -1,4 +1,4 @@
-"""Provable guarantees of one client that uploads once a round, against each adversary."""
+"""Provable guarantees of a client that uploads once a round, against each adversary."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ALWAYS = (
     "the population and the planned rounds are public",
     "clients' answers, and their absence, depend on no other client's data",
 )
-_HIDDEN_PLACES = f"who was drawn is not known to the adversary: {TELLS}"
+_HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
 _MEMORY = (
-    "clients remember something (a personal head), or may (a ClientApp of somebody else), and what "
-    "one sends does not tell who was drawn before: not proven for cohorts of fixed size"
+    "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
+    "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
 )
 _DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
 
@@ -49,24 +49,24 @@ def client_level_guarantees(
     not_covered: Sequence[str] = (),
     memory: bool = False,
 ) -> list[Guarantee]:
-    """What is provable against each adversary for a run of ``plan``, one guarantee a view.
+    """Return the provable guarantees of a run of ``plan``, one for each adversary.
 
-    Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
-    Where clients remember something between rounds (``memory``), what they send depends on the
-    rounds that they were drawn in. With a fixed cohort size these tell something of who else was
-    drawn, which the amplification of each round by itself does not see: it is then assumed not to
-    matter. Under Poisson sampling clients are drawn independently.
-
-    * Released models: amplified by sampling, since who took part stays secret, and how many unless
-      their number is fixed.
-    * Sums only: no amplification; Gaussian composition over the realised participations, each
-      with the noise that clients really supplied (the server knows what it topped up itself).
+    * Released models: amplified by sampling, because it stays secret who took part, and how many
+      did unless their number is fixed.
+    * Sums only: no amplification. Gaussian composition over the realised participations, each
+      with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
+
+    A guarantee says so if cohorts or noise were drawn from a seed (``secure_cohorts``,
+    ``secure_noise``). If clients keep memory between rounds (``memory``), what they send depends
+    on the rounds in which they were drawn. With a fixed cohort size that reveals something about
+    who else was drawn, which the amplification of single rounds does not cover; the guarantee
+    then lists it as an assumption. Under Poisson sampling clients are drawn independently.
 
     Raises
     ------
     ValueError
-        The plan is not one of clients with one upload each (see `check_client_plan`).
+        The plan does not have clients as units with one upload each (see `check_client_plan`).
     """
     check_client_plan(plan)
     sums = plan.secure_aggregation
@@ -102,7 +102,7 @@ def client_level_guarantees(
     )
     if not by_clients:
         nothing = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
-        source = "the server adds the noise, after it has seen what it protects"
+        source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [models, *(_guarantee(plan, view, nothing, source=source) for view in views)]
 
@@ -137,7 +137,7 @@ def client_level_guarantees(
             source=f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
             "single upload; most exposed client: "
             f"{participations.in_uploads:.4g} sums' worth"
-            + (", should its masks fall" if sums else ""),
+            + (", if its masks fall" if sums else ""),
             assumptions=(*common, *honest_clients),
             not_covered=tuple(not_covered),
         ),
@@ -145,7 +145,7 @@ def client_level_guarantees(
 
 
 def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
-    """Return what is assumed of a secure sum, for a server that sees what it shows."""
+    """Return the assumptions about a secure sum, for a server that follows its protocol."""
     found = plan.sum_parameters
     return (
         SECURE_SUM,
@@ -158,17 +158,17 @@ def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
 
 
 def check_client_plan(plan: NoisedSum) -> None:
-    """Refuse a plan of other units, or of clients that have a part in several uploads.
+    """Refuse a plan whose units are not clients, or whose clients make several uploads.
 
     Raises
     ------
     ValueError
-        Names the setting.
+        The message names the setting.
     """
     if plan.unit is not PrivacyUnit.CLIENT:
         raise InvalidValue(
-            f"unit={plan.unit.value!r} of the plan: expected 'client', as each client's update is "
-            "bounded as a whole"
+            f"unit={plan.unit.value!r} of the plan: expected 'client', because it bounds each "
+            "client's update as a whole"
         )
     if plan.sensitivity != 1:
         raise InvalidValue(

@@ -105,7 +105,7 @@ def test_records_are_counted_by_epsilon_and_never_with_clients(tmp_path):
         assert run_of(tmp_path / name, budget, plan=plan, method=DPDitto).stopped is None
     assert 7 < total_spent(Ledger.read(path), 0.02) <= 8
     assert run_of(tmp_path / "c", budget, plan=plan, method=DPDitto).stopped is not None
-    with pytest.raises(ValueError, match="no one ε speaks of both"):
+    with pytest.raises(ValueError, match="no single ε covers both"):
         run_of(tmp_path / "d", Budget(epsilon=8.0, delta=DELTA, ledger=path))
 
 

@@ -677,7 +677,7 @@ def test_every_guarantee_names_all_that_it_needs_and_survives_json(perturbation,
             assert ("δ = 0.00025" if perturbation is OUTPUT else "δ = 0 ") in text
         assert Guarantee.from_dict(guarantee.to_dict()) == guarantee
     assumed = guarantees[1].statement()
-    for word in ("Assumes:", "add noise as told", "examples are public"):
+    for word in ("Assumes:", "add noise as instructed", "examples are public"):
         assert word in assumed
     assert ("rounded to a public grid" in assumed) == (perturbation is OUTPUT)
     assert ("low-order bits" in assumed) == (perturbation is OBJECTIVE)  # its noise is on no grid
