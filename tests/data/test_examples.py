@@ -115,7 +115,7 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
         (torch.zeros(6, 1, dtype=torch.int64), r"owners of shape \(6, 1\)"),
         (torch.zeros(6), "owners of type torch.float32: expected integers"),
         (torch.zeros(6, dtype=torch.bool), "owners of type torch.bool: expected integers"),
-        (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, and one is -1"),
+        (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, found -1"),
     ],
 )
 def test_owners_that_do_not_fit_the_examples_are_refused(owners, said):
