@@ -61,7 +61,7 @@ def plan(
             "model by 2C."
         ),
     ] = None,
-    local_steps: Annotated[int, _budget(min=1, help="K: local steps in each round.")] = 1,
+    local_steps: Annotated[int, _budget(min=1, help="K: noised local steps in each round.")] = 1,
     batch_size: Annotated[int | None, _budget(help="B; by default all records.")] = None,
     personal_learning_rate: Annotated[
         float | None, _budget(help="η_L: learning rate of the personal model; by default η_G.")
