@@ -55,7 +55,7 @@ def test_a_signal_ends_a_run_with_a_report_and_the_command_that_brings_it_to_its
     assert (path / "report.html").stat().st_mtime_ns >= (path / "run.json").stat().st_mtime_ns
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
 
-    (again,) = re.findall(r"To go on with it: flower-ext (.*)", errors)
+    (again,) = re.findall(r"To continue it: flower-ext (.*)", errors)
     done = len(run.metrics())
     process = command.start(*shlex.split(again), "--set", f"rounds={done + 2}")
     out, err = process.communicate(timeout=300)

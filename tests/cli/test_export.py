@@ -130,7 +130,7 @@ def test_the_shared_model_is_the_runs_own_and_carries_what_its_models_promise(fi
     assert set(own) == set(saved)
     assert all(torch.equal(own[name], value) for name, value in saved.items())
     beside = json.loads((tmp_path / "shared.guarantee.json").read_text())
-    assert beside["for"] == "whoever may have the run's models"
+    assert beside["for"] == "everyone who may have the run's models"
     assert beside["parameters"]["personal"] == []
     promised = [g.to_dict() for g in run.guarantees() if g.view == "released-models"]
     assert promised
@@ -208,7 +208,7 @@ def test_a_lost_memory_is_not_taken_for_that_of_a_client_who_never_took_part(fin
     shutil.rmtree(folder / "dp2_fedsam-1")
     done = call(*arguments, tmp_path / "lost.safetensors")
     assert done.exit_code == 2
-    assert "does not hold what client 1 left in round 2" in done.output
+    assert "expected the memory that client 1 wrote in round 2" in done.output
     assert not (tmp_path / "lost.safetensors").exists()
     assert not (tmp_path / "lost.guarantee.json").exists()
 

@@ -65,7 +65,7 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
 
 
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
-    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many .*add"):
+    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for the number .*add"):
         prepare(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
 
 

@@ -216,7 +216,7 @@ def test_workers_are_those_of_a_run_without_ray():
 
     done = call("run", str(DP2_FEDSAM.folder), "--workers", "2")
     assert done.exit_code == 1
-    assert "workers=2: Ray starts its own; add --in-process or --clients" in done.stderr
+    assert "workers=2: Ray starts its own workers; add --in-process or --clients" in done.stderr
 
 
 @pytest.mark.full
@@ -633,7 +633,7 @@ def test_an_app_whose_project_cannot_be_read_is_named(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.flwr")
     done = call("run", str(tmp_path))
     assert done.exit_code == 1
-    assert "pyproject.toml is no TOML" in done.output
+    assert "pyproject.toml is not valid TOML" in done.output
 
 
 def test_ledger_shows_what_a_population_spent_what_is_left_and_what_no_epsilon_covers(tmp_path):

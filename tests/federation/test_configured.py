@@ -225,7 +225,7 @@ def test_a_wrapped_strategy_leaves_the_outcome_of_its_base(tmp_path):
 
 def test_a_strategy_that_keeps_no_record_is_refused_by_name(tmp_path):
     for strategy in (FedAvg(), Upcycled(FedAvg(), 0.5)):
-        with pytest.raises(InvalidValue, match="FedAvg keeps no record of a run: expected"):
+        with pytest.raises(InvalidValue, match="strategy=FedAvg: expected"):
             start(tmp_path / type(strategy).__name__, lambda config, run, own=strategy: own)
 
 

@@ -150,7 +150,7 @@ def test_refusals_are_listed_counted_and_logged_and_their_traffic_was_there(logg
     warned = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
     assert warned == [
         *(f"refused reply: {refusal}" for refusal in exchange.refusals),
-        "round 1, train: no answer of use from [1, 2]",
+        "round 1, train: no usable answer from [1, 2]",
     ]
 
 

@@ -35,7 +35,10 @@ def test_a_well_formed_update_is_read():
     ("content", "reason"),
     [
         (Error(code=7, reason="invalid app"), "client failed: invalid app"),
-        (Error(code=2, reason="record 17 of Mrs Smith"), "client failed; why is in its own log"),
+        (
+            Error(code=2, reason="record 17 of Mrs Smith"),
+            "client failed; the reason is in its own log",
+        ),
         (RecordDict(), "no array record 'update'"),
         (update(extra=np.zeros(1, np.float32)), "unexpected \\['extra'\\]"),
         (update(w=np.zeros((3, 2), np.float32)), "expected float32\\(2, 3\\)"),

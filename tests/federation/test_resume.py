@@ -363,7 +363,7 @@ def test_a_ledger_ends_a_resumed_seeded_run_where_it_ends_the_whole_one(tmp_path
 
 
 def test_a_budget_at_another_delta_or_without_privacy_is_refused():
-    with pytest.raises(ValueError, match=r"budget\.delta=0\.1: expected that of the plan, 0\.01"):
+    with pytest.raises(ValueError, match=r"budget\.delta=0\.1: expected the δ of the plan, 0\.01"):
         DPFedAvg(plan=plan(), budget=Budget(epsilon=1.0, delta=0.1))
     with pytest.raises(ValueError, match="promises no privacy"):
         DPFedAvg(

@@ -780,7 +780,7 @@ def no_owners():
     ("bad", "said"),
     [
         (no_owners, "expected SiloData, whose owners"),
-        (lambda: silo(1, users=USERS + 5), "why is in its own log"),
+        (lambda: silo(1, users=USERS + 5), "the reason is in its own log"),
     ],
 )
 def test_silos_whose_data_do_not_fit_are_named_before_the_first_round(make, bad, said):

@@ -552,11 +552,11 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
 
     monkeypatch.setattr(private_silo.WeightingSilo, "weigh", weigh)
     strategy = make()
-    with pytest.raises(FederationNotReady, match="why is in its own log"):
+    with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
     assert len(strategy.refusals) == SILOS * ROUNDS
     for refusal in strategy.refusals:
-        assert "why is in its own log" in refusal
+        assert "the reason is in its own log" in refusal
         assert "3.14" not in refusal
 
 
@@ -582,7 +582,7 @@ def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, dat
         return received
 
     kind = f"query.{METHOD}"
-    with pytest.raises(FederationNotReady, match="why is in its own log") as error:
+    with pytest.raises(FederationNotReady, match="the reason is in its own log") as error:
         start(make(protocol=protocol), Meddler, data(), meddle=watch, kind=kind, groups=("0",))
     failed = [reply.error.reason for reply in replies if reply.has_error()]
     assert failed

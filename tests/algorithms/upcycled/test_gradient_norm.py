@@ -411,7 +411,7 @@ def test_a_bound_of_no_rounds_or_of_uneven_sequences_is_refused():
 
 
 def test_a_bound_over_rounds_of_different_problems_is_refused():
-    with pytest.raises(ValueError, match="must not change"):
+    with pytest.raises(ValueError, match="expected the same C₁ in every round"):
         bound_of([constants(), constants(proximal_weight=0.7)])
 
 
@@ -425,6 +425,6 @@ def test_a_bound_from_numbers_that_cannot_be_is_refused(bad):
     facts = {"initial_gap": 1.0, "gradient_norms": [1.0], "steps": [1.0]}
     for name, value in facts.items():
         wrong = bad if name == "initial_gap" else [bad]
-        with pytest.raises(ValueError, match=f"{name}: expected finite numbers >= 0"):
+        with pytest.raises(ValueError, match=f"{name}=.*: expected finite numbers >= 0"):
             gradient_norm_bound([constants(cohort_size=500)], **{**facts, name: wrong})
         assert value is not wrong
