@@ -367,10 +367,16 @@ def missing_in(run: RunDirectory) -> dict[int, set[int]]:
     return {row["round"]: set(row["partitions"]) for row in rows}
 
 
-def under_faults(deployment: Deployment, plan: Plan, path: Path, *, timeout: int) -> Outcome:
-    """A run that meets the faults of ``plan``, and the same run in this process."""
+def under_faults(
+    deployment: Deployment, plan: Plan, path: Path, *, timeout: int, **more: object
+) -> Outcome:
+    """A run that meets the faults of ``plan``, and the same run in this process.
+
+    ``more`` are settings of both, with ``_`` in place of ``-``.
+    """
     settings = {
         **SETTINGS,
+        **{name.replace("_", "-"): value for name, value in more.items()},
         "dropout-policy": plan.policy,
         "rounds": plan.rounds,
         "round-timeout": timeout,

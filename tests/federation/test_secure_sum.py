@@ -1,7 +1,11 @@
 """Secure sums in a run: the right sum or none, whoever is lost, and nothing else leaves anybody."""
 
+from collections import Counter
+from copy import deepcopy
+
 import numpy as np
 import pytest
+from flwr.app import RecordDict
 from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
@@ -176,6 +180,66 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     one, two = map(RoundContext.from_bytes, rounds)
     assert one.run != two.run
     assert one.digest != two.digest
+
+
+class Restarting(Recorder):
+    """Every message reaches a process that was just started, and then once more another one."""
+
+    folder = ()
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.twice = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        copies = deepcopy(messages)
+        first = self._after_a_start(messages)
+        again = self._after_a_start(copies)
+        self.twice += [
+            (stage_of(message), *pair)
+            for message, *pair in zip(messages, first, again, strict=True)
+            if stage_of(message)
+        ]
+        return first
+
+    def _after_a_start(self, messages):
+        for context in self.contexts.values():
+            context.state = RecordDict()
+            (context.node_config["state-folder"],) = self.folder
+        return list(super().send_and_receive(messages))
+
+
+def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_nothing_twice(
+    tmp_path,
+):
+    grid, found = run(strategy_of(), Restarting, folder=[str(tmp_path)])
+    assert_same(found, expected_model(range(CLIENTS)))
+    assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
+    for stage, first, again in grid.twice:
+        assert not first.has_error()
+        if stage == QUESTION:  # the same question: another answer could show both secrets
+            one, two = (
+                reply.content[records.ANSWER]["message"].numpy() for reply in (first, again)
+            )
+            np.testing.assert_array_equal(one, two)
+        else:
+            assert again.has_error()
+
+
+class Forgetting(Recorder):
+    """One client's process is another one for every message, and nobody named a folder."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        self.contexts[1_003].state = RecordDict()
+        return super().send_and_receive(messages)
+
+
+def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
+    strategy = strategy_of()
+    _, found = run(strategy, Forgetting)
+    assert_same(found, expected_model(set(range(CLIENTS)) - {3}))
+    assert any("takes a state-folder in its node config" in one for one in strategy.refusals)
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
