@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import gc
+from logging import getLogger
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """
     if request.node.get_closest_marker("report") is None:
         monkeypatch.setattr(runs, "write_report", lambda run: run.path)
+
+
+@pytest.fixture
+def logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """Return the log of Flower."""
+    monkeypatch.setattr(getLogger("flwr"), "propagate", True)
+    caplog.set_level("INFO", logger="flwr")
+    return caplog
 
 
 def pytest_collection_finish() -> None:

@@ -208,6 +208,29 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
     )
 
 
+def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
+    """`UldpAvg` over three silos whose sums over users are summed securely.
+
+    A user has a record in each silo, the other two nothing that pulls. A released model is a
+    multiple of the sum, so that who sees models sees sums.
+    """
+    plan = _plan(
+        FullParticipation(3),
+        0.5 * noise,
+        rounds,
+        unit=PrivacyUnit.USER,
+        secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0),
+    )
+    return _experiment(
+        "ULDP-AVG, secure sums",
+        lambda: UldpAvg(plan=plan, num_silos=3, local=ONE_STEP, evaluate_every=0),
+        without=[_silo([1, 2], [0.0, 0.0])] * 3,
+        present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0])] * 3,
+        views=[AdversaryView.RELEASED_MODELS],
+        rounds=rounds,
+    )
+
+
 def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` weighted by records, as under encryption: a user with all weight in one silo."""
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
@@ -359,6 +382,7 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "secure-sum": secure_sum,
     "uldp-avg": uldp,
     "uldp-sgd": lambda **more: uldp(UldpSgd, **more),
+    "uldp-secure-sum": uldp_secure_sum,
     "uldp-avg-by-records": uldp_by_records,
     "uldp-naive": uldp_naive,
     "uldp-group": uldp_group,

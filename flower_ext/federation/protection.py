@@ -27,12 +27,14 @@ from flower_ext.privacy import (
     SeededNoise,
 )
 from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.cells import CellSum
 from flower_ext.privacy.guarantee import PreconditionFailed
 from flower_ext.privacy.protections import (
     ClipModel,
     ClipSteps,
     ClipToCells,
     ClipUnits,
+    ClipUnitsToCells,
     ClipUpdate,
     PerturbObjective,
     ProtectedByServer,
@@ -47,14 +49,12 @@ OF_UPLOADS = "client-noise"
 # Values and facts -------------------------------------------------------------------------------
 
 _SHARE = {"noise-stddev": "noise_stddev", "noise-grid": "noise_grid"}
+_IN_CELLS = {"share-stddev": "share_stddev", "cell": "cell"}
 _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
     ClipUpdate: {"clipping-norm": "clipping_norm", **_SHARE},
     ClipUnits: {"unit-clipping-norm": "clipping_norm", **_SHARE},
-    ClipToCells: {
-        "clipping-norm": "clipping_norm",
-        "share-stddev": "share_stddev",
-        "cell": "cell",
-    },
+    ClipUnitsToCells: {"unit-clipping-norm": "clipping_norm", **_IN_CELLS},
+    ClipToCells: {"clipping-norm": "clipping_norm", **_IN_CELLS},
     ClipModel: {
         "model-clipping-norm": "clipping_norm",
         "model-noise-stddev": "noise_stddev",
@@ -327,15 +327,15 @@ def objective_terms(
 
 
 def protected(
-    update: Params | BoundedSum | HiddenSum,
+    update: Params | BoundedSum | CellSum | HiddenSum,
     received: Params,
     protection: Protection | None,
     noise: NoiseSource,
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
-    """The update as it leaves the client.
+    """Return the update as it leaves the client.
 
-    Where the plan `bounds_models`, ``update`` is the whole model, as it was trained: made up again
-    of the received one and a difference it would be rounded, of which no sensitivity speaks.
+    Where the plan `bounds_models`, ``update`` is the whole model, as it was trained. Rebuilding it
+    from a difference would add rounding that the sensitivity bound does not cover.
 
     Raises
     ------
@@ -343,6 +343,8 @@ def protected(
         The plan bounds each unit's part of the update, and the method did not; or the method did
         and the plan asks for something else.
     """
+    if isinstance(protection, ClipUnitsToCells) or isinstance(update, CellSum):
+        return _noised_cells(update, protection, noise)
     if isinstance(protection, ClipUnits) or isinstance(update, BoundedSum | HiddenSum):
         return _noised_sum(update, received, protection, noise)
     if protection is None:
@@ -351,6 +353,27 @@ def protected(
     if not protection.bounds_models:
         return released
     return {name: value - received[name] for name, value in released.items()}
+
+
+def _noised_cells(
+    update: Params | BoundedSum | CellSum | HiddenSum,
+    protection: Protection | None,
+    noise: NoiseSource,
+) -> Mapping[str, np.ndarray]:
+    """Return a sum over units, each bounded and rounded already, with this client's share."""
+    if not isinstance(update, CellSum):
+        error = "the plan asks for a sum over units in whole numbers of cells; the method made none"
+    elif not isinstance(protection, ClipUnitsToCells):
+        error = "the update is a sum in whole numbers of cells, which the plan does not ask for"
+    elif update.bound > protection.clipping_norm or update.cell != protection.cell:
+        error = (
+            f"each unit's part of the update has a bound of {update.bound:g} in cells of "
+            f"{update.cell:g}; the plan asks for {protection.clipping_norm:g} in cells of "
+            f"{protection.cell:g}"
+        )
+    else:
+        return protection.noised(update.value, noise)
+    raise tellable(InvalidValue(error))
 
 
 def _noised_sum(

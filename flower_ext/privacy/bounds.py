@@ -172,9 +172,7 @@ def sum_clipped_rows(
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     count = len(next(iter(rows.values())))
-    shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
-        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    shares = [1.0] * count if weights is None else checked_weights(weights, count)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)
     if factors is not None:
@@ -191,6 +189,20 @@ def sum_clipped_rows(
             for name, array in row.value.items():
                 value[name] = value[name] + as_float64(array) * share
     return BoundedSum(value=value, bound=clipping_norm, count=count)
+
+
+def checked_weights(weights: Sequence[float], count: int) -> list[float]:
+    """Return weights of ``count`` units as floats.
+
+    Raises
+    ------
+    InvalidValue
+        They are of another number, or outside [0, 1].
+    """
+    shares = [float(weight) for weight in weights]
+    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
+        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    return shares
 
 
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:

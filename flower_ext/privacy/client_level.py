@@ -126,7 +126,7 @@ def client_level_guarantees(
             assumptions=(
                 *common,
                 *honest_clients,
-                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else _of_secure_sum(plan, sums)),
+                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
             ),
             not_covered=tuple(not_covered),
         ),
@@ -144,8 +144,8 @@ def client_level_guarantees(
     ]
 
 
-def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
-    """Return the assumptions about a secure sum, for a server that follows its protocol."""
+def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
+    """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
     found = plan.sum_parameters
     return (
         SECURE_SUM,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flower_ext.privacy.bounds import clip
-from flower_ext.privacy.cells import in_cells
+from flower_ext.privacy.cells import Cells, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.perturbation import OutputPerturbation
 
@@ -103,6 +103,15 @@ class ClipToCells(Protection):
     def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
         """Return the noised update in cells, as int64."""
         cells = in_cells(upload, self.clipping_norm, self.cell)
+        return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipUnitsToCells(ClipToCells):
+    """The same where the upload is a sum over units, each clipped and rounded by the method."""
+
+    def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
+        """Return what is bounded and in cells already with noise."""
         return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
 
 

@@ -11,7 +11,13 @@ from flower_ext.privacy.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.client_level import check_client_plan, client_level_guarantees
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
-from flower_ext.privacy.protections import ClipUnits, ClipUpdate, ProtectedByServer, Protection
+from flower_ext.privacy.protections import (
+    ClipUnits,
+    ClipUnitsToCells,
+    ClipUpdate,
+    ProtectedByServer,
+    Protection,
+)
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import Sampling
 
@@ -49,6 +55,10 @@ class ReleasePlan(NoisedSum):
         with discrete Gaussian noise, scaled for the least number of answers; a round with fewer is
         discarded, whatever the ``dropout_policy``. Needs ``noise_placement="client"`` and cohorts
         of a fixed size.
+    silos : int, optional
+        Clients among whom each unit's data may be divided, all of which are asked in every round:
+        the members of a secure sum over users. The strategies of Uldp-FL set it; by default each
+        unit is a client.
     """
 
     @classmethod
@@ -112,11 +122,6 @@ class ReleasePlan(NoisedSum):
                 "ReleasePlan hides: take NonPrivatePlan, or PerturbationPlan or RecordLevelPlan "
                 "for record-level privacy"
             )
-        if self.secure_aggregation is not None and method.bounds_units:
-            raise InvalidValue(
-                f"secure_aggregation with {method.name}: expected None, as an upload of this "
-                "method is a sum over users, which cannot be rounded for each of them yet"
-            )
         if method.units_are_clients:
             check_client_plan(self)
 
@@ -127,7 +132,8 @@ class ReleasePlan(NoisedSum):
         if self.noise_placement == "server":
             return ProtectedByServer()
         if self.secure_aggregation is not None:
-            return self.cells_protection
+            in_cells = self.cells_protection
+            return ClipUnitsToCells(**vars(in_cells)) if run.method.bounds_units else in_cells
         kind = ClipUnits if run.method.bounds_units else ClipUpdate
         return kind(
             clipping_norm=self.clipping_norm,

@@ -251,6 +251,25 @@ def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where,
     assert sums[0].epsilon == sums[1].epsilon
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("workers", marks=pytest.mark.full),
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
+def test_secure_sums_of_silos_are_the_same_run_everywhere(where, flower, tmp_path):
+    settings = {"aggregation": "secure"}
+    places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
+    if where == "superlink":
+        flower.deploy(nodes=3)
+    flower.run(ULDP_FL, *places.get(where, []), run_directory=tmp_path / "run", **settings)
+    ours = RunDirectory.open(tmp_path / "run")
+    same_run(ours, in_process(ULDP_FL, tmp_path / "reference", **settings))
+    assert [row["answered"] for row in ours.metrics()] == [3, 3]
+
+
 @pytest.mark.full
 def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)

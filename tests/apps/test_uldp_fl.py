@@ -63,6 +63,34 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
         assert svg.with_suffix(".csv").exists()
 
 
+@pytest.mark.parametrize(
+    "method",
+    grid((*AVERAGING, "uldp-naive"), lambda method: method == "uldp-avg-w"),
+)
+def test_silos_sums_are_secure_by_one_setting(method, tmp_path):
+    settings = {"method": method, "seeded_noise": True, "rounds": 2, "server_learning_rate": 1.0}
+    ours = run(tmp_path / "secure", aggregation="secure", **settings)
+    plain = run(tmp_path / "plain", **settings)
+    assert [row["answered"] for row in ours.metrics()] == [5, 5]
+    sums = [
+        one
+        for one in ours.guarantees()
+        if one.view is AdversaryView.SUM_ONLY and one.basis == "provable"
+    ]
+    assert any("at most 1 of each cohort of 5 collude" in text for text in sums[0].assumptions)
+    mine, theirs = (load_file(one.path / "model.safetensors") for one in (ours, plain))
+    # Both have the same clipped updates and a noise of σC; 40 stddevs are far above any draw.
+    stddev = 5.0 * 0.1 / 30 / 5 * (5 if method == "uldp-naive" else 1) * 6
+    for name in mine:
+        assert np.abs(mine[name] - theirs[name]).max() < 40 * stddev
+
+
+@pytest.mark.parametrize("method", ["uldp-group", "default", *PRIVATE])
+def test_methods_without_a_secure_sum_of_silos_say_why(method, tmp_path):
+    with pytest.raises(ValueError, match=f"aggregation='secure' with method='{method}'"):
+        run(tmp_path / "run", method=method, aggregation="secure")
+
+
 @pytest.mark.report
 @pytest.mark.parametrize("distribution", ["uniform", "zipf"])
 def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, tmp_path):

@@ -10,6 +10,7 @@ server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
+ULDP-AVG, secure sum   ✓          ✓      ✓         ✓          ✓
 ULDP-AVG by records    ✓          ✓      ✓         ✓          (refused)
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
 ULDP-GROUP-2           ✓          ✓      ✓         ✓          –
@@ -20,7 +21,8 @@ objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
-cohorts have different shares of it. A silo refuses a weight of 2, as one by records would be. Of
+cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
+in place of each. A silo refuses a weight of 2, as one by records would be. Of
 Poisson sampling the clean bound is loose, so that a quarter of the noise would not show in as few
 trials: it is σ/16 there. All bounds of this module hold at once with a confidence of 99.9 %,
 whatever the trials draw: noise is not seeded.
@@ -35,7 +37,7 @@ from tests.support.grids import grid
 
 CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
-ULDP = ("uldp-avg", "uldp-sgd")
+ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
 MORE_NOISE = 2.0
 """With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
 
@@ -51,6 +53,8 @@ def planted():
         yield name, f"σ/{less}", faults.less_noise(less), 1, trials
         if name != "client-noise-poisson":
             yield name, "noise reused", faults.noise_reused, 2, trials
+        if name == "uldp-secure-sum":
+            yield name, "users clipped together", faults.rows_clipped_together, 1, trials
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 400
 
@@ -65,6 +69,7 @@ DAILY = {
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",
+    "uldp-secure-sum-users clipped together",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",
     "ditto-uploads-σ/4",

@@ -10,6 +10,7 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
+    PrivacyUnit,
     ReleasePlan,
     SecureNoise,
     SecureSum,
@@ -180,6 +181,35 @@ def test_cohorts_of_a_secret_size_have_no_secure_sum():
         plan(sampling=sampling)
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
         plan(sampling=FixedSizeSampling(population=100, size=2))
+
+
+def test_silos_are_members_whatever_users_are_drawn():
+    """Who is asked, and how much noise there is, follow from the number of silos alone."""
+    users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
+    sampled = PoissonSampling(population=1_000, rate=0.1)
+    plans = [
+        plan(sampling=sampling, silos=5, **users)
+        for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
+    ]
+    assert {own.cohort_size for own in plans} == {5}
+    assert {own.sum_parameters.least_answers for own in plans} == {4}
+    assert len({own.cells_protection.share_stddev for own in plans}) == 1
+    assert plan(sampling=sampled, **users).silos is None  # until the strategy says how many
+    for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
+        unit = PrivacyUnit.USER if silos else PrivacyUnit.CLIENT
+        with pytest.raises(ValueError, match=said):
+            plan(sampling=sampled, silos=silos, **{**users, "unit": unit})
+
+
+@pytest.mark.parametrize("users", [10, 1_000, 100_000])
+def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
+    own, everyone = (
+        plan(sampling=sampling, silos=5, unit=PrivacyUnit.USER)
+        for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
+    )
+    assert own.sum_bits == everyone.sum_bits == (64 if users == 100_000 else 32)
+    most = users * own.clipping_norm / own.cell
+    assert most < 2 ** (own.sum_bits - 1)
 
 
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():

@@ -11,6 +11,7 @@ from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
+from flower_ext.privacy.cells import CellSum, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
 from flower_ext.training.dp.dp_sgd import ClippedGradient
@@ -42,6 +43,14 @@ def _cells_not_clipped(update, clipping_norm, cell):
     }
 
 
+def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
+    summed = {
+        name: _cells_not_clipped({name: value}, clipping_norm, cell)[name]
+        for name, value in _rows_not_clipped(rows, clipping_norm, weights).value.items()
+    }
+    return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
+
+
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Wherever something is clipped."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
@@ -49,12 +58,25 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
+    patch.setattr(averaging, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__
     patch.setattr(
         ClippedGradient,
         "__init__",
         lambda self, task, names, *, clipping_norm: made(self, task, names, clipping_norm=ENORMOUS),
     )
+    return experiment
+
+
+def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
+    """A silo clips and rounds the sum over its users, and not each user's weighted update."""
+
+    def together(rows, clipping_norm, cell, weights):
+        summed = _rows_not_clipped(rows, clipping_norm, weights).value
+        whole = in_cells(summed, clipping_norm, cell)
+        return CellSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
+
+    patch.setattr(averaging, "sum_rows_in_cells", together)
     return experiment
 
 

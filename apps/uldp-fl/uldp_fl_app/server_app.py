@@ -29,6 +29,12 @@ OPENLY = {
     "uldp-naive": UldpNaive,
 }
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+WHY_PLAIN = {
+    **dict.fromkeys(PRIVATE, "private weighting has a secure sum of its own"),
+    "uldp-group": "its noise is in every step of a silo's DP-SGD, and no sum of uploads adds to it",
+    "default": "secure sums are of clipped and noised updates",
+}
+"""Reasons of the methods whose uploads no secure sum adds up."""
 METHODS = (*OPENLY, *PRIVATE, "uldp-group", "default")
 RECORDS_FIGURE = (
     "exact numbers of records a user and silo, in users.csv and its figure in the run directory "
@@ -47,6 +53,11 @@ def main(grid: Grid, context: Context) -> None:
         raise UnfitSetting(
             f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
             "patients, and DP-SGD needs one that is a mean over them; expected another method"
+        )
+    if method not in OPENLY and choice(config, "aggregation", ("plain", "secure")) != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation='secure' with method={method!r}: expected 'plain', as "
+            f"{WHY_PLAIN[method]}"
         )
     configured.start(grid, context, task_of(context), strategy_of)  # missing data end it here
 

@@ -128,6 +128,11 @@ class PrivateUldpAvg(UldpAvg):
                 f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', as a sum "
                 "without all silos stays masked"
             )
+        if plan.secure_aggregation is not None:
+            raise InvalidValue(
+                "secure_aggregation of the plan: expected None, as private weighting has a secure "
+                "sum of its own"
+            )
         if options.get("diagnostics"):
             raise InvalidValue("diagnostics=True: norms of updates stay hidden; expected False")
         self.protocol = protocol or PrivateWeighting()

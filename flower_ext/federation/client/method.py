@@ -19,6 +19,7 @@ from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.cells import CellSum
 from flower_ext.training import (
     Job,
     LocalTraining,
@@ -108,7 +109,7 @@ class LocalResult:
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs
-    update: Params | BoundedSum | HiddenSum | None = field(default=None, repr=False)
+    update: Params | BoundedSum | CellSum | HiddenSum | None = field(default=None, repr=False)
     memory: Params | Callable[[Params], Params] | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -116,7 +117,9 @@ class LocalResult:
         check_yielded(self.model)
         check_yielded(self.update)
 
-    def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
+    def bounded(
+        self, received: Params, *, whole: bool
+    ) -> Params | BoundedSum | CellSum | HiddenSum:
         """Return the part that a plan bounds: the update, or the ``whole`` model.
 
         Raises

@@ -50,6 +50,7 @@ from flower_ext.federation.protection import (
 )
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.cells import CellSum
 from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.updates import l2_norm
@@ -306,9 +307,11 @@ class ClientSide:
         if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
-            moved = own.value if isinstance(own, BoundedSum) else own
-            if bounds_models(request.protection):
-                moved = difference(moved, work.received)
+            if isinstance(own, BoundedSum | CellSum):
+                moved = own.value if isinstance(own, BoundedSum) else own.in_numbers()
+            else:
+                whole = bounds_models(request.protection)
+                moved = difference(own, work.received) if whole else own
             metrics["update-norm"] = l2_norm(moved)
         if metrics:
             content[records.METRICS] = records.metrics_record(metrics)
