@@ -13,7 +13,7 @@ from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, W
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.private import PrivateUldpAvg, PrivateUldpSgd
-    from flower_ext.algorithms.uldp.private_weights import PrivateWeighting
+    from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
 
 __all__ = [
     "EqualWeights",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import (
@@ -18,10 +18,8 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
-    keeping,
-    private,
-    private_silo,
 )
+from flower_ext.algorithms.uldp.weighting import keeping, paillier, paillier_silo
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
     ClientVault,
@@ -151,7 +149,7 @@ HIDDEN = replace(SMALL, draw_choices=5)
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
     """Who that was only a test can tell, which is all parties at once."""
-    rounds, weigh = {}, private_silo.WeightingSilo.weigh
+    rounds, weigh = {}, paillier_silo.WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
         size = self.settings.ciphertext_bytes
@@ -160,12 +158,12 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         )
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
     assert all(len(taken) == 1 for taken in rounds.values())
-    order, key = kept(grid)._order, strategy._connected._key
+    order, key = kept(grid)._order, strategy._connected.party._key
     users = {
         number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
         for number, taken in rounds.items()
@@ -327,7 +325,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
 
 def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.settings
+    server, facts = strategy._connected.party, strategy._connected.settings
     n, held = server._key.public.n, histogram(silos(), USERS)
     blinds = kept(grid)._blinds
     secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
@@ -348,7 +346,7 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
 
 def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.settings
+    server, facts = strategy._connected.party, strategy._connected.settings
     public = server._key.public
     for number in map(str, range(1, ROUNDS + 1)):
         sums = [
@@ -447,14 +445,14 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
-    close = private.WeightingServer.close_round
+    close = paillier.WeightingServer.close_round
 
     def watched(self, *args, **options):
         result = close(self, *args, **options)
         decrypted.append(self._last_round)
         return result
 
-    monkeypatch.setattr(private.WeightingServer, "close_round", watched)
+    monkeypatch.setattr(paillier.WeightingServer, "close_round", watched)
     start(strategy, Meddler, meddle=meddle)
     assert decrypted == [1, 3]
     entries = Ledger.read(tmp_path / "ledger.jsonl")
@@ -541,16 +539,16 @@ def test_a_round_that_is_configured_twice_is_refused():
     strategy = make()
     grid, _ = start(strategy, rounds=1)
     initial = ArrayRecord(task().initial_params(SEED))
-    strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+    strategy.configure_train(2, initial, ConfigRecord(), grid)
     with pytest.raises(ProtocolError, match="expected a number above 2"):
-        strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+        strategy.configure_train(2, initial, ConfigRecord(), grid)
 
 
 def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", weigh)
     strategy = make()
     with pytest.raises(FederationNotReady, match="why is in its own log"):
         start(strategy)
