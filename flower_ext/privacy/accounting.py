@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,7 @@ import numpy as np
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
+from flower_ext.privacy.residue import Residue, with_residue
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -80,14 +81,21 @@ class Release:
         Standard deviation of the noise on the sum, over the norm bound of one contribution;
         whatever the relation.
     relation : NeighboringRelation
+    shift : float
+        How far one unit moves the sum though it was not drawn, in standard deviations of the noise.
+    distance : float
+        Statistical distance of the sum from one with that noise (see `residue`).
     """
 
     sampling: Sampling
     noise_multiplier: float
     relation: NeighboringRelation
+    shift: float = 0.0
+    distance: float = 0.0
 
     def __post_init__(self) -> None:
-        require_not_negative("noise_multiplier", self.noise_multiplier)
+        for name in ("noise_multiplier", "shift", "distance"):
+            require_not_negative(name, getattr(self, name))
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -124,10 +132,12 @@ class Release:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
+        residue = {"shift": self.shift, "distance": self.distance}
         return {
             "sampling": sampling_to_dict(self.sampling),
             "noise_multiplier": self.noise_multiplier,
             "relation": self.relation.value,
+            **{name: value for name, value in residue.items() if value},
         }
 
     @classmethod
@@ -137,6 +147,8 @@ class Release:
             sampling=sampling_from_dict(facts["sampling"]),
             noise_multiplier=float(facts["noise_multiplier"]),
             relation=NeighboringRelation(facts["relation"]),
+            shift=float(facts.get("shift", 0.0)),
+            distance=float(facts.get("distance", 0.0)),
         )
 
 
@@ -183,7 +195,22 @@ def privacy_loss_of(
             f"releases under different relations {sorted(r.value for r in relations)} "
             "do not compose: account each relation for itself"
         )
-    return _loss(tuple(counts.items()), delta, accountant)
+    exact: Counter[Release] = Counter()
+    for release, count in counts.items():
+        exact[replace(release, shift=0.0, distance=0.0)] += count
+    return with_residue(
+        lambda left: _loss(tuple(exact.items()), left, accountant), residue_of(counts), delta
+    )
+
+
+def residue_of(releases: Mapping[Release, int]) -> Residue:
+    """Return what releases cost beyond their sampled Gaussians."""
+    square = sum(
+        count * (release.relation.sensitivity_factor * release.shift) ** 2
+        for release, count in releases.items()
+    )
+    distance = sum(count * release.distance for release, count in releases.items())
+    return Residue(shift=math.sqrt(square), distance=distance)
 
 
 def privacy_loss(
