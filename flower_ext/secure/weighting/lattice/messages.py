@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.lattice.layout import DEGREE
+from flower_ext.secure.weighting.lattice.ring import RESIDUE_BYTES
 from flower_ext.secure.weighting.lattice.settings import (
-    DEGREE,
     FIRST_WORD_BYTES,
-    RESIDUE_BYTES,
     SECOND_WORD_BYTES,
     LatticeSettings,
 )

@@ -11,9 +11,8 @@ from functools import cached_property
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.lattice.layout import DEGREE
 
-DEGREE = 4096
-"""n: coefficients of a polynomial, and coordinates of a block."""
 WEIGHT_BITS = 56
 """k: weights are multiples of 2⁻ᵏ."""
 FRACTION_BITS = 30
@@ -26,8 +25,6 @@ SUM_LIMIT = 512
 CLIPPING_SLACK = 2.0**-20
 """Relative excess over the clipping norm that a silo accepts, and that the sensitivity counts."""
 
-RESIDUE_BYTES = 6
-"""Length of a number modulo one of the two primes."""
 SECOND_WORD_BYTES = 8
 """Length of a word of c1."""
 FIRST_WORD_BYTES = 6
@@ -201,7 +198,7 @@ class LatticeSettings:
     @property
     def weights_bytes(self) -> int:
         """Bytes that each silo receives in every epoch, but for a head of 12."""
-        return 2 * RESIDUE_BYTES * self.users * (DEGREE - 1 + self.choices)
+        return 12 * self.users * (DEGREE - 1 + self.choices)
 
     @cached_property
     def context(self) -> bytes:
