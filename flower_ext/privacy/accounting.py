@@ -33,7 +33,7 @@ import numpy as np
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
-from flower_ext.privacy.residue import Residue, with_residue
+from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -81,21 +81,19 @@ class Release:
         Standard deviation of the noise on the sum, over the norm bound of one contribution;
         whatever the relation.
     relation : NeighboringRelation
-    shift : float
-        How far one unit moves the sum though it was not drawn, in standard deviations of the noise.
-    distance : float
-        Statistical distance of the sum from one with that noise (see `residue`).
+    residue : float
+        How far the sum may be from the exact one, or one unit move it though it was not drawn, in
+        standard deviations of the noise (see `with_residue`).
     """
 
     sampling: Sampling
     noise_multiplier: float
     relation: NeighboringRelation
-    shift: float = 0.0
-    distance: float = 0.0
+    residue: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("noise_multiplier", "shift", "distance"):
-            require_not_negative(name, getattr(self, name))
+        require_not_negative("noise_multiplier", self.noise_multiplier)
+        require_not_negative("residue", self.residue)
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -132,12 +130,11 @@ class Release:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        residue = {"shift": self.shift, "distance": self.distance}
         return {
             "sampling": sampling_to_dict(self.sampling),
             "noise_multiplier": self.noise_multiplier,
             "relation": self.relation.value,
-            **{name: value for name, value in residue.items() if value},
+            **({"residue": self.residue} if self.residue else {}),
         }
 
     @classmethod
@@ -147,8 +144,7 @@ class Release:
             sampling=sampling_from_dict(facts["sampling"]),
             noise_multiplier=float(facts["noise_multiplier"]),
             relation=NeighboringRelation(facts["relation"]),
-            shift=float(facts.get("shift", 0.0)),
-            distance=float(facts.get("distance", 0.0)),
+            residue=float(facts.get("residue", 0.0)),
         )
 
 
@@ -197,20 +193,20 @@ def privacy_loss_of(
         )
     exact: Counter[Release] = Counter()
     for release, count in counts.items():
-        exact[replace(release, shift=0.0, distance=0.0)] += count
+        exact[replace(release, residue=0.0)] += count
     return with_residue(
         lambda left: _loss(tuple(exact.items()), left, accountant), residue_of(counts), delta
     )
 
 
-def residue_of(releases: Mapping[Release, int]) -> Residue:
-    """Return what releases cost beyond their sampled Gaussians."""
-    square = sum(
-        count * (release.relation.sensitivity_factor * release.shift) ** 2
-        for release, count in releases.items()
+def residue_of(releases: Mapping[Release, int]) -> float:
+    """Return how far all sums together may be from exact ones, for `with_residue`."""
+    return math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.residue) ** 2
+            for release, count in releases.items()
+        )
     )
-    distance = sum(count * release.distance for release, count in releases.items())
-    return Residue(shift=math.sqrt(square), distance=distance)
 
 
 def privacy_loss(

@@ -57,16 +57,14 @@ class NoisedSum(PrivacyPlan):
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
     sensitivity: float = 1.0
-    undrawn_sensitivity: float = 0.0
-    distance: float = 0.0
+    residue: float = 0.0
     secure_aggregation: SecureSum | None = None
 
     def __post_init__(self) -> None:
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_positive("sensitivity", self.sensitivity)
-        require_not_negative("undrawn_sensitivity", self.undrawn_sensitivity)
-        require_not_negative("distance", self.distance)
+        require_not_negative("residue", self.residue)
         require_at_least_one("rounds", self.rounds)
         require_delta(self.delta)
         require_one_of("noise_placement", self.noise_placement, ("client", "server"))
@@ -97,8 +95,7 @@ class NoisedSum(PrivacyPlan):
             sampling=self.sampling,
             noise_multiplier=self.noise_multiplier / self.sensitivity,
             relation=self.relation,
-            shift=self.undrawn_sensitivity / self.noise_multiplier,
-            distance=self.distance,
+            residue=self.residue / self.noise_multiplier,
         )
 
     @property

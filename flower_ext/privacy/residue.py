@@ -1,83 +1,56 @@
-"""Privacy that a release costs beyond its sampled Gaussian: small shifts and distances.
+"""Privacy that a run costs because its sums are not exactly the sampled Gaussians of an accountant.
 
-A sum that parties compute under encryption can differ a little from the sampled Gaussian that an
-accountant knows. Two differences are accounted here:
+A protocol that computes sums under encryption moves each of them by a little, and may leave a trace
+of units that were not drawn. `with_residue` adds what this costs to what an accountant says. Four
+runs stand in a row, and three steps between them are Gaussians that a shift of norm μ separates, in
+standard deviations of the noise:
 
-* ``shift``: one unit moves every sum a little, even the sums of rounds in which it was not drawn.
-* ``distance``: the sum is only close, in statistical distance, to one with the noise that counts.
+1. from the run with a unit to one whose sums are exact, but for the unit's trace;
+2. from there to the exact run with the unit's trace alone: the step of the accountant, (ε₁, δ₁);
+3. to the exact run without the unit;
+4. to the run without the unit.
 
-Both are composed over a run, and `with_residue` adds them to what the accountant says:
-
-* Between a run with the unit and a run without it stands one in which the unit causes the shifts
-  alone. The first two are a step of the accountant apart, (ε₁, δ₁), and the last two are Gaussians
-  μ apart, (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂).
-* Two steps compose to ε₁ + ε₂ and at most δ₁ e^ε₂ + δ₂ e^ε₁.
-* A distance of τ on either side adds (1 + e^(ε₁ + ε₂)) τ.
+A Gaussian step costs (ε₂, δ₂) with ε₂ = μ²/2 + μ √(2 ln 1/δ₂), since its privacy loss is Gaussian
+with mean μ²/2 and deviation μ. All steps together cost ε₁ + 3ε₂ and at most
+e^(3ε₂) (δ₁ + 3 e^ε₁ δ₂).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flower_ext.privacy.accounting import PrivacyLoss
 
-_SPARED = (2.0**-10, 0.5)
-"""Shares of δ that are tried for the residue, the smaller first."""
-_LARGEST_EXPONENT = 700.0
+_STEPS = 3
+_SPARED = (2.0**-10, 2.0**-5, 0.5)
+"""Shares of δ that are tried for the Gaussian steps, the smaller first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Residue:
-    """Differences of a run's sums from sampled Gaussians.
-
-    Parameters
-    ----------
-    shift : float
-        L2 norm, in standard deviations of the noise, of what one unit moves in all sums together,
-        drawn or not.
-    distance : float
-        Statistical distance of all sums together from those that are accounted.
-    """
-
-    shift: float = 0.0
-    distance: float = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self.shift or self.distance)
-
-
-def with_residue(
-    loss: Callable[[float], PrivacyLoss], residue: Residue, delta: float
-) -> PrivacyLoss:
+def with_residue(loss: Callable[[float], PrivacyLoss], shift: float, delta: float) -> PrivacyLoss:
     """Return the (ε, δ) of a run with its residue, an upper bound.
 
     Parameters
     ----------
     loss : Callable[[float], PrivacyLoss]
         The run without it, at a given δ.
-    residue : Residue
+    shift : float
+        μ: bound on the norm of every step, over all sums together, in standard deviations of their
+        noise.
     delta : float
-        Of the result. Where it is too small for the residue, ε is infinite.
+        Of the result. Where the shift is too large, ε is infinite: above about 0.01.
     """
-    if not residue:
+    if not shift:
         return loss(delta)
     for share in _SPARED:
         spared = share * delta
         first = loss(delta - spared)
-        if first.epsilon > _LARGEST_EXPONENT:
-            break
-        growth = math.exp(first.epsilon)
-        beyond = spared / 4 / growth
-        second = residue.shift**2 / 2 + residue.shift * math.sqrt(-2 * math.log(beyond))
-        total = (
-            math.exp(second) * (delta - spared)
-            + growth * beyond
-            + (1 + growth * math.exp(second)) * residue.distance
-        )
-        if total <= delta:
-            return replace(first, epsilon=first.epsilon + second, delta=delta)
-    return replace(loss(delta / 2), epsilon=math.inf, delta=delta)
+        # Half of what is spared is for δ₂, the other half for the factor e^(3ε₂).
+        tail = first.epsilon + math.log(2 * _STEPS / spared)
+        second = shift**2 / 2 + shift * math.sqrt(2 * tail)
+        if math.expm1(_STEPS * second) * (delta - spared / 2) <= spared / 2:
+            return replace(first, epsilon=first.epsilon + _STEPS * second, delta=delta)
+    return replace(first, epsilon=math.inf, delta=delta)

@@ -46,7 +46,7 @@ from flower_ext.training import Params, Task
 log = getLogger("flwr")
 
 _PACKAGE = "flower_ext.algorithms.uldp.weighting"
-_SILOS = {"paillier": f"{_PACKAGE}.paillier_silo"}
+_SILOS = {"paillier": f"{_PACKAGE}.paillier_silo", "lattice": f"{_PACKAGE}.lattice_silo"}
 
 
 def answer(question: Question) -> Arrays:

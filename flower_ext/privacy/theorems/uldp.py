@@ -221,12 +221,8 @@ def uldp_avg_guarantees(
     at_server = NeighboringRelation.REPLACE_SPECIAL
     spread = 1.0 if weighting == "equal" else math.sqrt(num_silos)
 
-    def at_server_loss(spread: float, sums: int) -> PrivacyLoss:
-        own = replace(
-            plan,
-            noise_multiplier=plan.noise_multiplier / spread,
-            distance=min(1.0, sums * plan.distance),
-        )
+    def at_server_loss(noise_multiplier: float) -> PrivacyLoss:
+        own = replace(plan, noise_multiplier=noise_multiplier)
         if hidden_draw:
             return privacy_loss_of({own.release: rounds}, delta=plan.delta)
         return with_residue(
@@ -240,8 +236,8 @@ def uldp_avg_guarantees(
             plan.delta,
         )
 
-    sums = at_server_loss(1.0, 1)
-    uploads = at_server_loss(spread, num_silos)
+    sums = at_server_loss(plan.noise_multiplier)
+    uploads = at_server_loss(plan.noise_multiplier / spread)
     everyone = isinstance(plan.sampling, FullParticipation)
     drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
     common = (
@@ -309,7 +305,7 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
-        exact = replace(plan, sensitivity=1.0, undrawn_sensitivity=0.0, distance=0.0)
+        exact = replace(plan, sensitivity=1.0, residue=0.0)
         epsilon = privacy_loss_of(
             {exact.release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon

@@ -49,10 +49,11 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     Upload,
     WeightingProtocol,
     as_record,
+    cores,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
-from flower_ext.privacy import PoissonSampling, ReleasePlan
+from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,
@@ -192,9 +193,8 @@ class PrivateWeighting(WeightingProtocol):
             SHOWN_TIME,
         )
 
-    @property
-    def assumptions(self) -> Sequence[str]:
-        """The users' totals, unless the silos see to them."""
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return what no silo can check of the users' totals."""
         return tuple(filter(None, (self.assumed_totals,)))
 
     def describe(self) -> str:
@@ -252,7 +252,7 @@ class PaillierServer(ServerEnd):
     def party(self) -> WeightingServer:
         """The server of `flower_ext.secure`, which makes its key when it is first needed."""
         if self._party is None:
-            self._party = WeightingServer(self.settings, workers=keeping.cores())
+            self._party = WeightingServer(self.settings, workers=cores())
         return self._party
 
     @property
@@ -311,9 +311,9 @@ class PaillierServer(ServerEnd):
         )
         return {OFFER: drawn.public, WEIGHTS: drawn.sealed}
 
-    def check_upload(self, upload: Upload) -> None:
+    def check_upload(self, silo: int, upload: Upload) -> None:
         """Refuse what is no list of ciphertexts of this round."""
-        self.party.check_sum(_masked(0, upload))
+        self.party.check_sum(_masked(silo, upload))
 
     def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
         """Decrypt the sum over all silos (weighting (c))."""
@@ -336,7 +336,7 @@ def _log_estimate(settings: WeightingSettings) -> None:
         guess.fold + guess.tables,
         guess.prepare,
         guess.server,
-        keeping.cores(),
+        cores(),
         guess.upload_bytes / 1e6,
         guess.download_bytes / 1e6,
     )

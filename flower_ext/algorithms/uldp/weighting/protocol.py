@@ -7,6 +7,7 @@ arrays of bytes.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
 from flower_ext.federation import ClientVault, FederatedStrategy, Question, records
-from flower_ext.privacy import ReleasePlan
+from flower_ext.privacy import AdversaryView, ReleasePlan
 
 STEP, BEGIN = "step", "begin"
 """Name of a question's step, and the first step of every protocol."""
@@ -110,6 +111,11 @@ class ServerEnd(ABC):
         """By how many clipping norms one user moves a decoded sum; above 1, as sums are rounded."""
 
     @property
+    def residue(self) -> float:
+        """By how many clipping norms a sum may be away from the exact one, as a plan has it."""
+        return 0.0
+
+    @property
     @abstractmethod
     def sum_bytes(self) -> int:
         """Length of a silo's masked sum."""
@@ -147,7 +153,7 @@ class ServerEnd(ABC):
         """
 
     @abstractmethod
-    def check_upload(self, upload: Upload) -> None:
+    def check_upload(self, silo: int, upload: Upload) -> None:
         """Refuse a silo's sum by itself, before the others are there.
 
         Raises
@@ -189,9 +195,8 @@ class WeightingProtocol(ABC):
         """What a run shows to whom, outside any guarantee."""
         return ()
 
-    @property
-    def assumptions(self) -> Sequence[str]:
-        """Further assumptions of every provable guarantee."""
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return further assumptions of what is provable against an adversary with that view."""
         return ()
 
     @abstractmethod
@@ -267,6 +272,13 @@ class SiloProtocol(Protocol):
 def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     """Return named bytes as a record of a message."""
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
+
+
+def cores() -> int:
+    """Return how many threads this process may keep busy."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def counts_of(data: ClientData, users: int) -> list[int]:
