@@ -27,10 +27,10 @@ from flower_ext.algorithms.uldp import (
     PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
-    keeping,
     private_silo,
     theory_learning_rate,
 )
+from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.data import describe_silos, load_silos
 from flower_ext.evaluation import concordance_index
 from flower_ext.federation import InProcessGrid, records

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +34,7 @@ import numpy as np
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
+from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -81,14 +82,19 @@ class Release:
         Standard deviation of the noise on the sum, divided by the norm bound of one
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
+    residue : float
+        How far the sum may be from the exact one, or one unit move it though it was not drawn, in
+        standard deviations of the noise (see `with_residue`).
     """
 
     sampling: Sampling
     noise_multiplier: float
     relation: NeighboringRelation
+    residue: float = 0.0
 
     def __post_init__(self) -> None:
         require_not_negative("noise_multiplier", self.noise_multiplier)
+        require_not_negative("residue", self.residue)
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -129,6 +135,7 @@ class Release:
             "sampling": sampling_to_dict(self.sampling),
             "noise_multiplier": self.noise_multiplier,
             "relation": self.relation.value,
+            **({"residue": self.residue} if self.residue else {}),
         }
 
     @classmethod
@@ -138,6 +145,7 @@ class Release:
             sampling=sampling_from_dict(facts["sampling"]),
             noise_multiplier=float(facts["noise_multiplier"]),
             relation=NeighboringRelation(facts["relation"]),
+            residue=float(facts.get("residue", 0.0)),
         )
 
 
@@ -184,7 +192,22 @@ def privacy_loss_of(
             f"releases under different relations {sorted(r.value for r in relations)} "
             "do not compose: account for each relation separately"
         )
-    return _loss(tuple(counts.items()), delta, accountant)
+    exact: Counter[Release] = Counter()
+    for release, count in counts.items():
+        exact[replace(release, residue=0.0)] += count
+    return with_residue(
+        lambda left: _loss(tuple(exact.items()), left, accountant), residue_of(counts), delta
+    )
+
+
+def residue_of(releases: Mapping[Release, int]) -> float:
+    """Return how far all sums together may be from exact ones, for `with_residue`."""
+    return math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.residue) ** 2
+            for release, count in releases.items()
+        )
+    )
 
 
 def privacy_loss(

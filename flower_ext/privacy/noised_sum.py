@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from flower_ext.checks import require_at_least_one, require_delta, require_one_of, require_positive
+from flower_ext.checks import (
+    require_at_least_one,
+    require_delta,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
@@ -51,6 +57,7 @@ class NoisedSum(PrivacyPlan):
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
     sensitivity: float = 1.0
+    residue: float = 0.0
     secure_aggregation: SecureSum | None = None
     silos: int | None = None
 
@@ -58,6 +65,7 @@ class NoisedSum(PrivacyPlan):
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_positive("sensitivity", self.sensitivity)
+        require_not_negative("residue", self.residue)
         require_at_least_one("rounds", self.rounds)
         require_delta(self.delta)
         require_one_of("noise_placement", self.noise_placement, ("client", "server"))
@@ -97,6 +105,7 @@ class NoisedSum(PrivacyPlan):
             sampling=self.sampling,
             noise_multiplier=self.noise_multiplier / self.sensitivity,
             relation=self.relation,
+            residue=self.residue / self.noise_multiplier,
         )
 
     @property

@@ -50,6 +50,9 @@ class ReleasePlan(NoisedSum):
     sensitivity : float
         By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
         has a part in several.
+    residue : float
+        By how many clipping norms a sum may be away from the exact one, or one unit move it though
+        it was not drawn: more than 0 where a protocol adds up under encryption.
     secure_aggregation : SecureSum, optional
         The server sees no upload, but the sum of a round's uploads alone. They are whole numbers
         with discrete Gaussian noise, scaled for the least number of answers; a round with fewer is

@@ -287,11 +287,19 @@ def test_the_other_apps_on_superlink_equal_the_simulation(flower, tmp_path):
 
 
 @pytest.mark.slow
-def test_private_weighting_on_superlink_equals_plain_weights_in_process(flower, tmp_path):
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        {"protocol": "paillier", "key-bits": 512, "allow-insecure-keys": True, "precision": 1e-7},
+        {"protocol": "lattice"},
+    ],
+    ids=["paillier", "lattice"],
+)
+def test_private_weighting_on_superlink_equals_plain_weights(protocol, flower, tmp_path):
     """Every message is a fresh process; secrets go through the nodes' contexts."""
     flower.deploy(nodes=3)
-    settings = {"method": "uldp-avg-private", "key-bits": 512, "max-records-per-user": 200}
-    settings |= {"allow-insecure-keys": True, "user-sampling-rate": 1.0, "precision": 1e-7}
+    settings = {"method": "uldp-avg-private", "max-records-per-user": 200, **protocol}
+    settings |= {"user-sampling-rate": 1.0}
     path = tmp_path / "run"
     flower.run(ULDP_FL, "loopback", run_directory=path, **settings)
     ours = RunDirectory.open(path)

@@ -142,6 +142,22 @@ def test_private_weights_are_those_by_records(method, tmp_path):
     assert views[0] == pytest.approx(views[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("rate", grid([1.0, 0.5], lambda rate: rate == 0.5))
+def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental(rate, tmp_path):
+    facts = {"method": "uldp-avg-private", "protocol": "lattice", "max_records_per_user": 60}
+    private = run(tmp_path / "run", **facts, user_sampling_rate=rate, seeded_noise=True)
+    assert {row["answered"] for row in private.metrics()} == {5}
+    assert not any(row.get("refused") for row in private.metrics())
+    for guarantee in private.guarantees():
+        said = any("not externally reviewed" in text for text in guarantee.assumptions)
+        assert said == (guarantee.basis == "provable")
+    if rate == 1:
+        plain = run(tmp_path / "plain", method="uldp-avg-w", seeded_noise=True)
+        one, other = (load_file(each.path / "model.safetensors") for each in (plain, private))
+        for name in one:
+            np.testing.assert_allclose(other[name], one[name], atol=1e-5)
+
+
 @pytest.mark.full
 def test_limits_of_silos_reach_the_protocol(tmp_path):
     data = load_silos("digits", num_users=30, num_silos=5, distribution="uniform", seed=1)
@@ -218,6 +234,15 @@ def test_groups_of_any_size(size, tmp_path):
         ),
         ({"method": "uldp-avg-private", "draw_choices": 4}, "draw_choices=4: users are drawn at"),
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
+        ({"method": "uldp-avg-private", "protocol": "rsa"}, "protocol='rsa': expected one of"),
+        (
+            {"method": "uldp-avg-private", "protocol": "lattice", "draw_choices": 4},
+            "draw-choices=4 with protocol='lattice'",
+        ),
+        (
+            {"method": "uldp-avg-private", "protocol": "lattice", "silo_record_limits": "9,9"},
+            r"silo_record_limits=\(9, 9\): expected 5 integers",
+        ),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
         ({"labels_per_user": 11}, "labels_per_user=11"),

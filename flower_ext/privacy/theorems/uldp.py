@@ -39,6 +39,7 @@ from flower_ext.privacy.accounting import (
     gaussian_loss,
     participations_loss,
     privacy_loss_of,
+    residue_of,
 )
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
@@ -49,6 +50,7 @@ from flower_ext.privacy.assumptions import (
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
 from flower_ext.privacy.theorems.silos import (
     OF_SILOS,
@@ -227,14 +229,18 @@ def uldp_avg_guarantees(
     spread = 1.0 if weighting == "equal" else math.sqrt(shares)
 
     def at_server_loss(noise_multiplier: float, exposure: float) -> PrivacyLoss:
+        own = replace(plan, noise_multiplier=noise_multiplier)
         if hidden_draw:
-            own = replace(plan, noise_multiplier=noise_multiplier)
             return privacy_loss_of({own.release: rounds}, delta=plan.delta)
-        return participations_loss(
-            noise_multiplier=noise_multiplier / plan.sensitivity,
-            participations=exposure,
-            relation=at_server,
-            delta=plan.delta,
+        return with_residue(
+            lambda delta: participations_loss(
+                noise_multiplier=own.release.noise_multiplier,
+                participations=exposure,
+                relation=at_server,
+                delta=delta,
+            ),
+            residue_of({own.release: rounds}),
+            plan.delta,
         )
 
     sums = at_server_loss(plan.noise_multiplier, exposure)
@@ -310,8 +316,9 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
+        exact = replace(plan, sensitivity=1.0, residue=0.0)
         epsilon = privacy_loss_of(
-            {replace(plan, sensitivity=1.0).release: rounds}, delta=plan.delta, accountant="rdp"
+            {exact.release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
     return of_one_user(
         view=view,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from gmpy2 import mpz
 
-from flower_ext.algorithms.uldp import keeping
+from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.secure import BlindedCounts, SealedSeed, WeightingServer
 from flower_ext.secure.weighting.paillier import PrivateKey
 
