@@ -10,6 +10,7 @@ PACKAGE = TESTS.parent / "flower_ext"
 ELSEWHERE = {
     "apps": "tests of the folder apps/",
     "benchmarks": "tests of the folder benchmarks/",
+    "docs": "tests of the folder docs/, and of README",
 }
 HELPERS = {
     "support": "fixtures, worlds, recorders and plain loops that several test modules use",
