@@ -28,7 +28,7 @@ MISTAKES = {
     "misspelt word": ("dp2-fedsam", "sampling=poison", "expected one of poisson, fixed-size"),
     "misspelt optimizer": ("dp2-fedsam", "optimizer=Adm", "Adam, AdamW"),
     "empty batches": ("dp2-fedsam", "batch-size=0", "batch_size=0: expected an integer >= 1"),
-    "too many records": ("dp-ditto", "examples-per-client=5000", "what client 0 has for training"),
+    "too many records": ("dp-ditto", "examples-per-client=5000", "training examples of client 0"),
     "a rival without noised steps": ("dp-ditto", "method=dp-fedala", "noise='upload'"),
     "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a number, max or median"),
     "a loss beyond the theorem": (
