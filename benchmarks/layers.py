@@ -427,11 +427,11 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* is to
-rounding: to what a plain loop of PyTorch makes of the same model and mini-batches; with DP-SGD, to
-the sum of each example's own gradient, clipped. What goes *one by one*, clients or examples, comes
-to the same and takes longer. Dropout has the masks that this package draws. Numbers in brackets are
-refusals, with their words below."""
+Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* means equal
+up to rounding: to a plain loop of PyTorch on the same model and mini-batches; for DP-SGD, to the sum
+of each example's own clipped gradient. *One by one* (clients or examples) gives the same result and
+takes longer. Dropout uses the masks that this package draws. Numbers in brackets refer to the
+refusals that are quoted below."""
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ class Examples:
         first, most = leaves[0][0], len(leaves[0][1])
         for name, rows in leaves:
             if len(rows) != most:
-                raise InvalidValue(f"{most} {first} but {len(rows)} {name}")
+                raise InvalidValue(f"{most} {first} but {len(rows)} {name}: expected as many rows")
         object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:

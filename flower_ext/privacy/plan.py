@@ -182,7 +182,7 @@ class PlainAverage(PrivacyPlan):
         """
         summed, answered = total(uploads, like=like)
         if not answered:
-            raise RoundDiscarded(f"none of {cohort_size} clients answered")
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
         return Aggregate(
             value=divided(summed, answered, like), answered=answered, topped_up_stddev=0.0
         )

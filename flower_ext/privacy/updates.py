@@ -83,7 +83,9 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
             namespace = api.array_namespace(array)
             rounded[name] = namespace.astype(array, like[name].dtype)
             if not bool(namespace.all(namespace.isfinite(rounded[name]))):
-                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
+                raise NonFiniteUpdate(
+                    f"{name!r} is not finite in {like[name].dtype}: use a wider precision"
+                )
     return rounded
 
 
@@ -166,7 +168,10 @@ def scaled_norm(update: Update) -> tuple[float, float]:
         namespace = api.array_namespace(array)
         magnitude = float(namespace.max(namespace.abs(array)))
         if not math.isfinite(magnitude):
-            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
+            raise NonFiniteUpdate(
+                f"{name!r} holds NaN or infinite values, which no norm bounds; check the data, and "
+                "whether training diverged"
+            )
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0

@@ -95,7 +95,7 @@ def require_modules(option: str, patterns: Sequence[str], names: Iterable[str]) 
         if not any(matches(name, [pattern]) for name in names):
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
-                f"{option}={pattern!r} names no parameter of this model; its modules are {modules}"
+                f"{option}={pattern!r} names no parameter of this model; expected some of {modules}"
             )
 
 
@@ -111,5 +111,7 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
     shared = {name: tensor for name, tensor in params.items() if name not in kept}
     if not shared:
-        raise InvalidValue(f"personal={tuple(personal)} leaves no parameter to share")
+        raise InvalidValue(
+            f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
+        )
     return shared, kept

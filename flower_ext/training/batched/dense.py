@@ -142,7 +142,7 @@ class DenseNetwork:
         """
         names = [name for name in self.parts if trained(name)]
         if not names:
-            raise InvalidValue("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model: expected at least one")
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}

@@ -99,7 +99,7 @@ def train_groups(
         (see `batchable`).
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
         own = [jobs[index] for index in members]
         for group, rows in _train_alike(task, own, trained, memory_limit, steady):
