@@ -428,9 +428,9 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 INTRODUCTION = """# Layers of your own model
 
 Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* means equal
-up to rounding: to a plain loop of PyTorch on the same model and mini-batches; for DP-SGD, to the sum
-of each example's own clipped gradient. *One by one* (clients or examples) gives the same result and
-takes longer. Dropout uses the masks that this package draws. Numbers in brackets refer to the
+up to rounding: to a plain loop of PyTorch on the same model and mini-batches; for DP-SGD, to the
+sum of each example's own clipped gradient. *One by one* (clients or examples) gives the same result
+and takes longer. Dropout uses the masks that this package draws. Numbers in brackets refer to the
 refusals that are quoted below."""
 
 
