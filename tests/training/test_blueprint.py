@@ -320,6 +320,6 @@ def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
         base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
         return nn.Sequential(base, nn.Linear(4, 2))
 
-    with pytest.raises(ValueError, match=r"'0.weight' is of type .*: expected float32 or float64"):
+    with pytest.raises(ValueError, match=r"'0.weight' has type .*: expected float32 or float64"):
         blueprint(lambda: build(True)).initial(0)
     assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]

@@ -144,7 +144,7 @@ def test_integer_features_stay_indices():
 def test_what_is_not_strongly_convex_does_not_converge_and_the_message_says_what_to_change(
     objective,
 ):
-    with pytest.raises(NotConverged, match="take a proximal_weight above 0"):
+    with pytest.raises(NotConverged, match="set proximal_weight above 0"):
         newton(
             lambda params, x, y: objective(params["w"]),
             {"w": vector(-1.0, 2.0)},
