@@ -76,7 +76,7 @@ def test_searched_runs_spend_from_one_account_and_the_search_ends_with_its_budge
     assert total_spent(entries, 0.003) == pytest.approx(8, rel=0.01)
     with pytest.raises(LaunchFailed, match="above the budget of 9"):
         search([2.0], 0.003)
-    with pytest.raises(LaunchFailed, match="each run's δ is added up"):
+    with pytest.raises(LaunchFailed, match="account adds up each run's δ"):
         search([1.0], 0.001)
 
 

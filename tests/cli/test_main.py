@@ -151,7 +151,7 @@ def test_report_compares_several_runs(tmp_path):
 def test_report_of_something_else_exits_with_2(tmp_path):
     done = call("report", str(tmp_path))
     assert done.exit_code == 2
-    assert "not a run directory" in done.output
+    assert "expected the directory of a run" in done.output
 
 
 @pytest.mark.parametrize(

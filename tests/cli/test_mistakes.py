@@ -13,7 +13,7 @@ BYTES = 20_000
 """The largest file that a nearly full disk takes here."""
 FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())"
 MISTAKES = {
-    "more clients than examples": ("dp2-fedsam", "clients=5000", "an app names it clients"),
+    "more clients than examples": ("dp2-fedsam", "clients=5000", "apps call the setting clients"),
     "no clients": ("dp2-fedsam", "clients=0", "clients=0: expected an integer >= 1"),
     "no silos": ("uldp-fl", "num-silos=0", "num-silos=0: expected an integer >= 1"),
     "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),
