@@ -55,7 +55,9 @@ def test_dp_ditto_is_in_ditto_and_says_so():
 )
 def test_a_name_that_moved_is_found_by_the_former_one_with_a_warning(room, name, now):
     now = f"flower_ext.{now}"
-    with pytest.warns(DeprecationWarning, match=rf"\.{name} has moved to {re.escape(now)};") as seen:
+    with pytest.warns(
+        DeprecationWarning, match=rf"\.{name} has moved to {re.escape(now)};"
+    ) as seen:
         former = getattr(room, name)
     module, _, last = now.rpartition(".")
     assert former is getattr(import_module(module), last)
