@@ -114,7 +114,7 @@ _MOVED = {
     }.items()
     for name in names.split()
 } | {"Plan": f"{__name__}.plan.PrivacyPlan"}
-"""Where names are that were here before, for one release."""
+"""Full paths of names that this package exported before, kept for one release."""
 
 if not TYPE_CHECKING:  # so that type checkers refuse them
     __getattr__ = former_names(__name__, _MOVED)

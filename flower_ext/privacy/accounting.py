@@ -358,9 +358,9 @@ def _renyi_without_replacement(release: Release) -> np.ndarray:
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
 
-    Many steps are nearly one Gaussian. With a shift of μ, its loss has the (1 - δ)-quantile
-    μ²/2 + μ √(2 log 1/δ) and the variance μ². A grid of width w adds at most w²/4 to the variance
-    in every step.
+    Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
+    at δ, and its loss has variance μ². A grid of width w adds at most w²/4 to the variance in
+    every step.
     """
     log = -math.log(delta)
     shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))

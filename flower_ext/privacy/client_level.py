@@ -37,7 +37,7 @@ _MEMORY = (
     "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
     "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
 )
-_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which the clients receive"
 
 
 def client_level_guarantees(
