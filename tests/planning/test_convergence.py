@@ -362,7 +362,7 @@ def test_what_a_bound_cannot_do_is_refused():
         bound(variance=-1)
     with pytest.raises(ValueError, match="basis='mine': expected published or provable"):
         bound(basis="mine")
-    with pytest.raises(ValueError, match="gradient_bound=inf: the published bound needs"):
+    with pytest.raises(ValueError, match="gradient_bound=inf: expected a finite number"):
         bound(basis="published", gradient_bound=math.inf)
     with pytest.raises(ValueError, match="max_rounds=0: expected an integer >= 1"):
         bound().best_rounds(0)
