@@ -104,9 +104,10 @@ _MOVED = {
             "dp2_fedsam_theorem2 dp2_fedsam_theorem2_noise_multiplier theorem2_of_plan"
         ),
         "theorems.dp_ditto": "dp_ditto_epsilon dp_ditto_guarantees dp_ditto_noise_stddev",
+        "theorems.silos": "company_assumption",
         "theorems.uldp": (
-            "SECURE_SUM Weighting check_user_plan company_assumption uldp_avg_guarantees "
-            "uldp_closed_form uldp_naive_guarantees"
+            "SECURE_SUM Weighting check_user_plan uldp_avg_guarantees uldp_closed_form "
+            "uldp_naive_guarantees"
         ),
         "theorems.uldp_group": "uldp_group_guarantees",
         "theorems.upcycled": ("perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_3"),
