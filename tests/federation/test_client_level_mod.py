@@ -470,7 +470,7 @@ def test_the_norm_before_clipping_is_told_where_the_server_asks_for_diagnostics(
         (TIGHT, {"noise-stddev": float("nan")}, "noise-stddev"),
         (TIGHT, {"noise-stddev": 0.0}, "noise-stddev"),
         (TIGHT, {"number": 0}, "number"),
-        (TIGHT, {"another": 1.0}, "which is none"),
+        (TIGHT, {"another": 1.0}, "a known protection"),
     ],
 )
 def test_a_message_that_asks_for_what_the_mod_cannot_do_is_refused_by_name(protection, facts, said):

@@ -303,7 +303,7 @@ def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(
     if refused:
         (said,) = strategy.refusals
         assert "trains on too few examples" in said
-        assert "fewer than 5 = 2u₂/μ (Theorem 6.3): take a larger proximal_weight" in said
+        assert "at least 5 = 2u₂/μ of them (Theorem 6.3); take a larger proximal_weight" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.progress.row["answered"] == CLIENTS - refused
@@ -460,7 +460,7 @@ def test_a_round_that_is_none_is_refused(wrong):
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
     facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     del facts[left_out]
-    with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+    with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
         check_facts(facts)
 
 
@@ -517,7 +517,7 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     strategy = DPFedAvg(plan=Plan(**vars(release_plan())), local=EXACT)
-    with pytest.raises(TypeError, match="Unknown: no message says it"):
+    with pytest.raises(TypeError, match="Unknown: messages have no names for its fields"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
 
@@ -538,7 +538,7 @@ def test_no_part_of_a_protection_stands_for_another(protection):
         if name in ("noise-grid", "agreed-examples"):
             assert type(from_facts(rest)) is type(protection)
         else:
-            with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+            with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
                 from_facts(rest)
 
 
@@ -631,12 +631,12 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             WHOLE,
-            "the plan asks for 0",
+            "the plan expects 0",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2; the plan asks for 1.9",
+            "a bound of 2: the plan expects 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
@@ -647,9 +647,9 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             HiddenSum(bound=2.0, encrypt=dict),
             WHOLE,
-            "the plan asks for 0",
+            "the plan expects 0",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan asks for 0"),
+        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects 0"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):

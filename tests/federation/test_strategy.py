@@ -173,7 +173,7 @@ def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_i
         strategy = DP2FedSAM(
             plan=plan(), head=FAST, extractor=FAST, seed=1, seeded_noise=True, evaluate_every=0
         )
-        with pytest.raises(FederationNotReady, match="no client ever sent anything of use"):
+        with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
             strategy.start(grid, initial(), num_rounds=1)
         assert len(strategy.refusals) == 4
         assert "does not allow" in strategy.refusals[0]
@@ -546,9 +546,9 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
     [
         ({"server_learning_rate": 0.0}, "server_learning_rate"),
         ({"evaluate_every": -1}, "evaluate_every"),
-        ({"seeded_noise": True}, "seeded_noise=True needs a seed"),
-        ({"personal": ("extractor", "head")}, "leaves no parameter"),
-        ({"personal": "head"}, r"expected several names, as \('head',\)"),
+        ({"seeded_noise": True}, "seeded_noise=True: expected a seed"),
+        ({"personal": ("extractor", "head")}, "expected at least one shared parameter"),
+        ({"personal": "head"}, r"a sequence of names, .* \('head',\)"),
     ],
 )
 def test_unfit_options_are_refused(options, said):
@@ -619,7 +619,7 @@ def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=(name,))
     with pytest.raises(FederationNotReady, match=r"expected personal= to name .* of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
-    assert f"personal={name!r} names none of ['extractor" in caplog.text
+    assert f"personal={name!r} matches no parameter of the model: ['extractor" in caplog.text
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -692,5 +692,5 @@ def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, sai
 
 @pytest.mark.parametrize("name", ["draw_cohort", "published_claim", "upload_norms", "_read_update"])
 def test_a_hook_that_would_never_be_called_is_refused_and_its_successor_named(name):
-    with pytest.raises(TypeError, match=rf"Mine\.{name}: a method says that by \w+"):
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: this hook was replaced by \w+"):
         type("Mine", (DPFedAvg,), {name: lambda self, *given: None})
