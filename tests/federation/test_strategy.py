@@ -1,4 +1,4 @@
-"""The shared Strategy, seen through DP-FedAvg and DP²-FedSAM on real ClientApps in this process."""
+"""The strategy that all methods share, through DP-FedAvg and DP²-FedSAM on real ClientApps."""
 
 import contextlib
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_v
     ]
     assert len(heads) >= 4
     moved = [not np.array_equal(h["head.weight"], initial()["head.weight"].numpy()) for h in heads]
-    assert all(moved)  # there is something to leak
+    assert all(moved)  # otherwise there would be nothing to leak
     secrets = {array.tobytes() for head in heads for array in head.values()}
     seen = 0
     for message in grid.sent + grid.received:
@@ -194,7 +194,7 @@ def test_cohorts_are_drawn_over_partitions_reproducibly():
 
     assert cohorts(1, seeded_noise=True) == cohorts(1, seeded_noise=True)
     assert cohorts(1, seeded_noise=True) != cohorts(2, seeded_noise=True)
-    assert len({str(cohorts(1)) for _ in range(5)}) > 1  # ε rests on their being secret
+    assert len({str(cohorts(1)) for _ in range(5)}) > 1  # ε needs them to be secret
 
 
 def test_messages_come_as_a_list_for_a_deployed_superlink():
@@ -205,7 +205,7 @@ def test_messages_come_as_a_list_for_a_deployed_superlink():
 
 
 class Late(InProcessGrid):
-    """Nodes appear one by one."""
+    """A grid whose nodes appear one by one."""
 
     polls = 0
 
@@ -259,7 +259,7 @@ def test_why_nodes_cannot_tell_their_partitions_is_said():
 
 
 class Replaced(InProcessGrid):
-    """Partition 2's node comes back as partition 0 before round 2."""
+    """A grid in which partition 2's node returns as partition 0 before round 2."""
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -278,7 +278,7 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
     result = strategy.start(grid, initial(), num_rounds=2)
     answered = [m["answered"] for m in result.train_metrics_clientapp.values()]
     assert answered == [CLIENTS * clients_per_node, (CLIENTS - 1) * clients_per_node]
-    assert len(strategy.refusals) == 2 * clients_per_node  # training and evaluation
+    assert len(strategy.refusals) == 2 * clients_per_node  # in training and in evaluation
     assert all("this node held partition" in refusal for refusal in strategy.refusals)
 
 
@@ -311,7 +311,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(policy, tmp_p
         2: stale,
         3: stranger,
         4: lambda reply: [],  # lost
-        5: lambda reply: [reply, reply],  # duplicated: counts once
+        5: lambda reply: [reply, reply],  # duplicated, counts once
     }
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = DPFedAvg(
@@ -463,7 +463,7 @@ def test_batch_norm_in_the_shared_part_is_refused_by_name_before_anything_is_sen
 
 
 def foreign_app() -> ClientApp:
-    """A ClientApp as in Flower's tutorials; it knows nothing of this package."""
+    """Return a ClientApp as in Flower's tutorials, which does not use this package."""
     app = ClientApp()
 
     def client(context: Context):
@@ -607,7 +607,7 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
 
 
 def test_a_personal_name_without_the_modules_around_it_is_refused_with_a_star():
-    """Hugging Face's classifier lies below ``base_model.model``."""
+    """Hugging Face's classifier is below ``base_model.model``."""
     model = ArrayRecord({f"base.{n}": p for n, p in task().initial_params(0).items()})
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("head",))
     with pytest.raises(ValueError, match=r"personal='head'.* did you mean '\*\.head'"):

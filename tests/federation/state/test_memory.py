@@ -1,4 +1,4 @@
-"""What a client keeps between messages."""
+"""A client's memory and secrets between messages."""
 
 import os
 import stat
