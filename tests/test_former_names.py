@@ -1,4 +1,4 @@
-"""Names that moved go on working for one release, with a warning."""
+"""Former names keep working for one release, with a warning."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def test_reporting_is_runs_and_says_so_once():
 
 
 def test_dp_ditto_is_in_ditto_and_says_so():
-    sys.modules.pop("flower_ext.algorithms.dp_ditto", None)  # a module warns when it is loaded
+    sys.modules.pop("flower_ext.algorithms.dp_ditto", None)  # a module warns when it is imported
     with pytest.warns(DeprecationWarning, match=r"flower_ext\.algorithms\.ditto now") as seen:
         former = import_module("flower_ext.algorithms.dp_ditto")
     assert len(seen) == 1

@@ -1,4 +1,4 @@
-"""The whole app in this process: every method, its run directory, and what happens on bad input."""
+"""The whole app in this process: every method, its run directory, and refused settings."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_
 
 
 def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
-    """Two classes a client without noise: own heads do better than one model for all."""
+    """With two classes per client and no noise, personal heads beat one model for all."""
     facts = {"clients": 20, "rounds": 8, "evaluate_every": 8}
     accuracies = {
         method: run(tmp_path / method, method=method, **facts).metrics()[-1]["accuracy_mean"]

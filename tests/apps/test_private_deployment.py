@@ -1,4 +1,4 @@
-"""Private weighting on SuperLink and SuperNodes of which one dies in the middle of a round."""
+"""Private weighting on SuperLink and SuperNodes, of which one dies in the middle of a round."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ SETTINGS = {
     "method": "uldp-avg-private",
     "num-users": 60,
     "rounds": ROUNDS,
-    "round-timeout": 100,  # a node that is back before it is missed leaves its message open
+    "round-timeout": 100,  # a node that returns before it is missed leaves its message unanswered
     "evaluate-every": 0,
     "key-bits": 2048,
     "allow-insecure-keys": True,
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 class Watch(threading.Thread):
-    """Every last round that the victim has had on disk, in order; ``reached`` is set at FATAL."""
+    """The last rounds that the victim stored, in order; ``reached`` is set at FATAL."""
 
     def __init__(self, secrets) -> None:
         super().__init__(daemon=True)
@@ -43,7 +43,7 @@ class Watch(threading.Thread):
             time.sleep(0.01)
 
     def last_round(self) -> int:
-        """The last round for which this silo has used its masks."""
+        """Return the last round for which this silo has used its masks."""
         for file in self.secrets.glob("*.secret"):
             silo = json.loads(json.loads(file.read_bytes())["silo"])
             if silo["index"] == VICTIM:
@@ -52,7 +52,7 @@ class Watch(threading.Thread):
 
 
 def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no_mask(tmp_path):
-    """SIGKILL after the round was put on record and before its sum could leave."""
+    """SIGKILL comes after the round was stored and before the silo's sum could leave."""
     watch = Watch(secrets := tmp_path / "secrets")
     own = {"state-folder": str(secrets)}
     with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
@@ -75,8 +75,8 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     reason = ends[FATAL - 1]["reason"]
     assert f"silos [{VICTIM}] sent nothing" in reason
     assert "nothing was decrypted" in reason
-    assert kinds[-1] == "commit", kinds  # with its part, so from its keys and its counts
-    assert sorted(set(watch.seen)) == watch.seen  # no round number came back
+    assert kinds[-1] == "commit", kinds  # with its part, so its keys and counts were restored
+    assert sorted(set(watch.seen)) == watch.seen  # no round number was repeated
     assert watch.seen[-1] == watch.last_round() == ROUNDS
     used = [number for number, kind in enumerate(kinds, start=1) if kind == "commit"]
     assert set(used) <= set(watch.seen)

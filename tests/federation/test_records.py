@@ -138,7 +138,7 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     message = reply(update())
     message.content = RecordDict({"update": record})
     assert payload_bytes([message]) == len(sent.data)
-    unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
+    unsent.numpy()[...] = 2  # a receiver's changes to its copy do not reach the original
     assert np.array_equal(unsent.numpy(), values)
 
 

@@ -1,4 +1,4 @@
-"""Faults to plant in the real code, by the mechanisms that each applies to."""
+"""Faults to plant in the real code, grouped by the mechanisms to which they apply."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
 
 
 def clipping_off(patch, experiment: Experiment) -> Experiment:
-    """Wherever something is clipped."""
+    """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
@@ -81,7 +81,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
 
 
 def less_noise(factor):
-    """A standard deviation of σ over ``factor``."""
+    """Divide the standard deviation of the noise by ``factor``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
         gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
@@ -107,7 +107,7 @@ def less_noise(factor):
 
 
 def noise_reused(patch, experiment: Experiment) -> Experiment:
-    """The generators of every round are those of the first."""
+    """Use the noise generators of the first round in every round."""
     state = {"key": 0, "drawn": 0}
 
     def begin(number):
@@ -125,7 +125,7 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
-    """One number of a hundred goes without noise."""
+    """Leave one number in a hundred without noise."""
     real = NoiseSource.add_gaussian
 
     def noised(self, update, stddev, *, grid=None):
@@ -149,7 +149,7 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
 
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
-    """A user's weights add up to 2."""
+    """Let the weights of each user sum to 2."""
     real = EqualWeights.of_users
     patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)

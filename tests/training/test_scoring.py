@@ -1,4 +1,4 @@
-"""Scores of many models at once are those of each by itself."""
+"""Scores of many models at once equal the scores of each by itself."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def test_evaluation_in_pieces_equals_evaluation_at_once():
 
 
 class UnderZeros(nn.Module):
-    """Mixes examples, which shows in no output as long as its head is zero."""
+    """A model that mixes examples, which no output shows while its head is zero."""
 
     def __init__(self):
         super().__init__()
