@@ -65,7 +65,8 @@ class FederatedStrategy(Evaluating):
         Reproducible noise from ``seed``; for simulation only, and the guarantee says so.
     evaluate_every : int
         Rounds between evaluations on all clients, besides the last; 0 never asks a client to
-        evaluate. What clients report there is not covered by any guarantee.
+        evaluate. Where the plan has ``scores`` these are noised means, which ε counts. Otherwise
+        no guarantee covers what clients report.
     training_loss : bool
         Clients also report the loss of the model that they would use on their training examples,
         whose variance over clients is a measure of fairness. Not covered either.

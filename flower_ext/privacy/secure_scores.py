@@ -87,14 +87,15 @@ class SecureScores:
         dict[str, float]
             ``…_mean`` and ``…_mean_error`` by score, and the noised number of ``scored_clients``.
             The error is that of the ratio, to first order; it holds where the count is several
-            ``stddev``. Nothing where the count is below 1, since it then tells nothing.
+            ``stddev``. Noise may carry a mean beyond its bounds. Nothing where the count is below
+            1, since it then tells nothing.
         """
         count = float(total[0])
         if count < 1:
             return {}
         found = {"scored_clients": count}
         for (name, low, high), value in zip(self.bounds, total[1:], strict=True):
-            centred = min(max(float(value) / count, -0.5), 0.5)
+            centred = float(value) / count
             found[f"{name}_mean"] = (low + high) / 2 + (high - low) * centred
             error = stddev / count * math.sqrt(1 + centred**2)
             found[f"{name}_mean_error"] = (high - low) * error

@@ -9,6 +9,7 @@ import torch
 from flwr.app import MetricRecord
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
+from flower_ext.data import Examples
 from flower_ext.federation import records
 from flower_ext.federation.client import side as client_side
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
@@ -206,7 +207,9 @@ def with_test(change):
 
 def test_a_client_without_test_examples_is_not_counted_and_not_seen():
     strategy = scored()
-    grid, result = run(strategy, tasks=with_test(lambda own: own[:0]))
+    grid, result = run(
+        strategy, tasks=with_test(lambda own: Examples(own.features[:0], own.targets[:0]))
+    )
     assert result.evaluate_metrics_clientapp[1]["scored_clients"] == pytest.approx(7, abs=0.05)
     sizes = {len(m.content[records.UPDATE]["message"].numpy()) for m in evaluated(grid)}
     assert len(sizes) == 1
@@ -275,7 +278,7 @@ def test_an_evaluation_that_was_asked_for_and_never_finished_counts_when_the_run
     with pytest.raises(KeyboardInterrupt):
         run(strategy, Dying, rounds=3)
     assert strategy.participations.evaluations == 2
-    strategy.ledger.close()
+    run_.close()
     again = RunDirectory.resume(tmp_path / "run")
     second = scored(run=again, ledger=again.open_ledger(), seeded_noise=False)
     run(second, rounds=3)
