@@ -289,7 +289,8 @@ class MethodHooks(RunLoop):
     def not_covered(self) -> list[str]:
         """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["that a client answered or not, and when"]
-        if self.evaluate_every:
+        noised = self.accounted.evaluation_release is not None
+        if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
                 "(evaluate_every=0 turns this off)"

@@ -99,6 +99,9 @@ class RunLoop(Strategy):
     def spent(self) -> dict[str, float]:
         """Return ε so far, for the log and the report's figures."""
 
+    def count_evaluation(self) -> None:
+        """Count an evaluation that was asked for, where evaluations are noised and accounted."""
+
     def state(self) -> Mapping[str, records.Arrays]:
         """Return the method's state on the server, in named groups; none by default."""
         return {}
@@ -369,11 +372,14 @@ class RunLoop(Strategy):
         abandoned = self.checkpoints.abandoned(after=self.participations.rounds)
         for one in abandoned:
             self._count_abandoned(one)
+        for _ in range(self.participations.evaluations, self.checkpoints.evaluations()):
+            self.count_evaluation()
         if strangers:
             self.population.forget_who()
         self._save_guarantees()
         if self.ledger is not None:
-            self.ledger.check_holds(self.participations.rounds)
+            counted = self.participations.rounds + self.participations.evaluations
+            self.ledger.check_holds(counted)
         if found is not None and done < num_rounds and self.client.keeps_memory:
             self._check_memory(grid)
         run.forget_rounds(after=done)

@@ -19,8 +19,8 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import records, rounds
 from flower_ext.federation._flower_private import in_simulation
 from flower_ext.federation.cohort import refuse_foreign
+from flower_ext.federation.evaluation import Evaluating
 from flower_ext.federation.exchange import Content
-from flower_ext.federation.hooks import MethodHooks
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
 from flower_ext.federation.secure_sum import SecureRound
@@ -36,8 +36,10 @@ from flower_ext.privacy.randomness import derived_seed
 
 log = getLogger("flwr")
 
+_ROUNDS_ALONE = "noised scores of evaluations: what is published speaks of training rounds alone"
 
-class FederatedStrategy(MethodHooks):
+
+class FederatedStrategy(Evaluating):
     """Base of every method: subclass it, name the client side, and list the training phases.
 
     `MethodHooks` has the further hooks that a method may override.
@@ -63,7 +65,8 @@ class FederatedStrategy(MethodHooks):
         If True, noise follows ``seed``. Use it for simulation only; the guarantee says so.
     evaluate_every : int
         Number of rounds between evaluations on all clients; the last round is always evaluated.
-        With 0, the server never asks a client to evaluate. No guarantee covers the reported scores.
+        With 0, the server never asks a client to evaluate. If the plan has ``scores``, the server
+        sees noised means, which ε counts. Otherwise no guarantee covers the reported scores.
     training_loss : bool
         If True, clients also report the loss on their training examples of the model that they
         would use. Its variance over clients measures fairness. No guarantee covers these losses.
@@ -218,53 +221,20 @@ class FederatedStrategy(MethodHooks):
         release.note(cohort=len(self.cohort.asked), **facts)
         return dict(aggregate.value)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return messages to all clients in rounds that evaluate, and in the last round."""
-        if self.evaluate_every == 0:
-            return []
-        if server_round % self.evaluate_every and server_round != self._last_round:
-            return []
-        self._meet(grid)
-        content: Content = {
-            records.MODEL: records.to_record(records.shared_arrays(self.shared(arrays))),
-            records.CONFIG: config,
-            **self.evaluation_records(),
-        }
-        everyone = dict.fromkeys(self.exchange.nodes, content)
-        return self.exchange.ask("evaluate", everyone, server_round)
-
-    def evaluation_records(self) -> dict[str, ConfigRecord]:
-        """Return the records, beside the model and the user's config, of an evaluation message.
-
-        A client needs them to build the model that it would use from the shared one.
-        """
-        last = max(1, self.participations.rounds)
-        return {
-            records.ROUND: self._facts(last, {"training-loss": self.training_loss}),
-            **records.training_records(rounds.in_round(self.evaluation_training, last)),
-        }
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Return mean, worst tenth, spread and Jain's index of the scores over all clients."""
-        scores = self.exchange.accepted(
-            "evaluate", server_round, replies, list(self.exchange.nodes), records.read_scores
-        )
-        scores = {p: s for p, s in scores.items() if s.get("num-examples") != 0}
-        if not scores:
-            return None
-        self.client_metrics = scores
-        return records.metrics_record(self.progress.scores(scores.values()))
-
     def guarantees(self) -> list[Guarantee]:
         """Return the guarantees after the rounds so far, published and provable.
 
         The provable guarantees use the participations of this run, which depend on nobody's data.
         """
-        return self.claims(self.run_facts) if self.participations.rounds else []
+        if not self.participations.rounds:
+            return []
+        claims, scored = self.claims(self.run_facts), self.participations.evaluations
+        return [
+            replace(one, not_covered=(*one.not_covered, _ROUNDS_ALONE))
+            if scored and one.basis == "published"
+            else one
+            for one in claims
+        ]
 
     def spent(self) -> dict[str, float]:
         """Return ε so far, for the log and the report's figures."""
@@ -374,28 +344,8 @@ class FederatedStrategy(MethodHooks):
         return {**self.client_state(partition), **self.secure_round.own(partition)}
 
     def _check_budget(self, server_round: int, cohort: Cohort) -> None:
-        """Refuse a round that would bring the provable ε above the budget."""
-        if self.budget is None:
-            return
-        ahead = deepcopy(self.population)
-        ahead.count(cohort, len(cohort.asked))
-        run = self.checkpoints.run
-        self.spending.check(
-            self.accounted,
-            server_round,
-            replace(self.run_facts, participations=ahead.participations),
-            self.claims,
-            repeatable=self.repeats,
-            run_id=self.checkpoints.run_id,
-            method=type(self).__name__,
-            name="" if run is None else run.path.name,
-        )
-
-    def _facts(self, training_round: int, more: Mapping[str, float]) -> ConfigRecord:
-        own: dict[str, float | str] = {
-            "run": self.checkpoints.run_id,
-            "number": training_round,
-            "seed": self.seed or 0,
-            "diagnostics": self.diagnostics,
-        }
-        return ConfigRecord({**own, **more})
+        """Refuse a round with which the provable ε would exceed the budget."""
+        if self.budget is not None:
+            ahead = deepcopy(self.population)
+            ahead.count(cohort, len(cohort.asked))
+            self._check_spending(server_round, ahead.participations)

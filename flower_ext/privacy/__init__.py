@@ -29,6 +29,7 @@ from flower_ext.privacy.sampling import (
     Sampling,
     size_for_rate,
 )
+from flower_ext.privacy.secure_scores import SecureScores
 from flower_ext.privacy.secure_sum import SecureSum
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -63,6 +64,7 @@ __all__ = [
     "ReleasePlan",
     "Sampling",
     "SecureNoise",
+    "SecureScores",
     "SecureSum",
     "SeededNoise",
     "TargetOutOfReach",

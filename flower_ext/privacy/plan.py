@@ -65,6 +65,11 @@ class PrivacyPlan(ABC):
         return None
 
     @property
+    def evaluation_release(self) -> Release | None:
+        """What one evaluation is, where it releases a noised sum of scores."""
+        return None
+
+    @property
     def client_protects(self) -> bool:
         """True if a ClientApp must bound or noise what it sends."""
         return False

@@ -10,6 +10,7 @@ server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
+scores, secure sum     ✓          ✓      (1 eval.)  count      –
 ULDP-AVG, secure sum   ✓          ✓      ✓         ✓          ✓
 ULDP-AVG by records    ✓          ✓      ✓         ✓          (refused)
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
@@ -48,10 +49,11 @@ def planted():
         trials = 800 if name in POISSON else 400 if name == "objective-perturbation" else 100
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
-            yield name, "a number unnoised", faults.part_unnoised, 1, trials
+            bare = faults.count_unnoised if name == "secure-scores" else faults.part_unnoised
+            yield name, "a number unnoised", bare, 1, trials
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, trials
-        if name != "client-noise-poisson":
+        if name not in ("client-noise-poisson", "secure-scores"):
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
             yield name, "users clipped together", faults.rows_clipped_together, 1, trials
@@ -69,6 +71,8 @@ DAILY = {
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",
+    "secure-scores-clipping off",
+    "secure-scores-a number unnoised",
     "uldp-secure-sum-users clipped together",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",

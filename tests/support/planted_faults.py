@@ -9,6 +9,7 @@ import numpy as np
 from flower_ext.algorithms.uldp import averaging
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
+from flower_ext.federation.client import masked_scores
 from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.cells import CellSum, in_cells
@@ -51,10 +52,18 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
     return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
 
 
+def _scores_not_clipped(scores, bounds):
+    if not scores:
+        return np.zeros(1 + len(bounds))
+    centred = [(scores[n] - (low + high) / 2) / (high - low) for n, low, high in bounds]
+    return np.asarray([1.0, *centred])
+
+
 def clipping_off(patch, experiment: Experiment) -> Experiment:
     """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
+    patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
@@ -146,6 +155,15 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
     patch.setattr(NoiseSource, "add_gaussian", noised)
     patch.setattr(NoiseSource, "add_discrete_gaussian", noised_cells)
     return experiment
+
+
+def count_unnoised(patch, experiment: Experiment) -> Experiment:
+    """How many clients have test examples goes without noise, and the attack looks at it alone."""
+
+    def score(seen, view):
+        return sum(means.get("scored_clients", 0.0) for means in seen.scores)
+
+    return replace(part_unnoised(patch, experiment), score=score)
 
 
 def weights_of_two(patch, experiment: Experiment) -> Experiment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,8 @@ class Request:
     training: Mapping[str, LocalTraining]
     settings: Mapping[str, float]
     config: Mapping[str, object]
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """Names and bounds of scores that an evaluation sums; none where each client tells them."""
 
     @property
     def run(self) -> str:
@@ -89,6 +91,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
             training=_Told(records.read_trainings(content)),
             settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),
+            scores=dict(configs.get(records.SCORES, {})),
         )
 
     def read(message: Message) -> Request:

@@ -33,6 +33,8 @@ FOLDER, ASKED, MODEL = "checkpoints", "asked.jsonl", "model"
 _METHOD = "method."
 """Prefix of the names of a method's arrays on the server."""
 _KEPT = 2
+EVALUATION = "evaluation"
+"""Name in ``asked.jsonl`` of an evaluation's number."""
 
 
 @dataclass(kw_only=True)
@@ -120,6 +122,16 @@ class Checkpoints:
         if self.run is not None:
             self.run.accounted = False
 
+    def evaluating(self, number: int) -> None:
+        """Note, durably, that evaluation ``number`` is about to be asked for.
+
+        Raises
+        ------
+        OSError
+            It could not be written: nobody may be asked.
+        """
+        self._note(**{EVALUATION: number})
+
     def answered(self, number: int) -> None:
         """Record durably the number of usable answers, before the server uses them.
 
@@ -189,11 +201,20 @@ class Checkpoints:
             write_whole(file, b"".join(line + b"\n" for line in lines))
         found: dict[int, Asked] = {}
         for facts in map(json.loads, lines):
+            if EVALUATION in facts:
+                continue
             if "asked" in facts:
                 found[facts["training"]] = Asked(**facts)
             else:
                 found[facts["training"]].answered = facts["answered"]
         return [one for number, one in sorted(found.items()) if number > after]
+
+    def evaluations(self) -> int:
+        """Return the number of the last evaluation that was asked for; 0 where rounds repeat."""
+        if self.repeats:
+            return 0
+        noted = map(json.loads, whole_lines(self._folder() / ASKED))
+        return max((facts.get(EVALUATION, 0) for facts in noted), default=0)
 
     # Parts --------------------------------------------------------------------------------
 
