@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from flower_ext.algorithms.uldp.weighting.protocol import kept_state, name_of
 from flower_ext.cli.deployment import Deployment
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
@@ -19,8 +20,6 @@ SETTINGS = {
     "rounds": ROUNDS,
     "round-timeout": 100,  # a node that is back before it is missed leaves its message open
     "evaluate-every": 0,
-    "key-bits": 2048,
-    "allow-insecure-keys": True,
     "max-records-per-user": 200,
     "user-sampling-rate": 1.0,
 }
@@ -45,7 +44,11 @@ class Watch(threading.Thread):
     def last_round(self) -> int:
         """The last round for which this silo has used its masks."""
         for file in self.secrets.glob("*.secret"):
-            silo = json.loads(json.loads(file.read_bytes())["silo"])
+            kept = file.read_bytes()
+            if name_of(kept) == "lattice":
+                silo = json.loads(kept_state(kept).split(b"\n", 1)[1])
+            else:
+                silo = json.loads(json.loads(kept)["silo"])
             if silo["index"] == VICTIM:
                 return int(silo["last_round"])
         return 0
@@ -57,7 +60,7 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     own = {"state-folder": str(secrets)}
     with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
         watch.start()
-        settings = {**ULDP_FL.small, **SETTINGS}
+        settings = {**ULDP_FL.small, **SETTINGS, "key-bits": 2048, "allow-insecure-keys": True}
         run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
         assert watch.reached.wait(900), deployment.logs()
         kill_node(deployment, VICTIM)
@@ -80,3 +83,30 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     assert watch.seen[-1] == watch.last_round() == ROUNDS
     used = [number for number, kind in enumerate(kinds, start=1) if kind == "commit"]
     assert set(used) <= set(watch.seen)
+
+
+def test_a_silo_over_ring_lwe_that_is_killed_while_it_trains_takes_part_again(tmp_path):
+    """Its sum follows within a moment of the record of its round, so it dies before that."""
+    watch = Watch(secrets := tmp_path / "secrets")
+    own = {"state-folder": str(secrets)}
+    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
+        watch.start()
+        slow = {"protocol": "lattice", "local-epochs": 400, "user-sampling-rate": 0.5}
+        settings = {**ULDP_FL.small, **SETTINGS, **slow}
+        run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
+        run.wait_for_round(FATAL, seconds=900)
+        time.sleep(1)
+        kill_node(deployment, VICTIM)
+        assert watch.last_round() == FATAL - 1, "the round was over before: train for longer"
+        return_node(deployment, VICTIM, seconds=300)
+        entries = run.finish(1800).ledger()
+        watch.over = True
+    assert run.error is None
+    kinds = [entry["kind"] for entry in entries if entry["kind"] in ("commit", "discard")]
+    assert len(kinds) == ROUNDS
+    assert kinds[FATAL - 2 : FATAL] == ["commit", "discard"]
+    assert kinds[-1] == "commit", kinds
+    assert sorted(set(watch.seen)) == watch.seen
+    assert watch.seen[-1] == watch.last_round() == ROUNDS
+    committed = {number for number, kind in enumerate(kinds, start=1) if kind == "commit"}
+    assert committed <= set(watch.seen)
