@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -291,6 +291,6 @@ class LatticeServer(ServerEnd):
         return replace(found, silo=silo, round_number=upload.round_number)
 
 
-def _length(kind: type, settings: LatticeSettings) -> int:
+def _length(kind: Any, settings: LatticeSettings) -> int:
     """Return the bytes of a message of one kind."""
-    return len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings))
+    return int(len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings)))
