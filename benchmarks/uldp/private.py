@@ -34,7 +34,7 @@ from flower_ext.algorithms.uldp import (
 )
 from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.algorithms.uldp.weighting.lattice import LatticeServer
-from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd
+from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, LatticeOpenSum
 from flower_ext.algorithms.uldp.weighting.paillier import PaillierServer
 from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.data import describe_silos, load_silos
@@ -69,7 +69,9 @@ class Clock:
             (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
             (LatticeServer, "open_round", "encryptions"),
-            (LatticeEnd, "weigh", "silos"),
+            (LatticeEnd, "open_sum", "silos"),
+            (LatticeOpenSum, "add", "silos"),
+            (LatticeOpenSum, "finish", "silos"),
             (LatticeServer, "close_round", "decryption"),
             (private_silo, "users_updates", "training"),
         )
