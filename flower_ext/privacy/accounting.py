@@ -33,6 +33,7 @@ import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.loss import PrivacyLoss as PrivacyLoss  # known by this name
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import (
@@ -147,15 +148,6 @@ class Release:
             relation=NeighboringRelation(facts["relation"]),
             residue=float(facts.get("residue", 0.0)),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyLoss:
-    """An (ε, δ) upper bound, and the accountant that computed it."""
-
-    epsilon: float
-    delta: float
-    accountant: str
 
 
 def privacy_loss_of(

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from flower_ext.algorithms.uldp.weighting.protocol import kept_state, name_of
 from flower_ext.cli.deployment import Deployment
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
@@ -19,35 +20,45 @@ SETTINGS = {
     "rounds": ROUNDS,
     "round-timeout": 100,  # a node that returns before it is missed leaves its message unanswered
     "evaluate-every": 0,
-    "key-bits": 2048,
-    "allow-insecure-keys": True,
     "max-records-per-user": 200,
     "user-sampling-rate": 1.0,
 }
 
 
 class Watch(threading.Thread):
-    """The last rounds that the victim stored, in order; ``reached`` is set at FATAL."""
+    """The last rounds that the victim stored, in order.
 
-    def __init__(self, secrets) -> None:
+    ``reached`` is set where ``what`` is at FATAL.
+    """
+
+    def __init__(self, secrets, what="last_round") -> None:
         super().__init__(daemon=True)
         self.secrets, self.seen, self.reached, self.over = secrets, [0], threading.Event(), False
+        self.what = what
 
     def run(self) -> None:
         while not self.over:
             now = self.last_round()
             if now != self.seen[-1]:
                 self.seen.append(now)
-            if now >= FATAL:
+            if self.last(self.what) >= FATAL:
                 self.reached.set()
             time.sleep(0.01)
 
     def last_round(self) -> int:
         """Return the last round for which this silo has used its masks."""
+        return self.last("last_round")
+
+    def last(self, what) -> int:
+        """Return a number in the state of the victim; 0 before it has one."""
         for file in self.secrets.glob("*.secret"):
-            silo = json.loads(json.loads(file.read_bytes())["silo"])
+            kept = file.read_bytes()
+            if name_of(kept) == "lattice":
+                silo = json.loads(kept_state(kept).split(b"\n", 1)[1])
+            else:
+                silo = json.loads(json.loads(kept)["silo"])
             if silo["index"] == VICTIM:
-                return int(silo["last_round"])
+                return int(silo[what])
         return 0
 
 
@@ -57,7 +68,7 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     own = {"state-folder": str(secrets)}
     with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
         watch.start()
-        settings = {**ULDP_FL.small, **SETTINGS}
+        settings = {**ULDP_FL.small, **SETTINGS, "key-bits": 2048, "allow-insecure-keys": True}
         run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
         assert watch.reached.wait(900), deployment.logs()
         kill_node(deployment, VICTIM)
@@ -80,3 +91,29 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     assert watch.seen[-1] == watch.last_round() == ROUNDS
     used = [number for number, kind in enumerate(kinds, start=1) if kind == "commit"]
     assert set(used) <= set(watch.seen)
+
+
+def test_a_silo_over_ring_lwe_that_is_killed_while_it_trains_takes_part_again(tmp_path):
+    """SIGKILL after the epoch of the round was put on record, and before its round was."""
+    watch = Watch(secrets := tmp_path / "secrets", "last_epoch")
+    own = {"state-folder": str(secrets)}
+    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
+        watch.start()
+        slow = {"protocol": "lattice", "local-epochs": 40, "user-sampling-rate": 0.5}
+        settings = {**ULDP_FL.small, **SETTINGS, **slow}
+        run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
+        assert watch.reached.wait(900), deployment.logs()
+        kill_node(deployment, VICTIM)
+        assert watch.last_round() == FATAL - 1
+        return_node(deployment, VICTIM, seconds=300)
+        entries = run.finish(1800).ledger()
+        watch.over = True
+    assert run.error is None
+    kinds = [entry["kind"] for entry in entries if entry["kind"] in ("commit", "discard")]
+    assert len(kinds) == ROUNDS
+    assert kinds[FATAL - 2 : FATAL] == ["commit", "discard"]
+    assert kinds[-1] == "commit", kinds
+    assert sorted(set(watch.seen)) == watch.seen  # no round number came back
+    assert watch.seen[-1] == watch.last_round() == ROUNDS
+    committed = {number for number, kind in enumerate(kinds, start=1) if kind == "commit"}
+    assert committed <= set(watch.seen)

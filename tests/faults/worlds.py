@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,13 @@ from flower_ext.algorithms import (
     Scaffold,
 )
 from flower_ext.algorithms.scaffold import STEPS
-from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg, private_silo
+from flower_ext.algorithms.uldp import (
+    LatticeWeighting,
+    PrivateUldpAvg,
+    PrivateWeighting,
+    UldpAvg,
+    private_silo,
+)
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -245,6 +251,17 @@ PRIVATE = Case(
         **METRICS,
         **ENVELOPE,
     },
+)
+PRIVATE_LATTICE = replace(
+    PRIVATE,
+    name="ULDP-AVG-w, over ring-LWE",
+    build=lambda **o: PrivateUldpAvg(
+        plan=user_plan(dropout_policy="discard"),
+        num_silos=SILOS,
+        local=FAST,
+        protocol=LatticeWeighting(max_records_per_user=60),
+        **o,
+    ),
 )
 
 

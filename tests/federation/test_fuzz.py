@@ -48,6 +48,7 @@ from tests.faults.worlds import (
     CLIENTS,
     FAST,
     PRIVATE,
+    PRIVATE_LATTICE,
     SILOS,
     USERS,
     Case,
@@ -59,7 +60,7 @@ from tests.faults.worlds import (
 )
 from tests.support.replies import reply
 
-METHODS = {case.name: case for case in (*CASES, PRIVATE)}
+METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 DP_SGD = DpSgdTraining(
     steps=2,

@@ -50,8 +50,7 @@ from flower_ext.privacy.run_facts import RunFacts
 log = getLogger("flwr")
 
 _SENSITIVITY = "sensitivity"
-_COSTS = (_SENSITIVITY, "residue")
-"""Of `ServerEnd`, and fields of a plan."""
+_RESIDUE = "residue"
 _PROTOCOLS: Mapping[str, type[WeightingProtocol]] = {
     protocol.name: protocol for protocol in (PrivateWeighting, LatticeWeighting)
 }
@@ -151,7 +150,11 @@ class PrivateUldpAvg(UldpAvg):
     @property
     def accounted(self) -> ReleasePlan:
         """The plan with what the protocol costs beyond its noise; known once prepared."""
-        return replace(self.plan, **self._costs)
+        return replace(
+            self.plan,
+            sensitivity=self._costs[_SENSITIVITY],
+            residue=self._costs.get(_RESIDUE, 0.0),
+        )
 
     def prepare(self, grid: Grid) -> None:
         """Set up the protocol between the silos and the server."""
@@ -159,7 +162,7 @@ class PrivateUldpAvg(UldpAvg):
         self.apart = ask_company(self, grid)
         coordinates = sum(array.size for array in self.sent.values())
         server = self.protocol.server(self.plan, silos=self.num_silos, coordinates=coordinates)
-        self._costs = {name: float(getattr(server, name)) for name in _COSTS}
+        self._costs = {_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue}
         server.set_up(Silos(self, grid))
         self._server = server
         self.progress.row["setup_seconds"] = time.monotonic() - started

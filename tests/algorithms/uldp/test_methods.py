@@ -699,11 +699,10 @@ def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raisin
 
 def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
-    job = silo_job(task)
+    job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    (clipped,) = private_silo.clipped_updates(
-        task, [job], trained=lambda name: True, memory_limit=2**30
-    )
+    hidden = private_silo.HiddenJob(**vars(job), into=clipped.update)
+    private_silo.add_clipped(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]
 
