@@ -1,4 +1,4 @@
-"""What an accountant returns."""
+"""The result of an accountant."""
 
 from __future__ import annotations
 

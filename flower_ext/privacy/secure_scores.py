@@ -25,7 +25,7 @@ ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 @dataclass(frozen=True, kw_only=True)
 class SecureScores:
-    """How a run's evaluations release the means of scores over all clients.
+    """Settings with which a run's evaluations release mean scores over all clients.
 
     Parameters
     ----------
