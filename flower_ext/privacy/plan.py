@@ -66,7 +66,7 @@ class PrivacyPlan(ABC):
 
     @property
     def evaluation_release(self) -> Release | None:
-        """What one evaluation is, where it releases a noised sum of scores."""
+        """The release of one evaluation; None where scores are not released as a noised sum."""
         return None
 
     @property

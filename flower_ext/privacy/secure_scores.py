@@ -25,7 +25,7 @@ ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 @dataclass(frozen=True, kw_only=True)
 class SecureScores:
-    """How a run's evaluations release the means of scores over all clients.
+    """The rule by which a run's evaluations release means of scores over all clients.
 
     Parameters
     ----------
