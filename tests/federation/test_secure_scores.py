@@ -14,8 +14,8 @@ from flower_ext.federation import records
 from flower_ext.federation.client import side as client_side
 from flower_ext.privacy import Budget, Ledger, SecureScores, SecureSum, privacy_loss_of
 from flower_ext.runs import RunDirectory
-from tests.federation.test_secure_sum import CLIENTS, SEED, plan, strategy_of
 from tests.support.losing import Losing
+from tests.support.secure_runs import CLIENTS, plan, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
 
@@ -307,7 +307,6 @@ def test_seeded_noise_of_two_evaluations_differs():
 
 
 def test_the_same_seed_gives_the_same_means():
-    assert SEED
     one, two = (run(scored())[1].evaluate_metrics_clientapp[1] for _ in range(2))
     assert dict(one) == dict(two)
     sums = SecureSum(colluding=0.0, dropouts=0.5)
