@@ -1,4 +1,4 @@
-"""What an accountant returns."""
+"""A bound that an accountant returns."""
 
 from __future__ import annotations
 
