@@ -29,8 +29,8 @@ from flower_ext.algorithms.uldp import (
     PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
-    private_silo,
 )
+from flower_ext.algorithms.uldp.weighting import protocol
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -210,12 +210,12 @@ _SUM = {
     "no ciphertext": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.full(a.shape, rng.choice([0, 255]), np.uint8)),
-        only=private_silo.SUM,
+        only=protocol.SUM,
     ),
     "number of another round": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.array(rng.choice([-1, 0, 10**6, 2**62]), np.int64)),
-        only=private_silo.NUMBER,
+        only=protocol.NUMBER,
     ),
 }
 PRIVATE = Case(
