@@ -184,7 +184,7 @@ def client_level(
 def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` over three clients whose uploads are summed securely, one of them the canary.
 
-    All take part and a released model is a multiple of the sum, so that who sees models sees sums.
+    The server sees all messages of the protocol, and from them computes the sum.
     """
     sums = SecureSum(colluding=0.0, dropouts=0.0)
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
@@ -193,7 +193,8 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
         without=[_client(0.0), _client(0.0), _client(0.0)],
         present=[_client(HUGE), _client(0.0), _client(0.0)],
-        views=[AdversaryView.RELEASED_MODELS],
+        views=[AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY],
+        partitions=[0],
         rounds=rounds,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.cells import CellSum, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
+from flower_ext.secure.aggregation import masks, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
 ENORMOUS = 1e9
@@ -171,4 +173,36 @@ def weights_of_two(patch, experiment: Experiment) -> Experiment:
     real = EqualWeights.of_users
     patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)
+    return experiment
+
+
+def silent_noise(clients: int):
+    """Of the three clients of a secure sum, so many add no noise."""
+
+    def plant(patch, experiment: Experiment) -> Experiment:
+        discrete, calls = NoiseSource.add_discrete_gaussian, count()
+
+        def noised(self, cells, stddev):
+            return cells if next(calls) % 3 < clients else discrete(self, cells, stddev)
+
+        patch.setattr(NoiseSource, "add_discrete_gaussian", noised)
+        return experiment
+
+    return plant
+
+
+def pair_masks_left_out(patch, experiment: Experiment) -> Experiment:
+    """Clients of a secure sum add their own mask alone: the sum is right all the same."""
+    own = []
+
+    def self_mask_key(*facts):
+        own.append(masks.self_mask_key(*facts))
+        return own[-1]
+
+    def apply_mask(key, values, *, subtract=False):
+        if key in own:
+            masks.apply_mask(key, values, subtract=subtract)
+
+    patch.setattr(member, "self_mask_key", self_mask_key)
+    patch.setattr(member, "apply_mask", apply_mask)
     return experiment
