@@ -107,7 +107,7 @@ def test_missing_foreign_and_repeated_public_keys_are_refused():
         ({1: other.public}, "own key"),
         ({0: pair.public}, "at least two silos"),
         ({0: pair.public, 2: other.public}, "numbered from 0"),
-        ({0: pair.public, 1: pair.public}, "of its own"),
+        ({0: pair.public, 1: pair.public}, "a different key"),
     ):
         with pytest.raises(ValueError, match=match):
             pair.agree(keys, server_key=SERVER_KEY)

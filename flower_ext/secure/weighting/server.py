@@ -71,7 +71,7 @@ class WeightingServer:
 
     @property
     def public_key(self) -> bytes:
-        """Return the Paillier modulus, for all silos."""
+        """Paillier modulus, for all silos."""
         return to_bytes([self._key.public.n], self.settings.residue_bytes)
 
     def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:

@@ -89,7 +89,7 @@ class WeightingSilo:
 
     @property
     def key(self) -> SiloKey:
-        """Return this silo's X25519 public key, for the other silos."""
+        """X25519 public key of this silo, for the other silos."""
         return SiloKey(silo=self.index, public=self._pairs.public)
 
     @property

@@ -189,7 +189,7 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
         known.server.open_drawn_round(DrawAnswer(round_number=1, answer=b""))
     updates, noise = hidden.draw(rng)
     for world, message, said in (
-        (hidden, known.server.open_round(1), "expected them to be sealed"),
+        (hidden, known.server.open_round(1), "expected SealedWeights"),
         (known, SealedWeights(round_number=1, public=b"", sealed=b""), "no draw_choices"),
     ):
         with pytest.raises(ProtocolError, match=said):
