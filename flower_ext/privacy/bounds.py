@@ -34,11 +34,11 @@ from flower_ext.privacy.updates import (
     Update,
     as_float64,
     check_arrays,
-    check_like,
     l2_norm,
     laid_out,
     scaled_norm,
     taken_apart,
+    write_numbers,
 )
 
 _MARGIN = 1.0 - 1e-9
@@ -124,24 +124,21 @@ def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update
         As `clip` and `total`.
     """
     require_positive("clipping_norm", clipping_norm)
-    places, summed = laid_out(like)
+    layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
             check_arrays(update)
-            check_like(update, like)
-            for name, place in places.items():
-                wide[place] = update[name].reshape(-1)
+            write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
             if 1e-100 < norm < 1e100:
                 wide *= _MARGIN / max(norm, _MARGIN)
             else:  # squares that overflow or vanish
-                bounded = clip(taken_apart(wide, places, like), clipping_norm).value
-                for name, place in places.items():
-                    wide[place] = bounded[name].reshape(-1)
+                bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
+                write_numbers(bounded, like, layout, wide)
             summed += wide
             count += 1
-    value = taken_apart(summed, places, like)
+    value = taken_apart(summed, layout, like)
     return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
 
 

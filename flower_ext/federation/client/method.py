@@ -116,8 +116,12 @@ class LocalResult:
         check_yielded(self.model)
         check_yielded(self.update)
 
-    def bounded(self, received: Params, *, whole: bool) -> Params | BoundedSum | HiddenSum:
+    def bounded(
+        self, received: Params, *, whole: bool, room: Params | None = None
+    ) -> Params | BoundedSum | HiddenSum:
         """Return the part that a plan bounds: the update, or the ``whole`` model.
+
+        A difference is written to ``room``, if there is any (see `difference`).
 
         Raises
         ------
@@ -127,7 +131,7 @@ class LocalResult:
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else difference(self.model, received)
+            return self.model if whole else difference(self.model, received, room)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(

@@ -1,0 +1,184 @@
+"""Uploads of clients that live in the server's process: rows of arrays in place of records.
+
+A cohort of a hundred small models costs more in records than in training. `Rows` takes each update
+into one row, and an `UploadReply` carries that row. The reply builds Flower's records as soon as
+anybody reads its ``content``; the strategies of this package read the row itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+
+from flower_ext.federation import _flower_private as private
+from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
+from flower_ext.privacy.updates import Row, layout_of
+from flower_ext.training import Params
+
+UPDATE = "update"
+"""Record of a difference, already bounded and noised where the plan asks the client to."""
+METRICS = "metrics"
+_BLOCK = 4 * 2**20
+"""Bytes of the rows that are allocated, and freed, together."""
+
+
+class Upload:
+    """One client's update as it leaves the client, and the metrics beside it.
+
+    Parameters
+    ----------
+    arrays : Row
+    metrics : Mapping[str, float]
+    payload : int
+        Bytes of the arrays as Flower would serialise them.
+    """
+
+    __slots__ = ("arrays", "metrics", "payload")
+
+    def __init__(self, arrays: Row, metrics: Mapping[str, float], payload: int) -> None:
+        self.arrays, self.metrics, self.payload = arrays, metrics, payload
+
+    def content(self) -> RecordDict:
+        """Return the same as Flower's records."""
+        return content_of(to_record(self.arrays), self.metrics)
+
+
+def content_of(update: ArrayRecord, metrics: Mapping[str, float]) -> RecordDict:
+    """Return the content of a reply to a training; no record of metrics where there are none."""
+    content: dict[str, object] = {UPDATE: update}
+    if metrics:
+        content[METRICS] = metrics_record(metrics)
+    return private.record_of(RecordDict, content)
+
+
+def metrics_record(values: Mapping[str, float]) -> MetricRecord:
+    """Return plain numbers as a MetricRecord, which takes no NumPy scalars."""
+    return private.record_of(MetricRecord, {name: float(value) for name, value in values.items()})
+
+
+class UploadReply(Message):
+    """A reply whose content is an `Upload` until somebody reads or replaces it.
+
+    Parameters
+    ----------
+    question : Message
+        The message that it answers.
+    upload : Upload
+    """
+
+    def __init__(self, question: Message, upload: Upload) -> None:
+        vars(self).update(
+            _metadata=private.answering(question), _content=None, _error=None, upload=upload
+        )
+
+    @property
+    def upload(self) -> Upload | None:
+        """The upload; None once the content may be another one."""
+        found: Upload | None = vars(self)["upload"]
+        return found
+
+    @property
+    def content(self) -> RecordDict:
+        """The records that an engine of Flower would deliver."""
+        if self.upload is not None:
+            self.content = self.upload.content()
+        found: RecordDict = vars(self)["_content"]
+        return found
+
+    @content.setter
+    def content(self, value: RecordDict) -> None:
+        vars(self).update(_content=value, upload=None)
+
+    def has_content(self) -> bool:
+        """Return True: an error is another kind of reply."""
+        return True
+
+
+class Rows:
+    """Room for the updates of a cohort.
+
+    Parameters
+    ----------
+    like : Mapping[str, Tensor]
+        Names, shapes and types of the updates that it takes.
+    count : int
+        Rows that will be needed at most.
+    """
+
+    def __init__(self, like: Params, count: int) -> None:
+        self._like, self._layout, self._left = like, layout_of(like), count
+        self._numbers = sum(value.numel() for value in like.values())
+        self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in like.values())
+        self._free: list[tuple[np.ndarray, Params]] = []
+        self._usable = self._numbers > 0 and {value.dtype for value in like.values()} in (
+            {torch.float32},
+            {torch.float64},
+        )
+
+    def room(self, like: Mapping[str, Any]) -> Params | None:
+        """Return the arrays of the next row; None for what is not as the rows are.
+
+        The row is the next one until `take` takes it.
+        """
+        if not self._usable or like.keys() != self._like.keys():
+            return None
+        for name, own in self._like.items():
+            value = like[name]
+            if not isinstance(value, torch.Tensor) or not value.is_cpu or value.requires_grad:
+                return None
+            if value.shape != own.shape or value.dtype != own.dtype:
+                return None
+        if not self._free:
+            self._allocate()
+        return self._free[-1][1]
+
+    def take(self, update: Mapping[str, Any], metrics: Mapping[str, float]) -> Upload | None:
+        """Return an upload of what `room` holds, after ``update`` was copied there if it is not.
+
+        None for an update that is not as the rows are.
+        """
+        if (room := self.room(update)) is None:
+            return None
+        for name, into in room.items():
+            if (value := update[name]) is not into:
+                into.copy_(value)
+        numbers, _ = self._free.pop()
+        return Upload(Row(numbers, self._layout), metrics, self._payload)
+
+    def _allocate(self) -> None:
+        dtype = next(iter(self._like.values())).dtype
+        most = max(1, _BLOCK // (self._numbers * dtype.itemsize))
+        block = torch.empty(min(most, max(1, self._left)), self._numbers, dtype=dtype)
+        self._left -= len(block)
+        parts = {
+            name: block[:, place].view(len(block), *shape).unbind()
+            for name, (place, shape) in self._layout.items()
+        }
+        for number, numbers in enumerate(block.numpy()):
+            self._free.append((numbers, {name: part[number] for name, part in parts.items()}))
+        self._free.reverse()
+
+
+def _numpy_type(value: torch.Tensor) -> np.dtype:
+    return np.dtype(str(value.dtype).removeprefix("torch."))
+
+
+def payload_bytes(messages: Sequence[Message]) -> int:
+    """Return the bytes of all arrays in messages as they are serialised; the rest is small."""
+    sizes: dict[int, int] = {}  # many may share a content
+    total = 0
+    for message in messages:
+        if isinstance(message, UploadReply) and message.upload is not None:
+            total += message.upload.payload
+        elif message.has_content():
+            content = message.content
+            if (size := sizes.get(id(content))) is None:
+                records = (r for r in content.values() if isinstance(r, ArrayRecord))
+                size = sum(map(record_bytes, records))
+                sizes[id(content)] = size
+            total += size
+    return total
