@@ -6,8 +6,6 @@ client's own process, unless it is marked as `tellable`: then it is of a check t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 E = TypeVar("E", bound=Exception)
@@ -42,11 +40,12 @@ def is_tellable(error: Exception) -> bool:
     return _TELLABLE in vars(error)
 
 
-@contextmanager
-def knowing_no_data() -> Iterator[None]:
+class knowing_no_data:
     """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
-    try:
-        yield
-    except Exception as error:
-        tellable(error)
-        raise
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            tellable(error)

@@ -314,13 +314,13 @@ def _content(reply: Message) -> RecordDict:
 
 def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
     """Tell at little cost that an update passes `_checked`; where it may not, that says why."""
-    layout, dtype = update.layout, update.numbers.dtype
+    layout, dtype = update.layout, update.dtype
     if layout.keys() != base.keys():
         return False
     for name, expected in base.items():
         if layout[name][1] != expected.shape or dtype != expected.dtype:
             return False
-    return float(np.vdot(update.numbers, update.numbers)) <= _largest(dtype) ** 2
+    return update.square <= _largest(dtype) ** 2
 
 
 def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:

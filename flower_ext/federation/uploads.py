@@ -7,7 +7,7 @@ anybody reads its ``content``; the strategies of this package read the row itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
-from flower_ext.privacy.updates import Row, layout_of
+from flower_ext.privacy.plan import PrivacyPlan
+from flower_ext.privacy.updates import Layout, Row, Summed, Update, layout_of
 from flower_ext.training import Params
 
 UPDATE = "update"
@@ -58,6 +59,96 @@ def content_of(update: ArrayRecord, metrics: Mapping[str, float]) -> RecordDict:
 def metrics_record(values: Mapping[str, float]) -> MetricRecord:
     """Return plain numbers as a MetricRecord, which takes no NumPy scalars."""
     return private.record_of(MetricRecord, {name: float(value) for name, value in values.items()})
+
+
+class Elsewhere:
+    """Updates that another process of this machine holds, and has added up.
+
+    Parameters
+    ----------
+    fetch : Callable[[], Sequence[ndarray]]
+        Brings the numbers of all of them.
+    summed : Summed, optional
+        Their sum; None if it could not be taken.
+    count : int
+    """
+
+    def __init__(
+        self, fetch: Callable[[], Sequence[np.ndarray]], summed: Summed | None, count: int
+    ) -> None:
+        self._fetch, self.summed, self.count = fetch, summed, count
+        self._rows: Sequence[np.ndarray] | None = None
+
+    def rows(self) -> Sequence[np.ndarray]:
+        """Return the numbers of each update, fetched once."""
+        if self._rows is None:
+            self._rows = self._fetch()
+        return self._rows
+
+
+class RowElsewhere(Row):
+    """One update of `Elsewhere`; its numbers are fetched when somebody reads them.
+
+    Parameters
+    ----------
+    elsewhere : Elsewhere
+    index : int
+        Its number among these updates.
+    layout, dtype, square, norm
+        As those of `Row`, as the other process told them.
+    """
+
+    __slots__ = ("dtype", "elsewhere", "index", "norm", "square")
+
+    def __init__(  # type: ignore[override]
+        self,
+        elsewhere: Elsewhere,
+        index: int,
+        layout: Layout,
+        dtype: np.dtype,
+        square: float,
+        norm: float,
+    ) -> None:
+        self.elsewhere, self.index, self.layout = elsewhere, index, layout
+        self.dtype, self.square, self.norm = dtype, square, norm
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """All numbers."""
+        return self.elsewhere.rows()[self.index]
+
+
+def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
+    """Yield updates, and sums in place of those that other processes have added up.
+
+    A sum is used only if all updates in it are among ``updates``; else each is fetched.
+    """
+    noted: dict[Elsewhere, list[Update]] = {}
+    for update in updates:
+        if not isinstance(update, RowElsewhere) or update.elsewhere.summed is None:
+            yield update
+            continue
+        there, summed = update.elsewhere, update.elsewhere.summed
+        noted.setdefault(there, []).append(update)
+        if len(noted[there]) == there.count:  # each comes once
+            del noted[there]
+            yield summed
+    for rows in noted.values():
+        yield from rows
+
+
+class Asked(list[Message]):
+    """Messages whose replies will only be added up, as a plan does it.
+
+    Parameters
+    ----------
+    messages : Iterable[Message]
+    plan : PrivacyPlan
+    """
+
+    def __init__(self, messages: Iterable[Message], plan: PrivacyPlan) -> None:
+        super().__init__(messages)
+        self.plan = plan
 
 
 class UploadReply(Message):
@@ -141,11 +232,12 @@ class Rows:
 
         None for an update that is not as the rows are.
         """
-        if (room := self.room(update)) is None:
-            return None
-        for name, into in room.items():
-            if (value := update[name]) is not into:
-                into.copy_(value)
+        if not (self._free and update is self._free[-1][1]):
+            if (room := self.room(update)) is None:
+                return None
+            for name, into in room.items():
+                if (value := update[name]) is not into:
+                    into.copy_(value)
         numbers, _ = self._free.pop()
         return Upload(Row(numbers, self._layout), metrics, self._payload)
 

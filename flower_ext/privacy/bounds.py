@@ -31,6 +31,7 @@ from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import NeighboringRelation
 from flower_ext.privacy.updates import (
+    Summed,
     Update,
     as_float64,
     check_arrays,
@@ -65,7 +66,7 @@ class BoundedUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSum:
+class BoundedSum(Summed):
     """Sum of ``count`` updates, one a unit, each of L2 norm at most ``bound``.
 
     Guarantees
@@ -74,9 +75,7 @@ class BoundedSum:
     at most ``2 * bound``.
     """
 
-    value: Update
     bound: float
-    count: int
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """How far one unit can move ``value`` (L2)."""
@@ -113,21 +112,31 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
-def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
-    """Sum in float64 of `clip` of every update.
+def sum_clipped(
+    updates: Iterable[Update | BoundedSum], clipping_norm: float, *, like: Update
+) -> BoundedSum:
+    """Return the sum in float64 of `clip` of every update.
 
-    Updates are clipped and added as they come, so none has to be kept.
+    Updates are clipped and added as they come, so none has to be kept. Sums of some of them that
+    are bounded already are added as well.
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip` and `total`.
+        As `clip` and `total`; or the bound of a sum is above ``clipping_norm``.
     """
     require_positive("clipping_norm", clipping_norm)
     layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
+            if isinstance(update, BoundedSum):
+                if update.bound > clipping_norm:
+                    raise InvalidValue(f"bound={update.bound!r}: expected <= {clipping_norm!r}")
+                write_numbers(update.value, like, layout, wide)
+                summed += wide
+                count += update.count
+                continue
             check_arrays(update)
             write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm

@@ -17,7 +17,7 @@ from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.protections import Protection
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import Sampling
-from flower_ext.privacy.updates import Update, as_float64, total
+from flower_ext.privacy.updates import Summed, Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -131,16 +131,33 @@ class PrivacyPlan(ABC):
         """
         return math.inf
 
+    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
+        """Return the sum of some of a round's uploads, which `aggregate` takes in their place.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            An upload is not finite, or not like ``like``.
+        """
+        value, count = total(uploads, like=like)
+        return Summed(value=value, count=count)
+
     @abstractmethod
     def aggregate(
-        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
     ) -> Aggregate:
-        """The average of a round's uploads.
+        """Return the average of a round's uploads.
 
         Parameters
         ----------
-        uploads : Iterable[Update]
-            At most one a client; each is added as it comes, and not kept.
+        uploads : Iterable[Update | Summed]
+            At most one a client, or sums that `part` made of some; each is added as it comes, and
+            not kept.
         cohort_size : int
             How many were asked.
         like : Update
@@ -170,7 +187,12 @@ class PlainAverage(PrivacyPlan):
     sampling: Sampling
 
     def aggregate(
-        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
     ) -> Aggregate:
         """Mean of the uploads; ``noise`` is not used.
 
@@ -179,12 +201,11 @@ class PlainAverage(PrivacyPlan):
         RoundDiscarded
             Nobody answered.
         """
-        summed, answered = total(uploads, like=like)
-        if not answered:
+        summed = self.part(uploads, like=like)
+        if not summed.count:
             raise RoundDiscarded(f"none of {cohort_size} clients answered")
-        return Aggregate(
-            value=divided(summed, answered, like), answered=answered, topped_up_stddev=0.0
-        )
+        mean = divided(summed.value, summed.count, like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
 
 
 def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:

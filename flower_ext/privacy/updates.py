@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -41,6 +42,21 @@ class Row(Mapping[str, np.ndarray]):
     def __init__(self, numbers: np.ndarray, layout: Layout) -> None:
         self.numbers, self.layout = numbers, layout
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the numbers."""
+        return self.numbers.dtype
+
+    @property
+    def square(self) -> float:
+        """Sum of all squares, in the precision of the numbers."""
+        return float(np.vdot(self.numbers, self.numbers))
+
+    @property
+    def norm(self) -> float:
+        """As `l2_norm`."""
+        return l2_norm(self)
+
     def __getitem__(self, name: str) -> np.ndarray:
         place, shape = self.layout[name]
         return self.numbers[place].reshape(shape)
@@ -50,6 +66,14 @@ class Row(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """Sum in float64 of ``count`` updates, each of another unit."""
+
+    value: Update
+    count: int
 
 
 def layout_of(like: Update) -> Layout:
@@ -129,10 +153,10 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
     return rounded
 
 
-def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], int]:
-    """Sum in float64 and how many updates it is of; zeros like ``like`` when there are none.
+def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str, Any], int]:
+    """Return the sum in float64, and its number of updates; zeros when there are none.
 
-    Updates are added as they come, so none has to be kept.
+    Updates are added as they come, so none has to be kept. Sums of some of them are added as well.
 
     Raises
     ------
@@ -142,9 +166,10 @@ def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], i
     layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     for update in updates:
-        write_numbers(update, like, layout, wide)
+        part = update if isinstance(update, Summed) else Summed(value=update, count=1)
+        write_numbers(part.value, like, layout, wide)
         summed += wide
-        count += 1
+        count += part.count
     return taken_apart(summed, layout, like), count
 
 
