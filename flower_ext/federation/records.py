@@ -162,8 +162,9 @@ def accept(
     early: dict[int, T] = {}
     due, refused = deque(asked), set[int]()
     for reply in replies:
-        own = reply.metadata
-        node = own.src_node_id
+        asked_here = reply.question if isinstance(reply, UploadReply) else None
+        own = reply.metadata if asked_here is None else asked_here.metadata
+        node = own.src_node_id if asked_here is None else own.dst_node_id
         try:
             if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
                 raise RefusedReply(f"in place of a reply: {said(reply.error)}")
@@ -171,7 +172,9 @@ def accept(
                 raise RefusedReply("not asked in this round, or answered already")
             if own.group_id != number:
                 raise RefusedReply(f"answers round {own.group_id}")
-            _check_answers(reply, (questions or {}).get(node))
+            question = (questions or {}).get(node)
+            if asked_here is None or asked_here is not question:
+                _check_answers(reply, question)
             early[waiting[node]] = read(reply)
             del waiting[node]
         except RefusedReply as refusal:

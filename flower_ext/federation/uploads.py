@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
 
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
@@ -162,9 +162,21 @@ class UploadReply(Message):
     """
 
     def __init__(self, question: Message, upload: Upload) -> None:
-        vars(self).update(
-            _metadata=private.answering(question), _content=None, _error=None, upload=upload
-        )
+        vars(self).update(_content=None, _error=None, question=question, upload=upload)
+
+    @property
+    def question(self) -> Message | None:
+        """The message that it answers; None once the metadata may be others."""
+        found: Message | None = vars(self)["question"]
+        return found
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata that an engine of Flower would deliver."""
+        if self.question is not None:
+            vars(self).update(_metadata=private.answering(self.question), question=None)
+        found: Metadata = vars(self)["_metadata"]
+        return found
 
     @property
     def upload(self) -> Upload | None:
@@ -264,8 +276,9 @@ def payload_bytes(messages: Sequence[Message]) -> int:
     sizes: dict[int, int] = {}  # many may share a content
     total = 0
     for message in messages:
-        if isinstance(message, UploadReply) and message.upload is not None:
-            total += message.upload.payload
+        upload = message.upload if isinstance(message, UploadReply) else None
+        if upload is not None:
+            total += upload.payload
         elif message.has_content():
             content = message.content
             if (size := sizes.get(id(content))) is None:

@@ -113,7 +113,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
 
 
 def sum_clipped(
-    updates: Iterable[Update | BoundedSum], clipping_norm: float, *, like: Update
+    updates: Iterable[Update | Summed], clipping_norm: float, *, like: Update
 ) -> BoundedSum:
     """Return the sum in float64 of `clip` of every update.
 
@@ -130,9 +130,8 @@ def sum_clipped(
     wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
         for update in updates:
-            if isinstance(update, BoundedSum):
-                if update.bound > clipping_norm:
-                    raise InvalidValue(f"bound={update.bound!r}: expected <= {clipping_norm!r}")
+            if isinstance(update, Summed):
+                _check_bound(update, clipping_norm)
                 write_numbers(update.value, like, layout, wide)
                 summed += wide
                 count += update.count
@@ -149,6 +148,14 @@ def sum_clipped(
             count += 1
     value = taken_apart(summed, layout, like)
     return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
+
+
+def _check_bound(part: Summed, clipping_norm: float) -> None:
+    """Refuse a sum that one unit may move by more than ``clipping_norm``."""
+    if not isinstance(part, BoundedSum):
+        raise TypeError("a Summed says nothing of how far one unit moves it: expected BoundedSum")
+    if part.bound > clipping_norm:
+        raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
 
 
 def sum_clipped_rows(
