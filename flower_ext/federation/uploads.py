@@ -98,9 +98,9 @@ class RowElsewhere(Row):
         As those of `Row`, as the other process told them.
     """
 
-    __slots__ = ("dtype", "elsewhere", "index", "norm", "square")
+    __slots__ = ("_facts", "elsewhere", "index")
 
-    def __init__(  # type: ignore[override]
+    def __init__(
         self,
         elsewhere: Elsewhere,
         index: int,
@@ -110,10 +110,25 @@ class RowElsewhere(Row):
         norm: float,
     ) -> None:
         self.elsewhere, self.index, self.layout = elsewhere, index, layout
-        self.dtype, self.square, self.norm = dtype, square, norm
+        self._facts = (dtype, square, norm)
 
     @property
-    def numbers(self) -> np.ndarray:
+    def dtype(self) -> np.dtype:
+        """As `Row.dtype`."""
+        return self._facts[0]
+
+    @property
+    def square(self) -> float:
+        """As `Row.square`."""
+        return self._facts[1]
+
+    @property
+    def norm(self) -> float:
+        """As `Row.norm`."""
+        return self._facts[2]
+
+    @property
+    def numbers(self) -> np.ndarray:  # type: ignore[override]
         """All numbers."""
         return self.elsewhere.rows()[self.index]
 
@@ -162,7 +177,7 @@ class UploadReply(Message):
     """
 
     def __init__(self, question: Message, upload: Upload) -> None:
-        vars(self).update(_content=None, _error=None, question=question, upload=upload)
+        vars(self).update(_content=upload, _error=None, question=question)
 
     @property
     def question(self) -> Message | None:
@@ -181,24 +196,19 @@ class UploadReply(Message):
     @property
     def upload(self) -> Upload | None:
         """The upload; None once the content may be another one."""
-        found: Upload | None = vars(self)["upload"]
-        return found
+        found = vars(self)["_content"]
+        return found if isinstance(found, Upload) else None
 
     @property
     def content(self) -> RecordDict:
         """The records that an engine of Flower would deliver."""
-        if self.upload is not None:
-            self.content = self.upload.content()
-        found: RecordDict = vars(self)["_content"]
-        return found
+        if (upload := self.upload) is not None:
+            vars(self)["_content"] = upload.content()
+        return super().content
 
     @content.setter
     def content(self, value: RecordDict) -> None:
-        vars(self).update(_content=value, upload=None)
-
-    def has_content(self) -> bool:
-        """Return True: an error is another kind of reply."""
-        return True
+        vars(self)["_content"] = value
 
 
 class Rows:

@@ -239,15 +239,15 @@ class Workers:
             kept = [each for each in told if plan is not None and isinstance(each, Upload)]
             if kept:
                 summed = _sum(plan, kept)
-                told = [
-                    _Kept.of(each, with_norm=plan.client_protects)
-                    if isinstance(each, Upload)
-                    else each
-                    for each in told
-                ]
+            sent = [
+                _Kept.of(each, with_norm=plan.client_protects)
+                if isinstance(each, Upload) and plan is not None
+                else each
+                for each in told
+            ]
             stateful = self._with_state(messages)
             nodes.update(stateful)
-            channel.share((told, stateful, summed))
+            channel.share((sent, stateful, summed))
         channel.share({node: self._contexts[node].state for node in nodes})
 
     def _send(self, number: int, asked: object) -> None:
