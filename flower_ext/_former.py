@@ -1,4 +1,4 @@
-"""Names that moved go on working for one release, with a warning."""
+"""Keep names that moved working for one release, with a warning."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,23 +9,23 @@ from typing import Any
 def former_names(
     package: str, now: Mapping[str, str], *, stacklevel: int = 2
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package whose names are somewhere else now.
+    """Return a ``__getattr__`` for a package, which finds names that have moved elsewhere.
 
     Parameters
     ----------
     package : str
-        Its ``__name__``.
+        The package's ``__name__``.
     now : Mapping[str, str]
-        The whole path of each former name.
+        Full path of each moved name, by its former name.
     stacklevel : int
-        Calls from the warning to the line that asks for the name.
+        As in `warnings.warn`, counted to the line that uses the former name.
     """
 
     def find(name: str) -> Any:
         if name not in now:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         warnings.warn(
-            f"{package}.{name} is {now[name]} now: import that",
+            f"{package}.{name} has moved to {now[name]}; import it from there",
             DeprecationWarning,
             stacklevel=stacklevel,
         )

@@ -1,7 +1,8 @@
-"""Errors whose message is all that people need; and those whose message may travel to the server.
+"""The package's errors, and the mark of errors whose message may travel to the server.
 
-What an error of a client says, and even its type, may depend on a record. So it stays in the
-client's own process, unless it is marked as `tellable`: then it is of a check that knows no data.
+The message of a client's error, and even its type, may depend on a record. It therefore stays in
+the client's own process unless the error is marked as `tellable`: such an error comes from a check
+that reads no data.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ class FlowerExtError(Exception):
 
 
 class InvalidValue(FlowerExtError, ValueError):
-    """A value that the package refuses; the message says what it expected and what to change."""
+    """A value that the package refuses; the message says what it expects and what to change."""
 
 
 class ProtocolError(FlowerExtError, RuntimeError):
-    """A step of a cryptographic protocol out of order, repeated, or without what it needs."""
+    """A step of a cryptographic protocol that is out of order, repeated, or lacks its input."""
 
 
 class IncompleteRound(ProtocolError):
-    """A silo's message is missing. Without it the sum stays masked, and nothing is decrypted."""
+    """A silo's message is missing, so the sum stays masked and nothing is decrypted."""
 
 
 def tellable(error: E) -> E:
@@ -41,7 +42,7 @@ def is_tellable(error: Exception) -> bool:
 
 
 class knowing_no_data:
-    """Mark all errors of a block as `tellable`: nothing in it may know any data of a client."""
+    """Mark all errors of a block as `tellable`; the block must not read any client's data."""
 
     def __enter__(self) -> None:
         pass

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 warnings.warn(
-    "flower_ext.reporting is flower_ext.runs now: import from there",
+    "flower_ext.reporting has moved to flower_ext.runs; import from there",
     DeprecationWarning,
     stacklevel=2,
 )

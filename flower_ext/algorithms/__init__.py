@@ -1,4 +1,4 @@
-"""One module a method: Strategy and client side next to each other."""
+"""Federated-learning methods: one module for each, with its strategy and its client side."""
 
 from flower_ext.algorithms.apple import Apple
 from flower_ext.algorithms.ditto import DPDitto

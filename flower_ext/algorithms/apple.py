@@ -1,4 +1,4 @@
-"""APPLE: every client learns how much of each other client's core model it takes.
+"""APPLE: each client learns how strongly to weight every other client's core model.
 
 Source: Luo, Wu, "Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning"
 (IJCAI 2022), Algorithm 1, with all core models downloaded in every round.
@@ -9,15 +9,16 @@ paper                 here
 w_i^(c), w_i^(p)      core model, personal model Σ_j p_ij w_j^(c): the client's memory
 p_i                   directed relationship vector: the client's memory
 p_0                   1/N for each client
-η_1                   ``local.learning_rate``, for the own core model
+η_1                   ``local.learning_rate``, for the client's core model
 η_2                   ``relation_learning_rate``
 μ                     ``penalty``
 λ(r)                  (cos(πr/L) + 1)/2 up to round L = ``penalty_rounds``, then 0
 ====================  =====================================================
 
-A round sends a client the core models of all others, and its own as the server has it, in whose
-place the client goes on with the one that it kept. Under a `RecordLevelPlan` what it uploads is its
-core model clipped and noised; p_i and the personal model never leave it.
+In each round the server sends a client the core models of all clients. The client replaces the
+server's copy of its own core model by the one in its memory. Under a `RecordLevelPlan` the client
+clips and noises its core model before it uploads it; p_i and the personal model never leave the
+client.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds"
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(Job):
-    """A job whose model Σ_j p_j w_j is trained through one of the w_j, ``own``, and through p.
+    """A job that trains the model Σ_j p_j w_j by changing one w_j, that of ``own``, and p.
 
-    ``params`` is w_own; ``others`` are all the others by client.
+    ``params`` is w_own; ``others`` maps every other client to its core model.
     """
 
     others: Mapping[int, Params]
@@ -76,7 +77,7 @@ class Mixture(Job):
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """The own core model and p_i, by the gradient of the personal model that they make."""
+    """Train the client's core model and p_i, by the gradient at its personal model."""
     population = int(work.settings[POPULATION])
     others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
     (own,) = set(range(population)) - set(others)
@@ -106,7 +107,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def train_mixture(
     task: Task, job: Mixture, trained: Callable[[str], bool]
 ) -> tuple[Params, Tensor, Params]:
-    """(w_own, p, Σ_j p_j w_j); one by one, as each job holds all core models."""
+    """Return (w_own, p, Σ_j p_j w_j) after training one job.
+
+    Jobs run one after another, because each job holds all core models.
+    """
     problem = local_problem(task, job.params, trained=trained, terms=job.terms)
     models = [job.others.get(j, job.params) for j in range(len(job.others) + 1)]
     cores = {
@@ -130,29 +134,30 @@ def train_mixture(
 
 
 def local_model(work: ClientWork) -> Params:
-    """The personal model as it was last trained; the shared one before that."""
+    """Return the personal model as last trained, or the shared model before the first training."""
     return part(work.memory or {}, PERSONAL) or work.received
 
 
 class Apple(OnePhase):
-    """Core models that all clients share, mixed by each for itself; everyone in every round.
+    """Core models that all clients share and that each client mixes into a personal model.
 
-    Clients learn what each other one counts for them; in the reported shared model all count alike.
+    Each client learns its own weights for the core models. The reported shared model is their
+    plain mean.
 
     Parameters
     ----------
     plan : PrivacyPlan
-        Not a `ReleasePlan`: the server needs each client's core model.
+        Any plan but a `ReleasePlan`, because the server needs each client's core model.
     relation_learning_rate : float
         η_2.
     penalty : float
-        μ >= 0: how strongly p_i is held at equal shares, fading over ``penalty_rounds``.
+        μ >= 0: strength of the pull of p_i towards equal shares; it fades over ``penalty_rounds``.
     penalty_rounds : int
-        L.
+        L: number of rounds after which the penalty is 0.
     local : LocalTraining
-        Of the core model: plain SGD.
+        Training of the core model, by plain SGD.
     **options
-        Those of `FederatedStrategy`, but ``server_learning_rate``.
+        Options of `FederatedStrategy`, except ``server_learning_rate``.
     """
 
     client = ClientMethod(name="apple", local_update=local_update, local_model=local_model)
@@ -173,11 +178,14 @@ class Apple(OnePhase):
         require_not_negative("penalty", penalty)
         require_at_least_one("penalty_rounds", penalty_rounds)
         super().__init__(plan=plan, local=local, **options)
-        self.require_unit_rate("APPLE's server takes core models as they come")
+        self.require_unit_rate("APPLE's server stores each core model as it arrives")
         self.relation_learning_rate = relation_learning_rate
         self.penalty, self.penalty_rounds = penalty, penalty_rounds
         for name in self.local.beyond_sgd:
-            raise InvalidValue(f"local.{name} is set: APPLE's core models are trained by plain SGD")
+            raise InvalidValue(
+                f"local.{name} is set: expected plain SGD, by which APPLE trains core models; "
+                "leave it out"
+            )
         self._cores: dict[int, ArrayRecord] = {}
 
     @property
@@ -191,8 +199,8 @@ class Apple(OnePhase):
         }
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """All core models: the client's own as its model, the others by client."""
-        if not self._cores:  # they all begin as the initial model
+        """Return all core models: the client's own as its model, the others by client number."""
+        if not self._cores:  # every core model begins as the initial model
             initial = records.to_record(self.sent)
             self._cores = dict.fromkeys(range(self.plan.sampling.population), initial)
         others = {f"{CORE}.{j}": core for j, core in self._cores.items() if j != partition}
@@ -201,7 +209,7 @@ class Apple(OnePhase):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """Take the core models in; their mean is what is reported as the shared model."""
+        """Store the new core models; return their mean, which is reported as the shared model."""
         for partition, update in updates.items():
             sent = records.to_arrays(self._cores[partition])
             moved = {
@@ -213,9 +221,9 @@ class Apple(OnePhase):
         return {name: np.mean([core[name] for core in cores], axis=0) for name in base}
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """The core models."""
+        """Return the core models by client."""
         return {str(client): records.to_arrays(core) for client, core in self._cores.items()}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take the core models back."""
+        """Restore the core models."""
         self._cores = {int(client): records.to_record(core) for client, core in state.items()}

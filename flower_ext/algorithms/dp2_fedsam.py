@@ -38,35 +38,36 @@ from flower_ext.training import LocalTraining, Params
 
 
 def own_head(work: ClientWork) -> Params:
-    """h of this client: what it kept, or the initial one before it was ever sampled.
+    """Return this client's h from its memory, or the initial h before its first round.
 
     Raises
     ------
-    ValueError
-        The server shares other parameters than it did before; what is personal stays here. Or it
-        shares all of them.
+    InvalidValue
+        The server shares every parameter, or other parameters than in earlier rounds. The client
+        refuses, so that its personal part never leaves it.
     """
     names = set(work.task.shapes) - set(work.received)
     if work.memory is None:
         if not names:
             raise tellable(
                 InvalidValue(
-                    f"the server shares all of {sorted(work.received)}: personal= names none of "
-                    "them"
+                    f"the server shares all of {sorted(work.received)}: expected personal= to name "
+                    "at least one of them"
                 )
             )
         return {n: p for n, p in work.initial_params().items() if n in names}
     if set(work.memory) != names:
         raise tellable(
             InvalidValue(
-                f"the server shares all but {sorted(names)}; personal so far: {sorted(work.memory)}"
+                f"the server shares all parameters but {sorted(names)}: expected the personal "
+                f"parameters of earlier rounds, {sorted(work.memory)}"
             )
         )
     return work.memory
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 5–17 of Algorithm 2: the head first, with φ frozen; then φ by SAM, with h frozen."""
+    """Train the head with φ frozen, then φ by SAM with h frozen (Algorithm 2, lines 5–17)."""
     shared, head = work.received, own_head(work)
     model = yield work.train("head", {**shared, **head}, lambda name: name in head)
     model = yield work.train("extractor", model, lambda name: name in shared)
@@ -75,7 +76,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def local_model(work: ClientWork) -> Steps[Params]:
-    """(φ, h): the received extractor under the client's own head, adapted to it where asked."""
+    """Return (φ, h): the received extractor with the client's own head.
+
+    If the server asks for it, the client first adapts its head to this extractor.
+    """
     head = own_head(work)
     model = {**work.received, **head}
     if "head" not in work.training:
@@ -87,26 +91,26 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DP2FedSAM(FederatedStrategy):
     """Partial sharing with sharpness-aware training under client-level DP.
 
-    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
-    number of examples.
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples.
 
     Parameters
     ----------
     plan : PrivacyPlan
     personal : Sequence[str]
-        Names of the modules that are the head h, where ``*`` stands for any part; by the paper's
-        choice the last linear layer.
+        Names of the modules that form the head h; ``*`` matches any part of a name. The paper
+        takes the last linear layer.
     head : LocalTraining
-        SGD on h. The paper's rate is 0.1 or 0.005: its text names the two rates the other way
-        round than its symbols do.
+        SGD on h. The paper's rate is 0.1 or 0.005: its text and its symbols assign the two rates
+        in opposite ways.
     extractor : LocalTraining
-        SAM on φ, radius q.
+        SAM on φ with radius q.
     adapt_before_evaluation : bool
-        Train the head on the current φ, as the client would at the start of its next round,
-        before it evaluates. Local, forgotten afterwards, at no cost in privacy. The paper
-        evaluates the head as the client last left it: ``False``.
+        If True, a client trains its head on the current φ before it evaluates, as it would at the
+        start of its next round. The result stays on the client and is discarded, so it costs no
+        privacy. The paper evaluates the head as the client last trained it: ``False``.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(name="dp2_fedsam", local_update=local_update, local_model=local_model)
@@ -129,17 +133,17 @@ class DP2FedSAM(FederatedStrategy):
         self.adapt_before_evaluation = adapt_before_evaluation
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
-        """Theorem 2, by which the paper calibrates all its methods, and what is provable."""
+        """Return Theorem 2, by which the paper calibrates all its methods, and provable claims."""
         return [*theorem2_of_plan(self.plan, run), *super().claims(run)]
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The head first, then the extractor."""
+        """The phases of local training: the head, then the extractor."""
         return {"head": self.head, "extractor": self.extractor}
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
-        """The head alone, where asked for."""
+        """The head's training before evaluation, if ``adapt_before_evaluation`` is set."""
         return {"head": self.head} if self.adapt_before_evaluation else {}
 
 

@@ -1,4 +1,4 @@
-"""The former name of `flower_ext.algorithms.ditto`, for one release."""
+"""Deprecated name of `flower_ext.algorithms.ditto`, kept for one release."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""DP-FedAvg and its relatives: one whole model is shared; client-level DP.
+"""DP-FedAvg and its variants: clients share one whole model under client-level DP.
 
 Source: Zhang, Guo, Gong, DP²-FedSAM, Algorithm 1 and the baselines of Tables II and III;
 DP-FedAvg is due to McMahan et al. (2018), DP-FedSAM to Shi et al. (2023).
@@ -48,13 +48,13 @@ _STEPS = "steps"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 5–10 of Algorithm 1: train the received model, return what changed."""
+    """Train the received model (Algorithm 1, lines 5–10)."""
     trained = yield work.train("local", work.received)
     return LocalResult(model=trained)
 
 
 def local_model(work: ClientWork) -> Steps[Params]:
-    """The downloaded model, fine-tuned first where the strategy asks for it."""
+    """Return the received model, after fine-tuning if the strategy asks for it."""
     if "fine_tuning" not in work.training:
         return work.received
     tuned: Params = yield work.train("fine_tuning", work.received)
@@ -64,8 +64,8 @@ def local_model(work: ClientWork) -> Steps[Params]:
 class DPFedAvg(OnePhase):
     """Federated averaging with client-level DP.
 
-    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
-    number of examples, as in FedAvg.
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples, as FedAvg does.
 
     Parameters
     ----------
@@ -73,10 +73,10 @@ class DPFedAvg(OnePhase):
     local : LocalTraining
         Training of the whole model on a sampled client.
     fine_tuning : LocalTraining, optional
-        Training of the downloaded model before it is evaluated (the -FT variants): local, never
-        sent, at no cost in privacy.
+        Training of the received model before a client evaluates it (the -FT variants). The result
+        never leaves the client, so it costs no privacy.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(
@@ -106,12 +106,12 @@ class DPFedAvg(OnePhase):
 
     @property
     def evaluation_training(self) -> Mapping[str, LocalTraining]:
-        """Fine-tuning, where asked for."""
+        """The fine-tuning before evaluation, if there is any."""
         return {} if self.fine_tuning is None else {"fine_tuning": self.fine_tuning}
 
 
 class DPFedAvgFT(DPFedAvg):
-    """DP-FedAvg whose clients fine-tune the downloaded model, by default as they train."""
+    """DP-FedAvg whose clients fine-tune the received model, by default with ``local``."""
 
     def __init__(
         self,
@@ -131,13 +131,13 @@ class DPFedSAM(DPFedAvg):
         local = local or LocalTraining(sam_radius=0.1)
         if local.sam_radius == 0:
             raise InvalidValue(
-                "local.sam_radius=0: DPFedSAM needs a radius > 0 (DPFedAvg has none)"
+                "local.sam_radius=0: expected a radius > 0; use DPFedAvg to train without SAM"
             )
         super().__init__(local=local, **options)
 
 
 class DPFedSAMFT(DPFedSAM):
-    """DP-FedSAM whose clients fine-tune the downloaded model by SGD."""
+    """DP-FedSAM whose clients fine-tune the received model by SGD."""
 
     def __init__(
         self,
@@ -152,36 +152,40 @@ class DPFedSAMFT(DPFedSAM):
 
 
 class Hosted(DPFedAvg):
-    """A Flower strategy's server step amid this package's cohorts, checks, evaluation and records.
+    """The server step of a Flower strategy, with this package's cohorts, checks and records.
 
-    Takes FedAvg and what derives from it without sending more than the model and the
-    configuration: FedAvgM, FedProx, FedAdam, FedYogi, FedMedian, … Replies that fail a check
-    never reach it. It sees its own steps as rounds, numbered from 1, as FedAdam's bias correction
-    needs: a round that is discarded, or abandoned and done again, has no number.
+    The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
+    FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
+    package never reach it. Its round numbers count its own steps from 1, because FedAdam's bias
+    correction needs that. A round that is discarded, or abandoned and repeated, has no number.
 
     Parameters
     ----------
     server : FedAvg
-        Turns the accepted models, weighted by their numbers of examples, into the next one. Which
-        nodes are asked is the plan's business; its own ``fraction_train`` is not used.
+        Strategy that turns the accepted models, weighted by their numbers of examples, into the
+        next model. The plan chooses the cohort; the strategy's ``fraction_train`` has no effect.
     plan : PrivacyPlan
-        Not a `ReleasePlan`, and not Poisson sampling: Flower's strategies wait for a cohort.
+        Any plan but a `ReleasePlan`, without Poisson sampling, because Flower's strategies wait
+        for a cohort of a fixed size.
     **options
-        Those of `DPFedAvg`, but ``server_learning_rate``: the server has its own. FedProx's
-        ``proximal_mu`` becomes ``local.proximal_weight``.
+        Options of `DPFedAvg`, except ``server_learning_rate``, because the server has its own.
+        FedProx's ``proximal_mu`` becomes ``local.proximal_weight``.
 
     Raises
     ------
-    ValueError
-        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``, or
-        an option would have no effect beside the server's own.
+    InvalidValue
+        The cohorts are smaller than the server's ``min_train_nodes`` or ``min_available_nodes``,
+        or an option would have no effect beside the server's own.
     """
 
     needs_each_update = True
 
     def __init__(self, server: FedAvg, *, plan: PrivacyPlan, **options: Any) -> None:
         if isinstance(plan.sampling, PoissonSampling):
-            raise InvalidValue("sampling: Flower's strategies need cohorts of a fixed size")
+            raise InvalidValue(
+                "sampling of the plan: expected cohorts of a fixed size, for which Flower's "
+                "strategies wait"
+            )
         needed = max(server.min_train_nodes, server.min_available_nodes)
         if plan.sampling.expected_cohort_size < needed:
             raise InvalidValue(
@@ -190,7 +194,7 @@ class Hosted(DPFedAvg):
                 "min_train_nodes and min_available_nodes"
             )
         super().__init__(plan=plan, **options)
-        self.require_unit_rate(f"the step is {type(server).__name__}'s own")
+        self.require_unit_rate(f"{type(server).__name__} takes the server's step")
         if isinstance(server, FedProx):
             if self.local.proximal_weight not in (0.0, server.proximal_mu):
                 raise InvalidValue(
@@ -204,10 +208,10 @@ class Hosted(DPFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Our messages; the server adds to the configuration that they carry."""
+        """Return this package's messages, after the server added to their configuration."""
         messages = list(super().configure_train(server_round, arrays, config, grid))
         cohort = _Cohort([message.metadata.dst_node_id for message in messages])
-        if isinstance(self.server, FedAvgM):  # takes the model it is given in its first round only
+        if isinstance(self.server, FedAvgM):  # reads ``arrays`` in its first round only
             self.server.current_arrays = None
         self.server.configure_train(self._steps + 1, arrays, config, cast(Grid, cohort))
         return messages
@@ -215,7 +219,7 @@ class Hosted(DPFedAvg):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """What the server makes of the accepted models."""
+        """Return the model that the server computes from the accepted models."""
         replies = []
         for partition, update in updates.items():
             model = {name: base[name] + update.arrays[name] for name in base}
@@ -234,7 +238,10 @@ class Hosted(DPFedAvg):
         return records.to_arrays(arrays)
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """The server's moments and momenta, in dicts or lists of arrays, and how many steps."""
+        """Return the number of steps, and the server's moments and momenta.
+
+        Any attribute of the server that is a dict or a list of arrays counts as such state.
+        """
         state: dict[str, records.Arrays] = {_STEPS: {"taken": np.array([self._steps])}}
         for name, value in vars(self.server).items():
             kind = type(value).__name__
@@ -246,7 +253,7 @@ class Hosted(DPFedAvg):
         return state
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Give them back to the server."""
+        """Restore the number of steps and the server's moments and momenta."""
         for group, members in state.items():
             if group == _STEPS:
                 self._steps = int(members["taken"][0])
@@ -260,7 +267,7 @@ class Hosted(DPFedAvg):
         log.info("%s · %s", type(self.server).__name__, self.plan.describe())
 
     def read_update(self, reply: Message) -> records.Update:
-        """A client's update, with what the server weights it by."""
+        """Read a client's update and check the metric by which the server weights it."""
         update = super().read_update(reply)
         if not update.metrics.get(self.server.weighted_by_key, 0) > 0:
             raise records.RefusedReply(
@@ -271,7 +278,7 @@ class Hosted(DPFedAvg):
 
 @dataclass(frozen=True)
 class _Cohort:
-    """All that a Flower strategy asks of a Grid before it configures a round."""
+    """The part of a Grid that a Flower strategy uses before it configures a round."""
 
     nodes: Sequence[int]
 

@@ -1,4 +1,4 @@
-"""FedALA: each client learns, weight by weight, how much of the shared model it starts from.
+"""FedALA: each client learns, for every parameter, how much of the shared model to start from.
 
 Source: Zhang, Hua, Wang, Song, Xue, Ma, Guan, "FedALA: Adaptive Local Aggregation for Personalized
 Federated Learning" (AAAI 2023), Algorithm 1.
@@ -13,10 +13,11 @@ s                     ``sample_share``
 η                     ``weight_learning_rate``
 ====================  =====================================================
 
-Start: Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. W_i learns by ∇_Θ̂ F ⊙ (Θ − Θ_i), cut to [0, 1], on a new sample
-of the records: one pass in every round, and ``first_passes`` of them when it begins, where the
-paper goes on until the loss is steady. Under a `RecordLevelPlan` what a client uploads is Θ_i
-clipped and noised; Θ_i itself and W_i never leave it.
+A round starts from Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i. The client trains W_i by the gradient
+∇_Θ̂ F ⊙ (Θ − Θ_i), clamped to [0, 1], on a new sample of its records. It makes one pass in every
+round and ``first_passes`` passes in its first one, where the paper continues until the loss is
+steady. Under a `RecordLevelPlan` the client clips and noises Θ_i before it uploads it; Θ_i itself
+and W_i never leave the client.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ SHARE, FIRST, ADAPTIVE = "sample-share", "first-passes", "adaptive."
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregation(Job):
-    """A job that trains weights between ``params``, the local model, and ``shared``."""
+    """A job that trains mixing weights between the local model ``params`` and ``shared``."""
 
     shared: Params
     weights: Params
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Learn W_i where there is a local model, start from its mix, train."""
+    """Train W_i if there is a local model, mix it with the shared one, and train the mix."""
     kept = work.memory or {}
     weights = part(kept, WEIGHTS)
     start = work.received
@@ -82,7 +83,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
-    """Train W_i on a new sample: ones, and more passes, when it begins."""
+    """Return the training of W_i on a new sample of the records.
+
+    In a client's first such training, W_i starts at ones and trains for more passes.
+    """
     modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
     names = {name for name in local if matches(name, modules)}
     size = max(1, round(work.settings[SHARE] * len(work.data.train)))
@@ -105,13 +109,13 @@ def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
 
 
 def mixed(local: Mapping[str, Tensor], shared: Mapping[str, Tensor], weights: Params) -> Params:
-    """Θ_i + (Θ − Θ_i) ⊙ W_i, over the names that have weights."""
+    """Return Θ_i + (Θ − Θ_i) ⊙ W_i, over the names that have weights."""
     return {n: local[n] + (shared[n] - local[n]) * w for n, w in weights.items()}
 
 
 @one_by_one
 def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) -> Params:
-    """W of a job; what has no weights comes from the shared model."""
+    """Return W of one job; parameters without weights come from the shared model."""
     frozen = {name: p for name, p in job.shared.items() if not trained(name)}
     problem = local_problem(task, {**job.params, **frozen}, trained=trained)
     device = problem.device
@@ -127,32 +131,32 @@ def train_weights(task: Task, job: Aggregation, trained: Callable[[str], bool]) 
 
 
 def local_model(work: ClientWork) -> Params:
-    """The local model as it was last trained; the shared one before that."""
+    """Return the local model as last trained, or the shared model before the first training."""
     return part(work.memory or {}, MODEL) or work.received
 
 
 class FedALA(FederatedStrategy):
-    """Adaptive local aggregation of the shared model into the client's own.
+    """Adaptive local aggregation: each client mixes the shared model into its own.
 
-    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
-    number of examples.
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples.
 
     Parameters
     ----------
     plan : PrivacyPlan
     adaptive : Sequence[str]
-        Modules whose weights W are learned: the paper's p highest layers. A name that is none of
-        the model's ends the run before its first round.
+        Modules with learned weights W: the paper's p highest layers. A name that matches no
+        module of the model ends the run before its first round.
     weight_learning_rate : float
-        η.
+        η: learning rate of W.
     sample_share : float
-        s: share of the records on which W learns in a round, in (0, 1].
+        s: share of the records on which W trains in a round, in (0, 1].
     first_passes : int
-        Passes over them when W begins.
+        Passes over the sample in a client's first training of W.
     local : LocalTraining
-        Of the local model; its batches are also those of W.
+        Training of the local model; its batch size is also that of W.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(name="fedala", local_update=local_update, local_model=local_model)
@@ -169,7 +173,9 @@ class FedALA(FederatedStrategy):
         **options: Any,
     ) -> None:
         if not adaptive:
-            raise InvalidValue("adaptive=(): name the modules whose weights are learned")
+            raise InvalidValue(
+                "adaptive=(): expected the names of modules with learned weights, e.g. ('head',)"
+            )
         require_positive("weight_learning_rate", weight_learning_rate)
         require_rate("sample_share", sample_share)
         require_at_least_one("first_passes", first_passes)
@@ -182,19 +188,19 @@ class FedALA(FederatedStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As every method, once ``adaptive`` is known to fit.
+        """Check that ``adaptive`` fits the model, then configure the round as every method does.
 
         Raises
         ------
-        ValueError
-            ``adaptive`` names none of the model's modules.
+        InvalidValue
+            ``adaptive`` has a name that matches no module of the model.
         """
         require_modules("adaptive", self.adaptive, self.shared(arrays))
         return super().configure_train(server_round, arrays, config, grid)
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The local model, and the weights that it starts from."""
+        """The phases of local training: the local model, and the weights of its start."""
         weights = LocalTraining(
             epochs=1,
             batch_size=self.local.batch_size,
@@ -204,6 +210,6 @@ class FedALA(FederatedStrategy):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """s, the first passes, and the modules with weights."""
+        """Settings for clients: s, the first passes, and the modules with weights."""
         modules = {ADAPTIVE + module: 1.0 for module in self.adaptive}
         return {SHARE: self.sample_share, FIRST: self.first_passes, **modules}

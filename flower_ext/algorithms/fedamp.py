@@ -1,4 +1,4 @@
-"""FedAMP: the server mixes for each client a cloud model of its own, from models like its own.
+"""FedAMP: the server mixes a cloud model for each client, mostly from models similar to its own.
 
 Source: Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on
 Non-IID Data" (AAAI 2021), Algorithm 1 with the attention A(x) = 1 − e^{−x/σ}.
@@ -9,13 +9,13 @@ paper                 here
 w_i, u_i              the client's memory, the model that it receives
 ξ_ij                  ``attention``: α A'(‖w_i − w_j‖²) for j ≠ i, and 1 − Σ_j ξ_ij for i itself
 σ                     ``attention_width``
-α_k                   ``attention_step``, by default σ/N: no ξ_ii is then below 0
+α_k                   ``attention_step``, by default σ/N, which keeps every ξ_ii at 0 or above
 λ/α_k                 ``attraction``
 ====================  =====================================================
 
-Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` what
-it uploads is w_i clipped and noised, and the server knows, compares and mixes nothing else; w_i
-itself stays on the client.
+Client i descends F_i(w) + (λ/2α_k) ‖w − u_i‖² from its own last w_i. Under a `RecordLevelPlan` the
+client clips and noises w_i before it uploads it. The server compares and mixes only these uploads;
+w_i itself stays on the client.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ATTRACTION = "attraction"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train the own model, drawn to the cloud model that was received."""
+    """Train the client's own model, with a proximal term towards the received cloud model."""
     start = work.memory or work.received
     pull = Proximal(weight=work.settings[ATTRACTION], anchor=work.received)
     trained = yield work.train("local", start, terms=[pull])
@@ -52,7 +52,15 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDArray[np.float64]:
-    """ξ of all pairs of ``models`` (clients × weights); every row adds up to 1."""
+    """Return ξ for all pairs of ``models``; every row sums to 1.
+
+    Parameters
+    ----------
+    models : NDArray[np.float64]
+        One flattened model in each row (clients × parameters).
+    step, width : float
+        α_k and σ.
+    """
     squares = np.square(models).sum(axis=1)
     distances = np.maximum(squares[:, None] + squares[None, :] - 2 * models @ models.T, 0.0)
     weights = step / width * np.exp(-distances / width)
@@ -62,23 +70,24 @@ def attention(models: NDArray[np.float64], *, step: float, width: float) -> NDAr
 
 
 class FedAMP(OnePhase):
-    """Attentive message passing; the reported shared model is the mean of the clients' uploads.
+    """Attentive message passing between clients with similar models.
 
-    Attention says what clients count for each other; in that mean all count alike.
+    Attention sets the weights in the cloud models. The reported shared model is the plain mean of
+    the clients' uploads.
 
     Parameters
     ----------
     plan : PrivacyPlan
-        Not a `ReleasePlan`: the server needs each client's model.
+        Any plan but a `ReleasePlan`, because the server needs each client's model.
     attention_width : float
-        σ: how far apart models may be to take from one another.
+        σ: scale of the squared distance over which attention between two models decays.
     attention_step : float, optional
-        α.
+        α: step of the mix; by default ``attention_width / population``.
     attraction : float
-        λ/α: how strongly a client's model is drawn to its cloud model.
+        λ/α: strength of the pull of a client's model towards its cloud model.
     local : LocalTraining
     **options
-        Those of `FederatedStrategy`, but ``server_learning_rate``.
+        Options of `FederatedStrategy`, except ``server_learning_rate``.
     """
 
     client = ClientMethod(name="fedamp", local_update=local_update, local_model=own_model)
@@ -103,10 +112,11 @@ class FedAMP(OnePhase):
         if not 0 < step <= most:
             raise InvalidValue(
                 f"attention_step={step!r}: expected a number in (0, attention_width / "
-                f"(clients - 1)] = (0, {most:.4g}], or weights of own models may be negative"
+                f"(clients - 1)] = (0, {most:.4g}], because a larger step may give a client's own "
+                "model a negative weight"
             )
         super().__init__(plan=plan, local=local, **options)
-        self.require_unit_rate("FedAMP's server takes models as they come")
+        self.require_unit_rate("FedAMP's server stores each model as it arrives")
         self.attention_width, self.attention_step = attention_width, step
         self.attraction = attraction
         self.models: dict[int, records.Arrays] = {}
@@ -114,11 +124,11 @@ class FedAMP(OnePhase):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """λ/α."""
+        """Settings for clients: λ/α."""
         return {ATTRACTION: self.attraction}
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """u_i; the shared model for a client whose model is not known yet."""
+        """Return u_i as the client's model; nothing for a client that never uploaded one."""
         if partition not in self.clouds:
             return {}
         return {records.MODEL: records.to_record(self.clouds[partition])}
@@ -126,24 +136,24 @@ class FedAMP(OnePhase):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """Take the models in, and mix the cloud models of the next round."""
+        """Store the models, mix the next cloud models, and return the mean of all models."""
         for partition, update in updates.items():
             sent = self.clouds.get(partition, base)
             self.models[partition] = {name: sent[name] + update.arrays[name] for name in base}
         return self._mix()
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """The models; cloud models follow from them."""
+        """Return the models by client; `restore` computes the cloud models from them."""
         return {str(partition): model for partition, model in self.models.items()}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take the models back, and mix the cloud models of the next round."""
+        """Restore the models, and mix the cloud models of the next round."""
         self.models = {int(partition): model for partition, model in state.items()}
         if self.models:
             self._mix()
 
     def _mix(self) -> records.Arrays:
-        """Set the cloud models; returns the mean of all models."""
+        """Set the cloud models; return the mean of all models."""
         clients = sorted(self.models)
         like = self.models[clients[0]]
         flat = np.stack([_flat(self.models[client]) for client in clients])

@@ -12,8 +12,8 @@ paper                 here
 m                     ``plan.sampling.population``
 ====================  =====================================================
 
-Client and server both take θ_k as it left the client, clipped or perturbed: so h stays the mean of
-what clients remember, but for what the server itself clips and noises.
+Client and server both use θ_k as it left the client, after clipping and noise. So h stays the mean
+of the gradients in the clients' memories, unless the server itself clips or adds noise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REGULARIZATION = "regularization"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then renew the gradient."""
+    """Minimise L_k(θ) − ⟨∇L_k(θ_k), θ⟩ + (α/2) ‖θ − θ_server‖², then update the gradient."""
     alpha, server = work.settings[REGULARIZATION], work.received
     gradient = work.memory or {name: torch.zeros_like(p) for name, p in server.items()}
     terms: list[Term] = [
@@ -57,17 +57,17 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 class FedDyn(OnePhase):
-    """Dynamic regularisation; the mean over a cohort counts every client alike.
+    """Dynamic regularisation; the mean over a cohort weights every client equally.
 
     Parameters
     ----------
     plan : PrivacyPlan
     regularization : float
-        α > 0.
+        α > 0: weight of the dynamic regularizer.
     local : LocalTraining
         The approximate minimisation on each client.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(
@@ -85,8 +85,8 @@ class FedDyn(OnePhase):
         require_positive("regularization", regularization)
         if plan.weighs_examples:
             raise InvalidValue(
-                "weighting='examples' of the plan: expected 'clients', as h is the plain mean of "
-                "what clients remember"
+                "weighting='examples' of the plan: expected 'clients', because h is the plain mean "
+                "of the gradients in the clients' memories"
             )
         super().__init__(plan=plan, local=local, **options)
         self.regularization = self.added_proximal_weight = regularization
@@ -94,15 +94,15 @@ class FedDyn(OnePhase):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """α."""
+        """Settings for clients: α."""
         return {REGULARIZATION: self.regularization}
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """h ← h − (α/m) Σ (θ_k − θ);  θ ← mean θ_k − h/α."""
+        """Update h ← h − (α/m) Σ (θ_k − θ); return θ ← mean θ_k − h/α."""
         share = len(updates) / self.plan.sampling.population
-        if self.plan.release is not None:  # how many answered would show in the model
+        if self.plan.release is not None:  # else the model reveals how many answered
             share = self.plan.sampling.sampling_rate
         self.h = {
             name: self.h.get(name, np.zeros_like(base[name]))
@@ -113,9 +113,9 @@ class FedDyn(OnePhase):
         return {name: moved[name] - self.h[name] / self.regularization for name in base}
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """h."""
+        """Return h."""
         return {"h": self.h}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take h back."""
+        """Restore h."""
         self.h = dict(state["h"])

@@ -1,4 +1,4 @@
-"""Methods that train one model in one phase, and the two models that a client may evaluate."""
+"""Base class of methods that train one model in one phase, and helpers for client sides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Solved = TypeVar("Solved")
 
 
 def shared_model(work: ClientWork) -> Params:
-    """The shared model."""
+    """Return the shared model."""
     return work.received
 
 
 def own_model(work: ClientWork) -> Params:
-    """The client's own model; the shared one for a client that never took part."""
+    """Return the client's own model, or the shared model if the client never took part."""
     return work.memory or work.received
 
 
 def one_by_one(
     solve: Callable[[Task, Work, Callable[[str], bool]], Solved],
 ) -> Callable[..., list[Solved]]:
-    """Return what solves many jobs for a `Training`, one after the other."""
+    """Turn a function that solves one job into one that solves a `Training`'s jobs in sequence."""
 
     def each(
         task: Task, jobs: Sequence[Work], *, trained: Callable[[str], bool], memory_limit: int
@@ -45,7 +45,7 @@ class OnePhase(FederatedStrategy):
     plan : PrivacyPlan
     local : LocalTraining
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     def __init__(
@@ -56,18 +56,24 @@ class OnePhase(FederatedStrategy):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The whole model, in one phase."""
+        """The one phase of local training: the whole model."""
         return {"local": self.local}
 
     def require_unit_rate(self, because: str) -> None:
-        """Refuse a ``server_learning_rate`` that would have no effect.
+        """Refuse a ``server_learning_rate`` other than 1, which would have no effect.
+
+        Parameters
+        ----------
+        because : str
+            The reason, for the message.
 
         Raises
         ------
-        ValueError
-            It is not 1.
+        InvalidValue
+            The rate is not 1.
         """
         if self.server_learning_rate != 1.0:
             raise InvalidValue(
-                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, as {because}"
+                f"server_learning_rate={self.server_learning_rate!r}: expected 1.0, because "
+                f"{because}"
             )

@@ -1,4 +1,4 @@
-"""pFedMe: personal models by Moreau envelopes around a shared one.
+"""pFedMe: personal models as Moreau envelopes around a shared model.
 
 Source: T Dinh, Tran, Nguyen, "Personalized Federated Learning with Moreau Envelopes" (NeurIPS
 2020), Algorithm 1.
@@ -48,14 +48,14 @@ ATTRACTION = "attraction"
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope(Job):
-    """A job whose loss is replaced by its Moreau envelope: K steps on θ_i for each mini-batch."""
+    """A job that minimises its loss's Moreau envelope, by K steps on θ_i for each mini-batch."""
 
     personal: LocalTraining
     attraction: float
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 5–9: for each mini-batch K steps on θ_i around w_i, then w_i towards θ_i."""
+    """For each mini-batch, take K steps on θ_i around w_i, then move w_i to θ_i (lines 5–9)."""
     if len(work.data.train) == 0:
         return LocalResult(model=work.received, memory=work.received)
     job = Envelope(
@@ -75,7 +75,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def minimise_envelopes(
     task: Task, jobs: Sequence[Envelope], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[tuple[Params, Params]]:
-    """(w_i, θ_i) of each job; θ_i starts at the received model and goes on between mini-batches."""
+    """Return (w_i, θ_i) of each job.
+
+    θ_i starts at the received model, and each mini-batch continues from the θ_i before it.
+    """
     results: dict[int, tuple[Params, Params]] = {}
     for group in groups(task, jobs, memory_limit):
         chosen = [jobs[index] for index in group]
@@ -115,12 +118,12 @@ def minimise_envelopes(
 def minimise_envelope(
     task: Task, job: Envelope, trained: Callable[[str], bool]
 ) -> tuple[Params, Params]:
-    """As `minimise_envelopes`, for one job, or a model that cannot train in a batch."""
+    """Return (w_i, θ_i) of one job; the model need not support training in batches of clients."""
     pull = job.training.learning_rate * job.attraction
     with own_draws(job.generator, task.torch_device()) as anew:
         problem = local_problem(task, job.params, trained=trained, terms=job.objective)
         w, theta = clone(problem.start), clone(problem.start)
-        anew()  # whatever was drawn while the model was built
+        anew()  # building the model may have drawn random numbers
         near = Proximal(weight=job.attraction, anchor=w)
 
         def envelope(point: Params, x: Tree, y: Tree) -> Tensor:
@@ -136,26 +139,26 @@ def minimise_envelope(
 
 
 minimise_apart = one_by_one(minimise_envelope)
-"""As `minimise_envelopes`: no bit of one depends on the others."""
+"""Do as `minimise_envelopes` does, with results that depend in no bit on the other jobs."""
 
 
 class PFedMe(FederatedStrategy):
-    """Personal models that never leave the client; the shared model is their anchor.
+    """Personal models that stay on the clients, anchored to a shared model.
 
-    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
-    number of examples.
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples.
 
     Parameters
     ----------
     plan : PrivacyPlan
     attraction : float
-        λ > 0: how strongly personal models are drawn to the shared one.
+        λ > 0: strength of the pull of personal models towards the shared one.
     local : LocalTraining
-        Of the shared model's local copy, without momentum.
+        Training of the shared model's local copy, without momentum.
     personal_training : LocalTraining
-        Of the personal model on one mini-batch: ``steps`` K and ``learning_rate`` η_p.
+        Training of the personal model on each mini-batch: ``steps`` K and ``learning_rate`` η_p.
     **options
-        Those of `FederatedStrategy`; ``server_learning_rate`` is β.
+        Options of `FederatedStrategy`; ``server_learning_rate`` is β.
     """
 
     client = ClientMethod(name="pfedme", local_update=local_update, local_model=own_model)
@@ -175,16 +178,16 @@ class PFedMe(FederatedStrategy):
         self.local = local or LocalTraining(learning_rate=0.01)
         self.personal_training = personal_training or LocalTraining(steps=5, learning_rate=0.05)
         for name in (*self.local.beyond_sgd, *self.personal_training.beyond_sgd):
-            raise InvalidValue(f"{name} is set: pFedMe's updates are plain SGD")
+            raise InvalidValue(f"{name} is set: expected plain SGD, as in pFedMe; leave it out")
         if not self.personal_training.steps:
             raise InvalidValue("personal_training.steps: expected K >= 1 steps on each mini-batch")
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The shared model's local copy, and the personal model inside it."""
+        """The local training: of the shared model's copy, and of the personal model inside it."""
         return {"local": self.local, "personal": self.personal_training}
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """λ."""
+        """Settings for clients: λ."""
         return {ATTRACTION: self.attraction}

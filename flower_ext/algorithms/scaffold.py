@@ -12,10 +12,10 @@ K, η_l                ``local``: its `effective_steps`, its learning rate
 η_g                   ``server_learning_rate``
 ====================  =====================================================
 
-With momentum, which the paper does not have, K counts how often gradients act: only then is c_i a
-mean of gradients, as option II wants it. A client uploads y_i − x and K_i; Δc_i = −c − (y_i − x) /
-(K_i η_l) follows from them, so it does not travel, and where y_i was perturbed it reveals no more.
-The client renews c_i from the same perturbed y_i: so c stays the mean of all c_i.
+A client uploads y_i − x and K_i. From them the server computes Δc_i = −c − (y_i − x) / (K_i η_l),
+so Δc_i is not sent and reveals nothing beyond the perturbed y_i. The client updates c_i from the
+same perturbed y_i, so c stays the mean of all c_i. With momentum, which the paper does not use, K
+counts how often gradients act, because only then is c_i a mean of gradients, as option II requires.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BEFORE = "control-before"
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 6–13: train under the correction c − c_i, then renew c_i (option II)."""
+    """Train under the correction c − c_i, then update c_i (lines 6–13, option II)."""
     control = work.state[CONTROL]
     own = work.memory or {name: torch.zeros_like(c) for name, c in control.items()}
     correction = Linear(direction=difference(control, own))
@@ -68,16 +68,16 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 class Scaffold(OnePhase):
-    """Stochastic controlled averaging; the mean over a cohort counts every client alike.
+    """Stochastic controlled averaging; the mean over a cohort weights every client equally.
 
     Parameters
     ----------
     plan : PrivacyPlan
-        Not a `ReleasePlan`: the server needs each client's update.
+        Any plan but a `ReleasePlan`, because the server needs each client's update.
     local : LocalTraining
-        With epochs, or steps, above 0.
+        Plain or momentum SGD with at least one epoch or step.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(
@@ -91,25 +91,31 @@ class Scaffold(OnePhase):
     ) -> None:
         super().__init__(plan=plan, local=local, **options)
         if self.local.epochs == 0 and not self.local.steps:
-            raise InvalidValue("local.epochs=0: a control variate needs at least one step")
+            raise InvalidValue(
+                "local.epochs=0: expected at least one epoch or step, from which SCAFFOLD computes "
+                "a control variate"
+            )
         if self.local.tolerance:
-            raise InvalidValue("local.tolerance above 0: a control variate needs steps of SGD")
+            raise InvalidValue(
+                "local.tolerance above 0: expected 0, because SCAFFOLD computes control variates "
+                "from steps of SGD"
+            )
         if self.local.optimizer != SGD:
             raise InvalidValue(
-                f"local.optimizer={self.local.optimizer!r}: expected {SGD!r}, from whose steps "
-                "control variates are made"
+                f"local.optimizer={self.local.optimizer!r}: expected {SGD!r}, because SCAFFOLD "
+                "computes control variates from steps of SGD"
             )
         self.control: records.Arrays = {}
         self._control_before: records.Arrays = {}
         self._learning_rate = self.local.learning_rate
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
-        """Note the round's learning rate, which tells the controls later."""
+        """Store the round's learning rate, from which `next_model` computes the controls."""
         self._learning_rate = self.local.in_round(number).learning_rate
         return cohort
 
     def server_state(self) -> Mapping[str, ArrayRecord]:
-        """c, zero before the first round."""
+        """Return c, which is zero before the first round."""
         if not self.control:
             self.control = {name: np.zeros_like(array) for name, array in self.sent.items()}
         return {CONTROL: records.to_record(self.control)}
@@ -117,7 +123,7 @@ class Scaffold(OnePhase):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """Lines 16–17: x moves along the mean of y_i − x, c by (1/N) Σ Δc_i."""
+        """Move x along the mean of y_i − x, and c by (1/N) Σ Δc_i (lines 16–17)."""
         c, population = self.control, self.plan.sampling.population
         changes = [
             {
@@ -136,7 +142,7 @@ class Scaffold(OnePhase):
         return super().next_model(base, mean, updates)
 
     def extrapolate(self, coefficient: float) -> None:
-        """In an even round of Upcycled-FL c moves along, as in its authors' experiments."""
+        """Extrapolate c in an even round of Upcycled-FL, as in its authors' experiments."""
         before, c = self._control_before, self.control
         self.control = {
             name: (c[name] + coefficient * (c[name] - before[name])).astype(c[name].dtype)
@@ -144,15 +150,15 @@ class Scaffold(OnePhase):
         }
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """c, and c before the last round."""
+        """Return c, and c before the last round."""
         return {CONTROL: self.control, _BEFORE: self._control_before}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take both back."""
+        """Restore both."""
         self.control, self._control_before = dict(state[CONTROL]), dict(state[_BEFORE])
 
     def read_update(self, reply: Message) -> records.Update:
-        """A client's update, with the number of its local steps."""
+        """Read a client's update and check its number of local steps."""
         update = super().read_update(reply)
         if not update.metrics.get(STEPS, 0) >= 1:
             raise records.RefusedReply(f"metric {STEPS!r} is missing or below 1")

@@ -28,11 +28,14 @@ class Observation:
     sent, uploads : Sequence[Mapping[int, Arrays]]
         Of each round, by partition: the model that the client was sent, and what it sent back less
         that model.
+    scores : Sequence[Mapping[str, float]]
+        The means that evaluations released, by round; none of a round without evaluation.
     """
 
     models: Sequence[Arrays]
     sent: Sequence[Mapping[int, Arrays]]
     uploads: Sequence[Mapping[int, Arrays]]
+    scores: Sequence[Mapping[str, float]] = ()
 
 
 Score = Callable[[Observation, AdversaryView], float]
@@ -80,6 +83,24 @@ def projected(
         return sum(
             signs[min(number, len(signs) - 1)] * step(seen, view, number) for number in rounds
         )
+
+    return score
+
+
+def of_scores(name: str) -> Score:
+    """Return the score of a canary that tells much more than all others in evaluations.
+
+    The noised sums of clients and of their centred scores are made up again from the released
+    count and mean, and projected on the canary's part in them, which is (1, ½) at most. All others
+    tell the middle of the bounds, which are 0 and 1.
+    """
+
+    def score(seen: Observation, view: AdversaryView) -> float:
+        found = 0.0
+        for means in seen.scores:
+            count, mean = means.get("scored_clients", 0.0), means.get(f"{name}_mean", 0.5)
+            found += count + 0.5 * count * (mean - 0.5)
+        return found
 
     return score
 

@@ -41,19 +41,25 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
             grid.begin(number + 1)
         return None
 
-    strategy = world.strategy()
+    strategy, told = world.strategy(), {}
     grid.begin(1)
     try:
-        strategy.start(
+        result = strategy.start(
             grid, records.to_record(initial), num_rounds=experiment.rounds, evaluate_fn=note
         )
+        told = result.evaluate_metrics_clientapp
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else all uploads were refused, which have been seen all the same
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # one that released nothing left the model
         released.append(models.get(number, released[-1]))
-    return Observation(models=released, sent=grid.sent, uploads=grid.uploads), strategy
+    scores = [
+        {name: value for name, value in told.get(number, {}).items() if isinstance(value, float)}
+        for number in range(1, experiment.rounds + 1)
+    ]
+    seen = Observation(models=released, sent=grid.sent, uploads=grid.uploads, scores=scores)
+    return seen, strategy
 
 
 class _Listener(InProcessGrid):

@@ -1,4 +1,4 @@
-"""``flower-ext audit``: what an attack proves about a strategy's ε."""
+"""``flower-ext audit``: attack a strategy and compare the proven lower bound with its ε."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ def audit(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="module:function that returns an Experiment, or a mechanism of this package, as "
-            "client-noise.",
+            help="A mechanism of this package, such as client-noise, or module:function that "
+            "returns an Experiment.",
         ),
     ],
     trials: Annotated[int, typer.Option(min=8, help="Runs in each of the two worlds.")] = 1000,
     confidence: Annotated[
-        float, typer.Option(help="With which all bounds hold at once, between 0 and 1.")
+        float, typer.Option(help="Probability that all bounds hold together, between 0 and 1.")
     ] = 0.99,
     output: Annotated[
-        Path, typer.Option(help="Where audit.json and a figure of each view go.")
+        Path, typer.Option(help="Folder for audit.json and one figure for each view.")
     ] = Path("audit"),
 ) -> None:
-    """Bound ε from below: run a strategy with and without a canary, and tell the runs apart.
+    """Attack a strategy to prove a lower bound on its ε.
 
-    Exit status 1 says that a bound exceeds the printed ε, 2 that there was no audit.
+    The audit runs the strategy with and without a canary and measures how well an attacker tells
+    the two kinds of runs apart. Exit status 1 means that a lower bound exceeds the printed ε; exit
+    status 2 means that the audit did not run.
 
-    Example: flower-ext audit client-noise --trials 500, or with a file mine.py beside you,
-    flower-ext audit mine:experiment. docs/audit.md shows such a file.
+    Example: flower-ext audit client-noise --trials 500, or, with a file mine.py in the current
+    folder, flower-ext audit mine:experiment. docs/audit.md shows such a file.
     """
     if not 0 < confidence < 1:
         raise typer.BadParameter(f"confidence={confidence!r}: expected a number in (0, 1)")
@@ -64,7 +66,7 @@ def audit(
         raise typer.Exit(_INTERRUPTED) from None
     except InvalidValue:
         raise
-    except Exception:  # of the strategy or its clients: where it was raised says more
+    except Exception:  # raised by the strategy or its clients: the traceback shows where
         traceback.print_exc()
         raise typer.Exit(_NO_AUDIT) from None
     print_audit(found)
@@ -75,12 +77,12 @@ def audit(
 
 
 def experiment_of(target: str) -> Experiment:
-    """The experiment of a mechanism's name, or what ``module:function`` returns.
+    """Return the experiment of a named mechanism, or the one that ``module:function`` returns.
 
     Raises
     ------
-    ValueError
-        There is no such mechanism or function, or it returns something else.
+    InvalidValue
+        There is no such mechanism or function, or the function returns something else.
     """
     if target in MECHANISMS:
         return MECHANISMS[target]()
@@ -97,14 +99,17 @@ def experiment_of(target: str) -> Experiment:
         raise InvalidValue(f"target={target!r}: {error}") from error
     if not isinstance(found, Experiment):
         raise InvalidValue(
-            f"target={target!r} returned a {type(found).__name__}: expected a "
-            "flower_ext.auditing.Experiment"
+            f"target={target!r}: expected a function that returns a flower_ext.auditing.Experiment,"
+            f" it returned a {type(found).__name__}"
         )
     return found
 
 
 def write_audit(found: Audit, folder: Path) -> list[Path]:
-    """``audit.json``, and for each view the ROC of the attack beside what (ε, δ) allows."""
+    """Write ``audit.json`` and one ROC figure for each view; return the paths.
+
+    A figure shows the attack's ROC curve next to the region that (ε, δ)-DP allows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     told = folder / "audit.json"
     write_whole(told, json.dumps(found.to_dict(), indent=2).encode(), private=False)
@@ -123,7 +128,7 @@ def write_audit(found: Audit, folder: Path) -> list[Path]:
 
 
 def print_audit(found: Audit) -> None:
-    """One line a view, and what the numbers mean."""
+    """Print a table with one line for each view, and a sentence on how to read it."""
     columns = ("view", "printed ε", "δ", "lower bound", "ratio", "by")
     table = titled_table(f"Audit of {found.name}", columns)
     for view in found.views:
@@ -138,7 +143,7 @@ def print_audit(found: Audit) -> None:
         )
     console.print(table)
     console.print(
-        f"{found.trials} runs in each world, {found.seconds:.0f} s; all bounds hold at once with "
-        f"a confidence of {found.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
+        f"{found.trials} runs in each world, {found.seconds:.0f} s. All bounds hold together with "
+        f"confidence {found.confidence:.4g} (Bonferroni). A bound below the printed ε proves "
         "nothing about other attacks."
     )

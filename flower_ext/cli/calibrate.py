@@ -1,4 +1,4 @@
-"""``flower-ext calibrate``: noise, ε, rounds or sampling rate from the three others."""
+"""``flower-ext calibrate``: compute noise, ε, rounds or sampling rate from the other three."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to account the same run, and the words that describe it."""
+    """One way to account for the same run, and the words that describe it in a table."""
 
     words: dict[str, str]
     epsilon_at: Callable[[float], float]
@@ -52,7 +52,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Stands for it in tables."""
+        """Its name in tables."""
         return self.words[_NAME]
 
 
@@ -60,21 +60,23 @@ def calibrate(
     population: Annotated[int, typer.Option(min=1, help="N: clients in the federation.")],
     rounds: Annotated[int | None, typer.Option(min=1, help="T: planned rounds.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Target ε.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="σ.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="σ: stddev of the noise on a round's sum, over C.")
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="δ; by default 1/N.")] = None,
     sampling_rate: Annotated[
-        float | None, typer.Option(help="r: share of clients a round.")
+        float | None, typer.Option(help="r: share of the clients in each round.")
     ] = None,
-    cohort_size: Annotated[int | None, typer.Option(help="rN instead of the rate.")] = None,
+    cohort_size: Annotated[int | None, typer.Option(help="rN, in place of the rate.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell the noise, ε, the rounds or the sampling rate: whichever of the four is not given.
+    """Compute the noise, ε, the rounds or the sampling rate from the other three.
 
-    The noise multiplier σ is the standard deviation of the noise on a round's sum over the
-    clipping norm C. The unit is one client.
+    The noise multiplier σ is the standard deviation of the noise on a round's sum, divided by the
+    clipping norm C. The privacy unit is one client.
 
-    Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2, or
-    with --noise-multiplier 1 in place of --rounds 60 for the most rounds
+    Example: flower-ext calibrate --population 100 --sampling-rate 0.1 --rounds 60 --epsilon 2. To
+    find the largest number of rounds, give --noise-multiplier 1 in place of --rounds 60.
     """
     if sampling_rate is not None and cohort_size is not None:
         raise typer.BadParameter("give either --sampling-rate or --cohort-size")
@@ -86,7 +88,7 @@ def calibrate(
     if [epsilon, noise_multiplier, rounds, rate].count(None) != 1:
         raise typer.BadParameter(
             "give three of --epsilon, --noise-multiplier, --rounds, and --sampling-rate or "
-            "--cohort-size: the fourth is what you are told"
+            "--cohort-size: the command computes the fourth"
         )
     delta = 1 / population if delta is None else delta
     if rate is None or rounds is None:
@@ -125,7 +127,10 @@ def calibrate(
 def _most(
     population: int, rate: float | None, rounds: int | None, facts: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """By each accountant the most rounds, or the largest sampling rate, that ``facts`` allow."""
+    """Return, for each accountant, the largest number of rounds or sampling rate allowed.
+
+    The function computes whichever of ``rate`` and ``rounds`` is None.
+    """
     most: list[dict[str, Any]] = []
     for accountant in get_args(Accountant):
         words = _described(f"Poisson, {accountant.upper()}", _ADD_OR_REMOVE)
@@ -205,7 +210,8 @@ def _ways(population: int, rate: float, rounds: int, delta: float) -> list[Way]:
     sums, uploads = math.sqrt(seen.in_sums), math.sqrt(seen.in_uploads)
     sums_view = "complete sums, in every round"
     uploads_view = f"each upload, every round, cohorts of {fixed.size}"
-    # Where cohorts are known, everyone takes part in a number of releases: one Gaussian together.
+    # An adversary who knows the cohorts sees a known number of releases with each client's data.
+    # Together they are one Gaussian mechanism.
     everyone, special = FullParticipation(population), NeighboringRelation.REPLACE_SPECIAL
     return [
         claim,
@@ -227,18 +233,18 @@ def _print_epsilon(ways: list[Way], rows: list[dict[str, Any]]) -> None:
 
 
 def noise_text(noise_multiplier: float) -> str:
-    """σ with four decimals, rounded up: the printed noise still meets its target."""
-    # The guard keeps 2.0000000000000004 from becoming 2.0001.
+    """Format σ with four decimals, rounded up, so that the printed noise still meets its target."""
+    # Without the subtracted 1e-6, rounding would turn 2.0000000000000004 into 2.0001.
     return f"{math.ceil(noise_multiplier * 1e4 - 1e-6) / 1e4:.4f}"
 
 
 def _rounds_text(rounds: int) -> str:
-    """The number, or that there may be more where the search ended."""
+    """Format the number of rounds; prefix "≥" where the search ended at its limit."""
     return f"≥{rounds}" if 2 * rounds > MAX_ROUNDS else str(rounds)
 
 
 def _rate_text(rate: float) -> str:
-    """Three significant digits, rounded down: the printed rate still meets its target."""
+    """Format three significant digits, rounded down: the printed rate still meets its target."""
     unit = 10.0 ** (math.ceil(math.log10(rate)) - 3)
     return f"{math.floor(rate / unit) * unit:.3g}"
 

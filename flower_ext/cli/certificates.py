@@ -1,4 +1,4 @@
-"""Keys of nodes, and certificates for a SuperLink on this machine."""
+"""Create keys for nodes, and certificates for a SuperLink on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from flower_ext.runs.files import write_whole
 
 
 def make_key(folder: Path, name: str) -> tuple[Path, Path]:
-    """A pair of ECDSA P-384 keys, ``NAME`` (mode 600) and ``NAME.pub``, made if not there."""
+    """Return the paths of an ECDSA P-384 key pair; create the pair if it does not exist.
+
+    The private key is ``NAME`` (mode 600), the public key ``NAME.pub``.
+    """
     private, public = folder / name, folder / f"{name}.pub"
     if not private.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -33,16 +36,16 @@ def make_key(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def make_certificates(folder: Path, *, hosts: tuple[str, ...], days: int = 365) -> None:
-    """``ca.crt``, and ``server.crt`` with ``server.key`` (mode 600) for ``hosts``.
+    """Create ``ca.crt``, and ``server.crt`` with ``server.key`` (mode 600) for ``hosts``.
 
-    The authority's key is not kept: for other servers, make a new authority. Files that are there
-    stay.
+    The function does not store the authority's private key, so another server needs a new
+    authority. If ``server.crt`` exists, the function changes nothing.
     """
     if (folder / "server.crt").exists():
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    since = datetime.now(UTC) - timedelta(minutes=5)  # clocks differ
+    since = datetime.now(UTC) - timedelta(minutes=5)  # the clocks of two machines differ
     issuer = _name("flower-ext loopback authority")
     issued = (
         x509.CertificateBuilder()

@@ -1,4 +1,4 @@
-"""``flower-ext deploy``: an app on a SuperLink and SuperNodes that are started for it."""
+"""``flower-ext deploy``: run an app on a SuperLink and SuperNodes started for this run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from flower_ext.runs.directory import new_run_path
 
 def deploy(
     app_folder: AppFolder,
-    nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of SuperNodes.")] = 4,
     settings: Settings = None,
     runs: Runs = Path("runs"),
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where certificates, keys, database and logs are, and stay; by default nowhere."
+            help="Folder that keeps certificates, keys, database and logs; by default, a temporary "
+            "folder that is deleted at the end."
         ),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the SuperLink; 0: one that is free.")
+        int, typer.Option(min=0, max=65535, help="Port of the SuperLink; 0 picks a free one.")
     ] = 0,
     resume: Resume = None,
 ) -> None:
     """Run an app on a SuperLink and SuperNodes of this machine, with TLS and registered keys.
 
-    Everything that is started is ended again: a rehearsal of docs/deploy.md on loopback. What
-    clients remember stays in the run directory, for --resume.
+    The command rehearses the deployment of docs/deploy.md on loopback, and ends every process that
+    it started. Clients keep their memory in the run directory, so that --resume works.
 
     Example: flower-ext deploy apps/dp2-fedsam --nodes 4 --set rounds=3
     """
     given = list(settings or ())
-    defaults, changes = checked_settings(app_folder, given)  # not after a minute of starting
+    defaults, changes = checked_settings(
+        app_folder, given
+    )  # fail now, not after a minute of starting
     place = resume or changes.get("run-directory") or defaults.get("run-directory")
     if not place and "run-directory" in defaults:
         name = str({**defaults, **changes}.get("method", app_folder.name))

@@ -1,10 +1,10 @@
 """A deployment on this machine: a SuperLink, SuperNodes, TLS and keys, all real processes.
 
-What a federation of several machines has, on loopback and in one folder: ``certificates/`` (a
-certificate authority and the SuperLink's certificate), ``keys/`` (one pair for each node, and the
-secret of the SuperExec), ``superlink.db``, ``logs/`` and Flower's own home. Nodes can be killed,
-frozen and started again, as can the SuperLink: the ServerApp runs under a SuperExec of its own
-(``--isolation process``), since one that the SuperLink starts ends with it.
+It has the parts of a federation of several machines, on loopback and in one folder:
+``certificates/`` (a certificate authority and the SuperLink's certificate), ``keys/`` (one pair
+for each node, and the secret of the SuperExec), ``superlink.db``, ``logs/`` and Flower's home.
+Nodes can be killed, frozen and started again, and so can the SuperLink. The ServerApp survives a
+restart of the SuperLink because it runs under a separate SuperExec (``--isolation process``).
 """
 
 from __future__ import annotations
@@ -40,24 +40,29 @@ CONNECTION = "loopback"
 
 
 class DeploymentFailed(ProcessFailed):
-    """A process of the deployment ended, or does not do what was asked of it."""
+    """A process of the deployment ended, or failed to do its task."""
 
 
 @dataclass
 class Deployment:
-    """A SuperLink and its SuperNodes; start with ``with``, which also ends them.
+    """A SuperLink and its SuperNodes; use it in a ``with`` statement, which starts and ends them.
 
     Parameters
     ----------
     folder : Path
-        Where everything is kept; made if it is not there. A folder that was used before keeps its
-        database, keys and registrations.
+        Folder for all files of the deployment, created if it does not exist. A folder of an
+        earlier deployment keeps its database, keys and registrations.
     nodes : int
-        SuperNodes 0 … nodes−1, each told its number as ``partition-id``.
+        Number of SuperNodes. Node i of 0 … nodes−1 has ``partition-id`` i in its node config.
     node_config : Mapping[str, str | int | float | bool]
         Further values for the node config of all nodes.
     port : int
-        Of the SuperLink, on loopback; 0 is one that nobody listens on.
+        Port of the SuperLink on loopback; 0 picks a free one.
+
+    Raises
+    ------
+    InvalidValue
+        ``nodes`` is below 1.
     """
 
     folder: Path
@@ -99,18 +104,18 @@ class Deployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Make folders, certificates and the connection ``loopback`` of Flower's configuration.
+        """Create folders, certificates, and the connection ``loopback`` in Flower's configuration.
 
         Raises
         ------
         DeploymentFailed
-            A folder cannot be made.
+            A folder cannot be created.
         """
         try:
             for part in (self.folder, self.home, self.folder / "logs", self.folder / "keys"):
                 part.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise DeploymentFailed(f"folder {self.folder} cannot be made: {error}") from error
+            raise DeploymentFailed(f"folder {self.folder} cannot be created: {error}") from error
         make_certificates(self._certificates, hosts=(HOST, "localhost"))
         root = json.dumps(str(self._certificates / "ca.crt"), ensure_ascii=False)
         if not self._secret.exists():
@@ -123,12 +128,12 @@ class Deployment:
         )
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, on its database where there is one, and wait for its port.
+        """Start the SuperLink on its existing or a new database, and wait for its port.
 
         Raises
         ------
         ProcessFailed
-            The port is in use, or nothing listens there after a minute.
+            The port is in use, or nothing listens on it after a minute.
         """
         words = ["flower-superlink", "--host", HOST, "--port", str(self.port)]
         words += ["--database", str(self.folder / "superlink.db")]
@@ -142,7 +147,7 @@ class Deployment:
         wait_for_port(self.port, self.superlink)
 
     def start_superexec(self) -> None:
-        """Start what starts ServerApps, apart from the SuperLink: they outlive its restart."""
+        """Start the SuperExec, which runs ServerApps; they survive a restart of the SuperLink."""
         words = ["flower-superexec", "--runtime-api-address", f"{HOST}:{self.port}"]
         words += ["--superexec-auth-secret-file", str(self._secret), *self._trust]
         self._start("superexec", *words)
@@ -154,7 +159,7 @@ class Deployment:
         config: Mapping[str, str | int | float | bool] | None = None,
         name: str | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start SuperNode ``node`` with its key; ``config`` replaces values of its node config."""
+        """Start SuperNode ``node`` with its key; ``config`` overrides values of its node config."""
         name = name or f"node-{node}"
         values: dict[str, Any] = {"partition-id": node, "num-partitions": self.nodes}
         values |= {**self.node_config, **(config or {})}
@@ -169,7 +174,7 @@ class Deployment:
         return process
 
     def stop(self) -> None:
-        """End every process that was started, nodes first; SIGKILL where SIGTERM does not help."""
+        """End every process of the deployment, the newest first: SIGTERM, after 20 s SIGKILL."""
         for process in reversed(self._started):
             signal_group(process, signal.SIGCONT)
             signal_group(process, signal.SIGTERM)
@@ -181,7 +186,13 @@ class Deployment:
         self._started.clear()
 
     def register(self, node: int) -> None:
-        """Let a node in by its public key; one that is registered already stays so."""
+        """Register a node's public key with the SuperLink; accept one that is registered already.
+
+        Raises
+        ------
+        DeploymentFailed
+            The SuperLink refused the key.
+        """
         _, public = make_key(self.folder / "keys", f"node-{node}")
         done = self.flwr("supernode", "register", str(public), CONNECTION)
         if done.returncode and "already" not in done.stdout + done.stderr:
@@ -194,23 +205,23 @@ class Deployment:
         return sum(node["status"] == "online" for node in answer["nodes"])
 
     def wait_for_nodes(self, count: int, *, seconds: float = 90) -> None:
-        """Wait until ``count`` nodes are connected, looking every second.
+        """Wait until ``count`` nodes are connected; look once a second.
 
         Raises
         ------
         DeploymentFailed
-            They are not after ``seconds``; the message ends with the logs.
+            Fewer are connected after ``seconds``; the message ends with the logs.
         """
         deadline = time.monotonic() + seconds
         while self.online() < count:
             if time.monotonic() > deadline:
                 raise DeploymentFailed(
-                    f"not after {seconds:g} s: {count} nodes online\n{self.logs()}"
+                    f"fewer than {count} nodes are online after {seconds:g} s\n{self.logs()}"
                 )
             time.sleep(1)
 
     def flwr(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run Flower's command line in the deployment's home."""
+        """Run Flower's command ``flwr`` with this deployment's configuration."""
         return subprocess.run(
             [executable("flwr"), *arguments],
             env=self.env,
@@ -220,7 +231,7 @@ class Deployment:
         )
 
     def logs(self, last: int = 3000) -> str:
-        """The last characters of every process's log."""
+        """Return the ``last`` characters of every process's log, under the log's name."""
         paths = sorted((self.folder / "logs").glob("*.log"))
         return "\n".join(
             f"{path.name}:\n{path.read_text(encoding='utf-8', errors='replace')[-last:]}"

@@ -1,4 +1,4 @@
-"""``flower-ext search``: T and λ in turns, each by the in-process runs of an app."""
+"""``flower-ext search``: choose T and λ of DP-Ditto by short in-process runs of an app."""
 
 from __future__ import annotations
 
@@ -26,26 +26,33 @@ def search_by_runs(
     settings: Sequence[str] = (),
     folder: Path,
 ) -> EmpiricalSchedule:
-    """Section V-C of DP-Ditto: T by the personal models' training loss, λ by its spread.
+    """Choose T by the personal models' training loss, and λ by its spread (DP-Ditto, Section V-C).
 
-    Every pair is run once for each seed, with noise for just its rounds; means over seeds decide.
+    The search runs every pair (T, λ) once for each seed, with the noise that T rounds need. It
+    compares means over the seeds.
 
     Parameters
     ----------
     app : Path
-        Its settings are ``rounds``, ``global-weight``, ``seed``, ``evaluate-every``,
-        ``training-loss`` and ``state-folder``, as those of ``apps/dp-ditto``.
+        Folder of an app with the settings ``rounds``, ``global-weight``, ``seed``,
+        ``evaluate-every``, ``training-loss`` and ``state-folder`` of ``apps/dp-ditto``.
+    rounds : Sequence[int]
+        Candidates for T.
+    global_weights : Sequence[float]
+        Candidates for λ.
+    seeds : Sequence[int]
+        Seeds, at least one.
     settings : Sequence[str]
-        Other overrides, ``name=value``.
+        Further run-config overrides, ``name=value``.
     folder : Path
-        Where the run directories are made.
+        Folder in which the run directories are created.
 
     Raises
     ------
-    ValueError
-        Nothing to try, or a candidate out of range.
+    InvalidValue
+        There are no candidates or seeds, or a candidate is out of range.
     LaunchFailed
-        A run ended in failure or at the end of its budget, or the app evaluates no training losses.
+        A run failed or exhausted its budget, or the app evaluates no training losses.
     """
     if not seeds:
         raise InvalidValue("seeds=[]: expected at least one integer")
@@ -61,10 +68,10 @@ def search_by_runs(
 def _run(
     app: Path, T: int, weight: float, seed: int, settings: Sequence[str], folder: Path
 ) -> tuple[float, float]:
-    """Loss and spread at the end; not numbers where training diverged."""
+    """Return the loss and its spread after the last round; NaN if training diverged."""
     path = folder.absolute() / f"T-{T}-weight-{weight:g}-seed-{seed}"
     if path.exists():
-        raise LaunchFailed(f"{path} exists: name another folder")
+        raise LaunchFailed(f"{path} exists: name another folder for the run directories")
     own = {
         "rounds": T,
         "global-weight": weight,
@@ -72,7 +79,7 @@ def _run(
         "evaluate-every": T,
         "training-loss": "true",
         "run-directory": path,
-        "state-folder": "",  # short runs, which nobody resumes
+        "state-folder": "",  # nobody resumes these short runs
     }
     launch(app, settings=[*settings, *(f"{n}={v}" for n, v in own.items())], in_process=True)
     run = RunDirectory.open(path)
@@ -80,5 +87,8 @@ def _run(
         raise LaunchFailed(f"{path}: {run.facts['reason']}")
     last = run.metrics()[-1]
     if "loss_mean" in last and LOSS not in last:
-        raise LaunchFailed(f"{path} has no {LOSS}: the app evaluates no training losses")
+        raise LaunchFailed(
+            f"{path} has no {LOSS}: the app has to evaluate training losses, by a setting "
+            "'training-loss' as in apps/dp-ditto"
+        )
     return last.get(LOSS, math.nan), last.get(SPREAD, math.nan)

@@ -1,7 +1,7 @@
-"""How a run ends before its time: by Ctrl-C, SIGTERM or SIGHUP, or because it failed.
+"""The early end of a run: by Ctrl-C, SIGTERM or SIGHUP, or because the run failed.
 
-Whatever ended it, its run directory says so and has a report; an interrupted run is told with the
-command that goes on with it.
+In each case the run directory records the reason and gets a report. After an interruption, the
+message names the command that continues the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.report import write_report
 
 GRACE = 30
-"""Seconds that a run has to write its end after it was interrupted."""
+"""Seconds that an interrupted run has to write its last files."""
 
 
 class LaunchFailed(FlowerExtError, RuntimeError):
@@ -28,7 +28,7 @@ class LaunchFailed(FlowerExtError, RuntimeError):
 
 
 class Interrupted(LaunchFailed):
-    """A signal ended the run; ``exit_status`` is the one that shells expect then."""
+    """A signal ended the run; ``exit_status`` is 128 + the signal's number, as in shells."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Interrupted(LaunchFailed):
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP has come, which is treated as Ctrl-C is."""
+    """The process received SIGTERM or SIGHUP, which commands treat like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -45,7 +45,10 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """Raise `Ended` in the block on the first SIGTERM or SIGHUP; ``nohup`` is respected."""
+    """Raise `Ended` in the block on the first SIGTERM or SIGHUP.
+
+    A signal that was ignored before, as SIGHUP under ``nohup``, stays ignored.
+    """
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)
@@ -73,18 +76,20 @@ def interrupted(
     *,
     patience: float = 5,
 ) -> Interrupted:
-    """Note in the run directory that a signal ended the run, and return what to tell people.
+    """Record in the run directory that a signal ended the run; return the error to raise.
 
     Parameters
     ----------
+    error : KeyboardInterrupt
+        The interruption; an `Ended` names its signal, any other is Ctrl-C.
     path : Path, optional
-        The run directory, where it is on this machine.
+        The run directory, if it is on this machine.
     elsewhere : str, optional
-        The run directory as the machine of the ServerApp names it.
+        The path of the run directory on the machine of the ServerApp.
     again : Sequence[str], optional
-        The words of the command that goes on with the run; None where the app cannot.
+        Words of the command that continues the run; None if the app's runs cannot continue.
     patience : float
-        Seconds that a ServerApp has to write its end.
+        Seconds that a ServerApp has to write its last files.
     """
     number = error.number if isinstance(error, Ended) else int(signal.SIGINT)
     how = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -96,21 +101,26 @@ def interrupted(
     else:
         return Interrupted(f"{said} before it began; nobody's data were used", number)
     if again is not None:
-        lines.append(f"To go on with it: {shlex.join(again)}")
+        lines.append(f"To continue it: {shlex.join(again)}")
     return Interrupted("\n".join(lines), number)
 
 
 def note_failure(path: Path | None, reason: str, *, patience: float = 5) -> bool:
-    """Let a run directory say how its run ended and have a report; return whether there is one.
+    """Record in a run directory that its run failed, and write its report.
 
-    A process that still writes to it has ``patience`` seconds to come to its end. After that, the
-    run is another's, or goes on, and nothing is changed.
+    A process that still writes to the directory has ``patience`` seconds to end. If it does not,
+    the run continues or belongs to another command, and the function changes nothing.
+
+    Returns
+    -------
+    bool
+        True if there is such a run directory on this machine.
     """
     if path is None or not (path / "run.json").is_file():
         return False
     deadline = time.monotonic() + patience
     run = RunDirectory.open(path)
-    with suppress(NotARun, LedgerCorrupt, OSError):  # what ended the run is what counts
+    with suppress(NotARun, LedgerCorrupt, OSError):  # an error here must not hide the run's own
         while not run.free():
             if time.monotonic() > deadline:
                 return True

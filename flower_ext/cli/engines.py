@@ -1,4 +1,4 @@
-"""The two ways to run an app: in one process of ours, or by Flower's commands on a SuperLink."""
+"""The two ways to run an app: in one process of this package, or on a SuperLink by ``flwr run``."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from flower_ext.cli.live import RunView
 from flower_ext.cli.processes import executable, hint_on_spaces
 
 _PROGRAM = "flower_ext.federation.engines.run_app"
-"""The program of a run in one process; apart from this one, so that Ctrl-C leaves it time."""
+"""Module that a run in one process executes.
+
+Its process is not the command's, so that Ctrl-C leaves the run time to write its last files.
+"""
 
 PATIENCE = 180
-"""Seconds to wait for a SuperLink that does not answer."""
+"""Seconds to wait for a SuperLink that does not answer, before the command gives up."""
 
 _LOOK_EVERY = 5
-"""Seconds between two looks at what a run needs."""
+"""Seconds between two calls of ``watch``."""
 
 
 def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: RunView) -> None:
-    """Run an app in one process, with ``workers`` - 1 beside it.
+    """Run an app in one process, with ``workers`` − 1 further processes that share its clients.
 
-    An interruption is passed on as SIGTERM; the run then has `GRACE` seconds to write its end,
-    unless Ctrl-C comes again.
+    The function passes an interruption on as SIGTERM. The run then has `GRACE` seconds to write
+    its last files, unless Ctrl-C comes again.
 
     Raises
     ------
     LaunchFailed
         The run failed.
     KeyboardInterrupt
-        It was interrupted, and has ended.
+        The run was interrupted, and its process has ended.
     """
     command = [sys.executable, "-m", _PROGRAM, str(app), str(workers)]
-    # A terminal sends these to all its processes: this one passes them on, once.
+    # A terminal sends these signals to all its processes. The run ignores them, because this
+    # process passes each on, once.
     program = view.follow(command, ignored=(signal.SIGINT, signal.SIGHUP))
     try:
         program.tell(json.dumps(dict(config)))
@@ -47,7 +51,7 @@ def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: Run
     except KeyboardInterrupt:
         view.close()
         print(
-            f"Interrupted: the run has {GRACE} s to write its end; Ctrl-C again ends it at once",
+            f"Interrupted: the run has {GRACE} s to write its last files; Ctrl-C again ends it now",
             file=sys.stderr,
             flush=True,
         )
@@ -58,10 +62,10 @@ def in_one_process(app: Path, config: Mapping[str, Any], workers: int, view: Run
             program.process.kill()
             program.wait()
         raise
-    if status == -signal.SIGTERM:  # somebody ended that process alone
+    if status == -signal.SIGTERM:  # somebody sent SIGTERM to that process only
         raise Ended(signal.SIGTERM)
     if status < 0:
-        raise LaunchFailed(f"the run was ended by signal {-status}")
+        raise LaunchFailed(f"signal {-status} ended the run")
     if status == 128 + signal.SIGTERM:
         raise Ended(signal.SIGTERM)
     if status:
@@ -78,29 +82,35 @@ def on_superlink(
     simulated: int | None = None,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """Run an app on the SuperLink that a connection names; ``env`` has Flower's default.
+    """Run an app on the SuperLink that a connection of Flower's configuration names.
 
     Parameters
     ----------
+    app : Path
+        Folder of the Flower app.
     changes : Mapping[str, Any]
         Run-config overrides.
     connection : Sequence[str]
-        Its name, or nothing for the default one.
+        Name of the connection; empty for the default connection of Flower's configuration.
+    env : Mapping[str, str]
+        Variables for Flower's commands.
+    view : RunView
+        Shows the run's log.
     simulated : int, optional
-        Nodes to simulate, on a SuperLink of this command's own, which ends with it.
+        Number of nodes to simulate. The SuperLink then belongs to this command and ends with it.
     watch : Callable[[], None], optional
-        Called every few seconds; the run is given up where it raises.
+        Called every few seconds; an error that it raises ends the wait for the run.
 
     Raises
     ------
     LaunchFailed
         Flower refused the run, or the run failed.
     KeyboardInterrupt
-        It was interrupted; on a SuperLink of others the run was stopped first.
+        The caller was interrupted. If the SuperLink is not this command's, the run was stopped.
     """
     command = ["run", str(app), *connection]
     for key, value in changes.items():
-        # As TOML, which is JSON here but for escapes beyond the first plane.
+        # TOML reads these values as JSON writes them, unless JSON escapes characters beyond U+FFFF.
         command += ["--run-config", f"{key}={json.dumps(value, ensure_ascii=False)}"]
     if simulated is not None:
         federation = f"num-supernodes={simulated} client-resources-num-cpus=1"
@@ -112,12 +122,12 @@ def on_superlink(
         if own:
             raise
         raise LaunchFailed(
-            "interrupted while the run was being started: if it was, it goes on; "
+            "interrupted while Flower was starting the run: the run may have started and go on; "
             + _how_to_stop("ID", connection)
         ) from None
     if not answer.get("success"):
         hint = hint_on_spaces() if own else ""
-        raise LaunchFailed(f"flwr run refused: {answer.get('error-message', answer)}{hint}")
+        raise LaunchFailed(f"flwr run failed: {answer.get('error-message', answer)}{hint}")
     run_id = str(answer["run-id"])
     try:
         facts = _finished(run_id, connection, env, view, watch)
@@ -127,7 +137,7 @@ def on_superlink(
             _stop(run_id, connection, env)
         raise
     if facts["status"] == "finished:stopped":
-        raise LaunchFailed(f"run {run_id} was stopped by somebody: {facts['status-details']}")
+        raise LaunchFailed(f"somebody stopped run {run_id}: {facts['status-details']}")
     if facts["status"] != "finished:completed":
         raise LaunchFailed(f"run {run_id} ended as {facts['status']}: {facts['status-details']}")
 
@@ -139,9 +149,10 @@ def _finished(
     view: RunView,
     watch: Callable[[], None] | None,
 ) -> dict[str, Any]:
-    """Stream a run's log until it has finished; return what the SuperLink says of it then.
+    """Stream a run's log until the run has finished; return the SuperLink's facts about it.
 
-    A SuperLink that does not answer is waited for: the run goes on where its ServerApp does.
+    The function waits up to `PATIENCE` seconds for a SuperLink that does not answer, because the
+    ServerApp may still be running.
     """
     words = [executable("flwr"), "log", run_id, *connection, "--stream"]
     program = view.follow(words, env=env, ignored=(signal.SIGINT, signal.SIGHUP))
@@ -159,8 +170,9 @@ def _finished(
         except (LaunchFailed, KeyError) as error:
             if time.monotonic() - heard > PATIENCE:
                 raise LaunchFailed(
-                    f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still go "
-                    "on: look at its run directory, and at `flwr list` once the SuperLink is back"
+                    f"the SuperLink has not answered for {PATIENCE} s; run {run_id} may still be "
+                    "running: look at its run directory, and run `flwr list` once the SuperLink is "
+                    "back"
                 ) from error
         else:
             heard = time.monotonic()
@@ -170,15 +182,15 @@ def _finished(
 
 
 def _stop(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> None:
-    """Stop a run, which would outlive this command."""
+    """Stop a run, because it would outlive this command."""
     try:
         answer = _answer(["stop", run_id, *connection], env)
         if not answer.get("success"):
             raise LaunchFailed(str(answer.get("error-message", answer)))
     except (LaunchFailed, KeyError, KeyboardInterrupt) as error:
         raise LaunchFailed(
-            f"interrupted, but run {run_id} could not be stopped: it may go on and spend privacy; "
-            f"{_how_to_stop(run_id, connection)} ({error})"
+            f"interrupted, but run {run_id} could not be stopped: it may continue and spend "
+            f"privacy budget; {_how_to_stop(run_id, connection)} ({error})"
         ) from None
 
 
@@ -188,7 +200,7 @@ def _how_to_stop(run_id: str, connection: Sequence[str]) -> str:
 
 
 def _facts(run_id: str, connection: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the SuperLink says of a run."""
+    """Return the SuperLink's facts about a run."""
     (facts,) = _answer(["list", *connection, "--run-id", run_id], env)["runs"]
     return dict(facts)
 

@@ -1,9 +1,9 @@
-"""``flower-ext export``: the shared model of a run, or the one that a client uses, as a file.
+"""``flower-ext export``: write the shared model of a run, or one client's model, to a file.
 
-A client's model is what its method evaluates: the method's own function builds it from the shared
-model, from what the client remembers and, where it trains before use, from the client's records.
-The guarantee beside it speaks of that very file: no ε covers the records that trained a personal
-part, which never left the client and was never noised.
+A client's model is the model that its method evaluates. The method builds it from the shared
+model, from the client's memory and, if the method trains before it evaluates, from the client's
+records. The command writes a guarantee for exactly this file next to it. No ε covers the records
+that trained a personal part, because that part never left the client and carries no noise.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _FINISHED = ("completed", "budget-exhausted")
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model that is written to a file, with the facts that its guarantee rests on.
+    """A model to write to a file, with the facts that its guarantee rests on.
 
-    ``personal`` names what differs from the shared model, ``trained`` says whether a record of the
-    client had a part in that, ``drawn`` is None where the client's method remembers nothing.
+    ``personal`` names the parameters that differ from the shared model. ``trained`` is True if a
+    record of the client influenced them. ``drawn`` is True if the client ever took part, and None
+    if the client's method keeps no memory to tell.
     """
 
     params: Params
@@ -58,25 +59,33 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
     client: Annotated[
         int | None,
-        typer.Option(help="Whose model; without it the part that clients share, as the run left."),
+        typer.Option(
+            help="Client whose model is exported; by default the shared model after the last round."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="New file: .safetensors, or .pt for torch.load.")
+        Path | None, typer.Option(help="File to create: .safetensors, or .pt for torch.load.")
     ] = None,
     app: Annotated[
-        Path | None, typer.Option(help="Folder of the Flower app, where the run does not know it.")
+        Path | None,
+        typer.Option(help="Folder of the Flower app; by default the one that the run recorded."),
     ] = None,
     state_folder: Annotated[
-        Path | None, typer.Option(help="Where the client keeps its memory; by default the run's.")
+        Path | None,
+        typer.Option(help="Folder with the client's memory; by default the run's state folder."),
     ] = None,
     state_key_file: Annotated[
-        Path | None, typer.Option(help="With which that folder's files are encrypted.")
+        Path | None, typer.Option(help="File with the key that decrypts the client's memory.")
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Frozen parts and copies of tied parameters as well.")
+        bool,
+        typer.Option("--whole", help="Include frozen parts and all copies of tied parameters."),
     ] = False,
 ) -> None:
-    """Write a client's model, or the shared one, for use, and beside it what protects whom.
+    """Write a client's model, or the shared model, to a file, with its privacy guarantee.
+
+    The guarantee is a second file, NAME.guarantee.json. It says who may have the model, and whose
+    records are protected by which ε.
 
     Example: flower-ext export runs/20260101-120000-dp2-fedsam-digits --client 7
     """
@@ -89,7 +98,7 @@ def export(
     made = _made(found, client, app, state_folder, state_key_file, whole=whole)
     promise = _promise(found, made, file.name)
     content = _as_bytes(made, found.id, file.suffix)
-    # In this order: no model is ever without its guarantee.
+    # The guarantee first, so that no model is ever on disk without it.
     write_whole(beside, json.dumps(promise, indent=2, ensure_ascii=False).encode())
     write_whole(file, content, private=client is not None)
     for line in (f"Model: {file}", f"Guarantee: {beside}", *promise["statements"]):
@@ -101,15 +110,15 @@ def _check_output(*files: Path) -> None:
         raise InvalidValue(f"output={files[0]}: expected a name in {' or '.join(_SUFFIXES)}")
     for file in files:
         if file.exists():
-            raise InvalidValue(f"output: {file} is there already: expected a name of a new file")
+            raise InvalidValue(f"output={file}: expected the name of a new file, this one exists")
 
 
 def _check_finished(run: RunDirectory) -> None:
     status = run.facts["status"]
     if status not in _FINISHED or not (run.path / "model.safetensors").is_file():
         raise InvalidValue(
-            f"run={run.path}: its status is {status!r}; expected a run that came to its end: go on "
-            "with it by flower-ext run APP --resume"
+            f"run={run.path}: expected a run that has ended, its status is {status!r}; continue it "
+            "by flower-ext run APP --resume"
         )
 
 
@@ -122,14 +131,15 @@ def _made(
     *,
     whole: bool,
 ) -> _Model:
-    """The model that is asked for."""
+    """Return the model that the options ask for."""
     shared, use = load_file(run.path / "model.safetensors"), run.use()
     if client is None and not whole:
         return _Model(params=shared, fingerprint=str(use.get("frozen", "")))
     if not use:
         raise InvalidValue(
-            f"run={run.path}: it holds no use.json, which says how a client makes a model of the "
-            "shared one: flower-ext run APP --resume writes it, without another round"
+            f"run={run.path}: expected a run directory with use.json, which says how a client "
+            "builds its model from the shared one; flower-ext run APP --resume writes it without "
+            "another round"
         )
     if client is not None and not 0 <= client < use["clients"]:
         raise InvalidValue(f"client={client}: expected 0 … {use['clients'] - 1}")
@@ -139,7 +149,7 @@ def _made(
     if use["frozen"] not in ("", task.fingerprint):
         raise InvalidValue(
             f"the frozen part of the app's model has the fingerprint {task.fingerprint!r}: "
-            f"expected {use['frozen']!r}, the run's; install the base model that it had"
+            f"expected {use['frozen']!r}, as in the run; install the base model that the run used"
         )
     if client is None:
         made = _Model(params=shared, fingerprint=task.fingerprint)
@@ -152,25 +162,25 @@ def _made(
 def _parts(
     run: RunDirectory, use: Mapping[str, Any], app: Path | None
 ) -> tuple[ClientSide, InProcessGrid]:
-    """The client side of the run's method, and a grid of the run's clients."""
+    """Return the client side of the run's method, and a grid with the run's clients."""
     named = app or run.facts.get("app")
     if named is None:
-        raise InvalidValue("app: the run does not say which app made it: name its folder by --app")
+        raise InvalidValue("app=None: the run did not record its app; name its folder by --app")
     checked_settings(Path(named), ())
     _, client_app = load_app(Path(named).absolute())
     sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
-            f"app={named}: its ClientApp knows no method {use['method']!r}: expected the app that "
-            "made the run, with a client_app of flower_ext.federation"
+            f"app={named}: expected the app of the run, with a client_app of flower_ext.federation;"
+            f" the ClientApp of this one knows no method {use['method']!r}"
         )
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 
 
 def _state(run: RunDirectory, folder: Path | None, key: Path | None) -> dict[str, str]:
-    """Where the client's memory is, as a node config says it."""
+    """Return the node config that says where the client's memory is."""
     named = run.config.get("state-folder", "")
-    inside = run.path / "state"  # may have moved with the run
+    inside = run.path / "state"  # the run directory, and its state with it, may have moved
     found = folder or (inside if inside.is_dir() or not named else Path(str(named)))
     if key is not None:
         try:
@@ -188,7 +198,7 @@ def _clients_model(
     use: Mapping[str, Any],
     run_id: str,
 ) -> _Model:
-    """The model that a client uses after the run's last round."""
+    """Return the model that a client uses after the run's last round."""
     client, asked = int(context.node_config["partition-id"]), use["records"]
     drawn = None
     if side.method.keeps_memory:
@@ -210,34 +220,45 @@ def _clients_model(
 
 
 def _remembers(side: ClientSide, context: Context, use: Mapping[str, Any], run_id: str) -> bool:
-    """Return True if the client ever took part; refuse a lost memory, which looks as if not."""
+    """Return True if the client ever took part.
+
+    Raises
+    ------
+    InvalidValue
+        The folder lacks memory that the client wrote. Without this check the client would look as
+        if it had never taken part.
+    """
     client, folder = context.node_config["partition-id"], context.node_config["state-folder"]
     last = use["records"][records.ROUND]["number"]
     newest = ClientMemory(context, side.method.name, run_id).newest(last + 1)
     needed = use["remembered"].get(str(client), 0)
     if newest < needed or not Path(str(folder)).is_dir():
         raise InvalidValue(
-            f"state-folder={folder}: it does not hold what client {client} left in round {needed}: "
-            "name the folder by --state-folder. Memory outlives a run where SuperNodes, or a "
-            "simulation's settings, name a state-folder before it begins"
+            f"state-folder={folder}: expected the memory that client {client} wrote in round "
+            f"{needed}, but it is not in this folder; name the right one by --state-folder. Memory "
+            "outlives a run only if the SuperNodes, or the settings of a simulation, named a "
+            "state-folder before the run began"
         )
     return newest > 0
 
 
 def _completed(made: _Model, task: Task) -> _Model:
-    """The same with all that the module's ``state_dict()`` names."""
+    """Return the same model with every entry of the module's ``state_dict()``."""
     found = {name: tuple(value.shape) for name, value in made.params.items()}
     if missing := sorted(task.shapes.keys() - found.keys()):
         raise InvalidValue(
-            f"--whole: {missing} are no part of the shared model, each client has its own: name "
-            "one by --client"
+            f"--whole: {missing} are not part of the shared model, because each client has its "
+            "own; choose a client by --client"
         )
     if found != dict(task.shapes):
-        raise InvalidValue("--whole: the app's model has other parameters than the run's")
+        raise InvalidValue(
+            "--whole: the names or shapes of the app's parameters differ from the run's; name the "
+            "app of the run by --app"
+        )
     module = task.model()
     module.load_state_dict(made.params, strict=False)
     state = module.state_dict()
-    own = {state[name].data_ptr() for name in made.personal}  # those of tied copies, too
+    own = {state[name].data_ptr() for name in made.personal}  # tied copies share their address
     return replace(
         made,
         params=clone(state),
@@ -256,19 +277,19 @@ def _as_bytes(made: _Model, run_id: str, suffix: str) -> bytes:
 
 
 def _promise(run: RunDirectory, made: _Model, name: str) -> dict[str, Any]:
-    """Return the promise that goes with this file, in words and as the run's guarantees say it."""
+    """Return the guarantee of this file: in sentences, and as the run's guarantees."""
     every = run.guarantees()
-    # Where only uploads are spoken of, models follow from them.
+    # A guarantee for uploads covers the models, too, because models are computed from uploads.
     holding = [g for g in every if g.view is AdversaryView.RELEASED_MODELS] or every
     rest = [g.statement() for g in holding] or [
-        "The run promised nothing: no ε covers anybody's records in this file."
+        "The run gave no guarantee: no ε covers anybody's records in this file."
     ]
     alone = bool(made.personal) or made.drawn is False
     return {
         "file": name,
         "run": run.id,
         "client": made.client,
-        "for": f"client {made.client} alone" if alone else "whoever may have the run's models",
+        "for": f"client {made.client} alone" if alone else "everyone who may have the run's models",
         "statements": [*_of_the_client(made), *rest],
         "parameters": {
             "shared": [n for n in made.params if n not in (*made.personal, *made.frozen)],
@@ -286,21 +307,21 @@ def _of_the_client(made: _Model) -> list[str]:
         when = ", and when the client took part" if made.drawn else ""
         return [
             f"This file holds parameters trained on {who}'s records without noise: no ε covers "
-            f"them; it is for {who} alone. They are: {own}.",
-            f"Of all others it shows what the run's released models show{when}: for them holds "
-            f"what follows, and not for {who}.",
+            f"them, and the file is for {who} alone. These parameters are: {own}.",
+            f"About all other clients this file reveals what the run's released models reveal{when}"
+            f". The guarantees below cover these other clients, not {who}.",
         ]
     if made.drawn is False:
         values = f"; {own} are the initial values" if own else ""
         return [
             f"Client {made.client} never took part, and none of its records is in this file"
-            f"{values}. That it was not drawn is a secret on which an ε may rest: this file is "
-            f"for {who} alone.",
-            "Of all others it shows what the run's released models show: for them holds what "
-            "follows.",
+            f"{values}. An ε may depend on keeping secret who took part, so this file is for {who} "
+            "alone.",
+            "About all other clients this file reveals what the run's released models reveal. The "
+            "guarantees below cover them.",
         ]
     same = "" if made.client is None else f", which {who} uses as it is"
     return [
         f"This file holds the model that clients share{same}: the last of the run's released "
-        "models, for which holds what follows."
+        "models. The guarantees below cover it."
     ]

@@ -1,7 +1,7 @@
-"""Start a Flower app as ``flwr run`` does, wait for it, and fail when it failed.
+"""Start a Flower app as ``flwr run`` does, wait for its end, and fail if the run failed.
 
-``flwr run`` itself returns 0 for a run that failed, starts two simulated nodes whatever the app
-needs, and installs the app's dependencies afresh unless told otherwise.
+``flwr run`` itself returns 0 for a failed run, simulates two nodes regardless of the app, and
+installs the app's dependencies again unless a variable forbids it.
 """
 
 from __future__ import annotations
@@ -32,46 +32,51 @@ def launch(
     ray: str | None = None,
     command: Sequence[str] | None = None,
 ) -> Path | None:
-    """Run an app, streaming its log; return its run directory, where the app has one here.
+    """Run an app and stream its log; return its run directory, if it has one on this machine.
 
     Parameters
     ----------
     app : Path
         Folder with the app's ``pyproject.toml``.
     superlink : str, optional
-        Connection of Flower's configuration. None is the local simulation.
+        Connection of Flower's configuration; by default the local simulation.
     nodes : int, optional
-        Number of nodes, for an app without a setting for it. With ``superlink``: the number of
-        its nodes, and the value of that setting; given for a SuperLink of this machine alone,
-        whose processes see the same files.
+        Number of nodes to simulate, for an app that has no setting for it. With ``superlink``:
+        the number of that SuperLink's nodes, which also sets the app's number of clients. Give it
+        only if all processes of the SuperLink see the files of this machine.
     settings : Sequence[str]
-        Run-config overrides, ``name=value``. Relative paths start here; one to write to is refused
-        where the SuperLink may be on another machine.
+        Run-config overrides, ``name=value``. Relative paths start at the current folder. If the
+        SuperLink may be on another machine, a relative path to write to is refused.
     runs : Path, optional
-        Folder in which the run directory is made; by default ``runs``. A SuperLink that may be on
-        another machine chooses for itself by default.
+        Folder in which the run directory is created; by default ``runs``. If the SuperLink may be
+        on another machine, the app chooses the folder by default.
     in_process : bool
-        All clients in one process, without Ray: what is trained in a round is trained together.
+        Run all clients in one process without Ray, and train the clients of a round in batches.
     clients : int, optional
-        So many, in one process: the value of the app's setting for them.
+        Number of clients, as the value of the app's setting for it; implies ``in_process``.
     workers : int
-        Of a run in one process: how many such processes share the clients.
+        Number of processes that share the clients of a run with ``in_process``.
     env : Mapping[str, str], optional
         Variables for Flower's commands; by default `environment`.
     resume : Path, optional
-        Run directory of the app that is gone on with, under the settings that it began with.
+        Run directory of a run to continue, under the settings that it began with.
     ray : str, optional
-        Address of a Ray cluster that simulates the clients.
+        Address ``host:port`` of a Ray cluster that simulates the clients.
     command : Sequence[str], optional
-        The command line that a resumed run begins with; by default ``flower-ext run`` with the
-        options above.
+        First words of the command that continues an interrupted run, for the message about it; by
+        default ``flower-ext run`` with the options above.
+
+    Returns
+    -------
+    Path or None
+        The run directory; None if the app has none on this machine.
 
     Raises
     ------
     LaunchFailed
-        Unknown setting, no run to resume, ``flwr run`` refused, or the run ended in failure.
+        A setting is unknown, there is no run to resume, ``flwr run`` refused, or the run failed.
     Interrupted
-        Ctrl-C or SIGTERM ended the run; the message says how to go on with it.
+        Ctrl-C, SIGTERM or SIGHUP ended the run; the message says how to continue it.
     UnfitSetting
         The numbers of clients in the settings do not fit each other.
     """
@@ -128,9 +133,13 @@ def _words(app: Path, superlink: str | None, options: Mapping[str, object]) -> l
 def _to_resume(
     path: Path | str | None, settings: Sequence[str], *, here: bool, first: bool
 ) -> list[str]:
-    """Return what a command needs to go on with a run; the run itself says how it began."""
+    """Return the options with which a command continues a run.
+
+    The run directory has the settings that the run began with. They are repeated only if this
+    machine cannot read that directory.
+    """
     if here:
         told, changed = ["--resume", str(path)], () if first else settings
-    else:  # only the machine of the ServerApp can read it
+    else:  # only the machine of the ServerApp can read the run directory
         told, changed = [], [*settings, f"run-directory={path}", "resume=true"]
     return [*told, *(word for setting in changed for word in ("--set", setting))]

@@ -1,4 +1,4 @@
-"""``flower-ext ledger``: what the people of one population have spent, and what is left."""
+"""``flower-ext ledger``: show the ε that one population has spent in all its runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ _COLUMNS = ("run", "method", "rounds", "ε alone", "δ")
 
 
 def ledger(
-    path: Annotated[Path, typer.Argument(help="An account that runs share: Budget(ledger=...).")],
+    path: Annotated[
+        Path, typer.Argument(help="Shared account of several runs: Budget(ledger=...).")
+    ],
     epsilon: Annotated[
-        float | None, typer.Option(min=0, help="Budget; by default the last run's.")
+        float | None, typer.Option(min=0, help="Budget ε; by default that of the last run.")
     ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="At which all is added up; by default the last run's.")
+        float | None, typer.Option(help="δ of the total ε; by default that of the last run.")
     ] = None,
 ) -> None:
-    """Show what a population has spent in all its runs, what is left, and what no ε covers.
+    """Show the ε that a population has spent in all its runs, the rest, and what no ε covers.
 
     Example: flower-ext ledger hospital.jsonl
     """
     entries = Ledger.read(path)
     charges = [entry for entry in entries if entry["kind"] == "charge"]
     if any("run" not in entry for entry in entries):
-        raise InvalidValue(f"{path} is the ledger of one run, whose report shows it")
+        raise InvalidValue(
+            f"path={path}: expected an account that runs share; this is the ledger of one run, "
+            "which flower-ext report shows"
+        )
     runs = spent_by_run(entries)
     table = titled_table(f"Runs on {path.name}", _COLUMNS)
     for run in runs:
@@ -58,10 +63,13 @@ def ledger(
         soft_wrap=True,
     )
     if math.isinf(spent):
-        console.print("Plans of several kinds add their δ's up: ask with a larger --delta.")
+        console.print(
+            "ε is infinite, because the plans differ in kind and the sum of their δ's exceeds this "
+            "δ: give a larger --delta."
+        )
     console.print(
-        "Rounds are composed as if every run's plan had been fixed beforehand. ε is that of "
-        "released models, where plans draw who takes part in secret.",
+        "The total assumes that the plan of every run was fixed in advance. If a plan draws its "
+        "cohorts in secret, ε covers the released models only.",
         soft_wrap=True,
     )
 

@@ -1,7 +1,7 @@
-"""What a run shows while it goes on: its log, and in a terminal a live view below it.
+"""Show a run while it goes on: its log and, in a terminal, a live view below the log.
 
-The view reads the run directory, so that it is the same whatever runs the clients. In a pipe, with
-``NO_COLOR`` or on a terminal that cannot move its cursor there is the log alone, without any codes.
+The view reads the run directory, so it looks the same for every engine. In a pipe, with
+``NO_COLOR``, or on a terminal that cannot move its cursor, only the log appears, without codes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flower_ext.runs.directory import NotARun, RunDirectory
 
 _NAMED = re.compile(r"Run directory: (\S.*)")
 _RECENT = 10
-"""Rounds whose mean time is taken for that of the rounds to come."""
+"""Number of recent rounds whose mean time predicts the time of the rounds to come."""
 
 
 class RunView:
@@ -40,7 +40,7 @@ class RunView:
     Parameters
     ----------
     path : Path, optional
-        The run directory, where it is known and on this machine.
+        The run directory, if it is known and on this machine.
     config : Mapping[str, Any]
         The run's settings.
     """
@@ -48,12 +48,12 @@ class RunView:
     def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
         self.path, self._config = path, config
         self.named: str | None = None
-        """The run directory as the run's log names it, on whatever machine that is."""
+        """Path of the run directory as the log names it; it may be on another machine."""
         self._live: Live | None = None
         self._seen: tuple[int, ...] = ()
         self._panel: Panel | Text = Text()
         if path is not None and cursor_moves():
-            # Not the commands' own console: this one knows the terminal as it is now.
+            # A new console measures the terminal as it is now; the commands' console may be older.
             self._live = Live(
                 console=Console(highlight=False),
                 get_renderable=self._now,
@@ -77,7 +77,7 @@ class RunView:
         self.close()
 
     def close(self) -> None:
-        """Remove the view; a last picture of it stays in the terminal, where there is any."""
+        """Stop updating the view; its last state stays in the terminal."""
         if self._live is not None and self._live.is_started:
             last = self._now()
             self._live.stop()
@@ -85,7 +85,7 @@ class RunView:
                 self._live.console.print(last)
 
     def show(self, line: str, stream: IO[str]) -> None:
-        """Print a line of the log, above the view where there is one."""
+        """Print a line of the log, above the view if there is one."""
         if found := _NAMED.search(without_codes(line)):
             self.named = found[1].strip()
         if self._live is not None:
@@ -102,7 +102,7 @@ class RunView:
         env: Mapping[str, str] | None = None,
         ignored: Sequence[int] = (),
     ) -> Followed:
-        """Start a program whose lines are shown; ``ignored`` are signals that it does not get."""
+        """Start a program and show its lines; the program ignores the signals in ``ignored``."""
         return Followed(command, self, env=env, ignored=ignored)
 
     def _now(self) -> Panel | Text:
@@ -112,7 +112,7 @@ class RunView:
         files = (run.metrics_path, self.path / "run.json")
         seen = tuple(file.stat().st_mtime_ns for file in files if file.exists())
         if seen != self._seen:
-            # A file that is just being written: the next look finds it whole.
+            # The run may be writing a file just now; the next refresh reads it whole.
             with suppress(NotARun, LedgerCorrupt, OSError, KeyError):
                 self._panel, self._seen = panel(run, self._config), seen
         return self._panel
@@ -154,10 +154,10 @@ class Followed:
             self.process.stdin.write(text)
             self.process.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended, and says why
+            pass  # the program has ended, and its output says why
 
     def ended(self, seconds: float) -> bool:
-        """Return whether the program ends within so many seconds."""
+        """Return True if the program ends within so many seconds."""
         try:
             self.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -165,21 +165,21 @@ class Followed:
         return True
 
     def wait(self, seconds: float | None = None) -> int:
-        """Return the exit status; negative where a signal ended it."""
+        """Wait for the program's end; return its exit status, negative if a signal ended it."""
         status = self.process.wait(seconds)
         for reader in self._readers:
-            reader.join(2)  # a child of it may hold its output open
+            reader.join(2)  # a child of the program may hold its output open
         return status
 
 
 def cursor_moves() -> bool:
-    """Return whether standard output is a terminal on which a picture can be redrawn."""
+    """Return True if standard output is a terminal that can redraw a picture."""
     dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
     return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
 
 
 def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
-    """Return a picture of how far a run is, how well it does, and what it has spent."""
+    """Return a panel with a run's progress, its accuracy and the privacy it has spent."""
     facts, rows = run.facts, run.metrics()
     config = {**facts["config"], **config}
     total = _total(config, facts["config"])
@@ -205,7 +205,7 @@ def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
 
 
 def _total(config: Mapping[str, Any], first: Mapping[str, Any]) -> int:
-    """Rounds at the end; a planner may have chosen another number than the settings'."""
+    """Return the number of rounds at the end; a planner may have replaced that of the settings."""
     rounds = int(config.get("rounds", 0))
     planned = first.get("planned-rounds")
     return rounds if planned is None else rounds + int(planned) - int(first.get("rounds", rounds))
@@ -234,7 +234,7 @@ def _spent(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> st
 
 
 def _aim(config: Mapping[str, Any], basis: str) -> float:
-    """The ε at which the run ends by that basis; 0 where nothing ends it."""
+    """Return the ε on this basis at which the run ends; 0 if no ε ends it."""
     if basis == "provable" and config.get("budget"):
         return float(config["budget"])
     calibrated = config.get("calibration", "provable") == basis

@@ -1,6 +1,7 @@
-"""The command line: ``flower-ext new | run | deploy | calibrate | plan | search | audit`` …
+"""The command line ``flower-ext``: new, run, deploy, calibrate, plan, search, audit and more.
 
-A command's module is loaded when it is asked for: PyTorch alone takes a second.
+A command's module is imported only when that command runs, because importing PyTorch alone takes
+a second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COMMANDS = {
     "export": "export",
     "settings": "settings",
 }
-"""Modules of this package by the names of the functions in them that are commands."""
+"""Names of the commands, each with the module of this package that has a function of that name."""
 
 
 class Commands(TyperGroup):
@@ -49,8 +50,8 @@ class Commands(TyperGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Load the command that is called; a misspelt one is answered with the nearest."""
-        self.suggest_commands = False  # of Typer, beside Click's own
+        """Load the command that the user typed; for a misspelt one, suggest the nearest name."""
+        self.suggest_commands = False  # Click suggests one already; Typer would add a second
         try:
             name, found, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -77,10 +78,10 @@ def _loaded(name: str) -> click.Command:
 
 
 def _restore_help(command: click.Command, function: Callable[..., object]) -> None:
-    """Give positional arguments their help texts again.
+    """Set the help texts of positional arguments again.
 
-    Click 8.5 sets the help of an argument in its constructor. Typer 0.20, the newest that Flower
-    allows, sets it before and passes none on.
+    Typer 0.20, the newest version that Flower allows, sets the help of an argument before it calls
+    Click's constructor and does not pass it on. The constructor of Click 8.5 then clears it.
     """
     for name, hint in get_type_hints(function, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -115,7 +116,7 @@ def main() -> None:
     """Entry point of ``flower-ext``."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ε prints "?"
     app()
 
 

@@ -1,6 +1,6 @@
-"""``flower-ext new``: an app of one's own, from one of those that come with the package.
+"""``flower-ext new``: copy an app of this package as the start of a new app.
 
-A wheel holds ``apps/`` as ``templates`` beside this module; a checkout has the folder itself.
+A wheel holds ``apps/`` as ``templates`` beside this module; a checkout has the folder ``apps/``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from flower_ext.cli.screen import console
 from flower_ext.errors import InvalidValue
 
 _NAME = re.compile(r"[a-zA-Z]([a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?")
-"""A name that Flower takes for an app, and Python's packagers for a project."""
+"""A name that Flower accepts for an app, and Python's packaging tools for a project."""
 
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
-"""A link in Markdown to a file of the checkout, which a copy has not."""
+"""A Markdown link to a file of the checkout, which a copied app does not have."""
 
 
 def new(
     app: Annotated[
-        str | None, typer.Argument(metavar="APP", help="One of them; without it, they are listed.")
+        str | None,
+        typer.Argument(metavar="APP", help="App to copy; without it, the command lists all apps."),
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="FOLDER", help="Made here, and the app's name; by default APP."),
+        typer.Argument(
+            metavar="FOLDER", help="Folder to create; its name is the new app's; by default APP."
+        ),
     ] = None,
 ) -> None:
-    """Make an app of your own from one that comes with this package, or list these.
+    """Create an app of your own from an app of this package, or list the apps of this package.
 
     Example: flower-ext new dp2-fedsam my-app
     """
@@ -62,17 +65,17 @@ def templates() -> dict[str, Path]:
 
 
 def copy(template: Path, folder: Path) -> None:
-    """Copy an app; its project and its Python package are named as the folder is.
+    """Copy an app; name its project and its Python package after the folder.
 
     Raises
     ------
     InvalidValue
-        The folder is there, or cannot be the name of an app and of a package of its own.
+        The folder exists, or its name does not fit an app or an importable Python package.
     """
     name = folder.absolute().name
     package = _package(name)
     if folder.exists():
-        raise InvalidValue(f"folder={str(folder)!r}: expected one that is not there yet")
+        raise InvalidValue(f"folder={str(folder)!r}: expected a folder that does not exist yet")
     was = template.name.replace("-", "_") + "_app"
     for source in sorted(template.rglob("*")):
         if source.is_dir() or "__pycache__" in source.parts:
@@ -92,14 +95,14 @@ def _package(name: str) -> str:
     """Return the name of an app's Python package."""
     if not _NAME.fullmatch(name):
         raise InvalidValue(
-            f"folder={name!r}: expected a name of at most 32 letters, digits and hyphens, the "
-            "first a letter, the last no hyphen"
+            f"folder={name!r}: expected a name of at most 32 letters, digits and hyphens that "
+            "begins with a letter and does not end with a hyphen"
         )
     package = name.replace("-", "_").lower()
     if keyword.iskeyword(package) or find_spec(package) is not None:
         raise InvalidValue(
-            f"folder={name!r}: expected a name that no Python module has; add a word, as in "
-            f"{name}-app"
+            f"folder={name!r}: expected a name that no installed Python module has; add a word, "
+            f"for example {name}-app"
         )
     return package
 

@@ -1,4 +1,4 @@
-"""Settings of a run before it starts: the app's, what overrides them, and where its files are."""
+"""Settings of a run before it starts: the app's defaults, their overrides, and its paths."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Prepared:
     Parameters
     ----------
     config : Mapping[str, Any]
-        All its settings.
+        All settings of the run.
     changes : Mapping[str, Any]
-        Those that differ from the app's defaults, or are said again.
+        The settings that override the app's defaults.
     path : Path, optional
-        The run directory, where the command names it.
+        The run directory, if the command chooses it.
     here : bool
-        All processes of the run see the files of this machine.
+        True if all processes of the run see the files of this machine.
     nodes : int, optional
-        How many nodes to simulate.
+        Number of nodes to simulate.
     resumable : bool
-        The app's runs can go on.
+        True if the app's runs can be resumed.
     """
 
     config: Mapping[str, Any]
@@ -60,20 +60,25 @@ def prepare(
     resume: Path | None = None,
     ray: str | None = None,
 ) -> Prepared:
-    """Return the run that the options of `launch.launch` ask for; nothing is started or written.
+    """Return the run that the options of `launch.launch` describe; start and write nothing.
 
     Raises
     ------
     LaunchFailed
-        The options do not fit each other or the app, or there is no run to resume.
+        The options contradict each other or the app, or there is no run to resume.
     UnfitSetting
         The numbers of clients in the settings do not fit each other.
     """
     in_process = in_process or clients is not None
     if in_process and superlink is not None:
-        raise LaunchFailed("a run in one process has no SuperLink: leave out one of the two")
+        raise LaunchFailed(
+            "a run in one process has no SuperLink: leave out either the SuperLink, or "
+            "--in-process and --clients"
+        )
     if workers > 1 and not in_process:
-        raise LaunchFailed(f"workers={workers}: Ray starts its own; add --in-process or --clients")
+        raise LaunchFailed(
+            f"workers={workers}: Ray starts its own workers; add --in-process or --clients"
+        )
     if ray is not None and (in_process or superlink is not None):
         raise LaunchFailed(f"ray={ray}: only a simulation runs on Ray; leave out the other engine")
     defaults, changes = checked_settings(app, settings)
@@ -84,13 +89,16 @@ def prepare(
     here = superlink is None or nodes is not None
     if nodes is not None and setting is not None:
         if superlink is None:
-            raise LaunchFailed(f"--nodes={nodes}: {app} has a setting for it; --set {setting}=N")
+            raise LaunchFailed(
+                f"--nodes={nodes}: {app} has a setting for the number of nodes; give --set "
+                f"{setting}=N in place of --nodes"
+            )
         changes.setdefault(setting, nodes * (config.get("clients-per-node") or 1))
     if clients is not None:
         if setting is None:
             raise LaunchFailed(
-                f"--clients={clients}: {app} has no setting for how many there are; add 'clients' "
-                "to [tool.flwr.app.config]"
+                f"--clients={clients}: {app} has no setting for the number of clients; add "
+                "'clients' to [tool.flwr.app.config] of its pyproject.toml"
             )
         changes[setting] = clients
     if (here or runs is not None) and not config.get("run-directory", True):
@@ -110,10 +118,10 @@ def prepare(
         console.print(f"Ray: {num_nodes(config)} nodes with {per_node} clients each")
     count = nodes if setting is None else num_nodes(config)
     if superlink is None and count is None:
-        alone = "" if in_process else ", or say --nodes=N"
+        alone = "" if in_process else ", or give --nodes=N"
         raise LaunchFailed(
-            f"{app} has no setting 'clients': how many there are is unknown; add clients = N to "
-            f"[tool.flwr.app.config] of its pyproject.toml{alone}"
+            f"{app} has no setting 'clients', so the number of clients is unknown; add clients = N "
+            f"to [tool.flwr.app.config] of its pyproject.toml{alone}"
         )
     return Prepared(
         config=dict(config),
@@ -126,7 +134,7 @@ def prepare(
 
 
 def clients_per_node(config: Mapping[str, Any]) -> int:
-    """Return the number of clients on each node, the same for all, with at most a node a core."""
+    """Return the number of clients on each node: equal for all, with at most one node per core."""
     clients = integer(config, "clients", least=1)
     nodes = range(min(clients, _cores()), 0, -1)
     return next(clients // count for count in nodes if clients % count == 0)
@@ -139,45 +147,52 @@ def _cores() -> int:
 
 
 def checked_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An app's defaults, and what ``settings`` (``name=value``) change in them.
+    """Return an app's default settings, and the overrides in ``settings`` (``name=value``).
 
     Raises
     ------
     LaunchFailed
-        There is no app, or no such setting or value of it.
+        There is no app, the app has no such setting, or a value does not fit its setting.
     """
     project = app / "pyproject.toml"
     if not app.is_dir():
-        raise LaunchFailed(f"{app}: there is no such folder; expected the folder of a Flower app")
+        raise LaunchFailed(
+            f"app={app}: expected the folder of a Flower app; there is no such folder"
+        )
     if not project.is_file():
-        raise LaunchFailed(f"{app} holds no pyproject.toml: it is not a Flower app")
+        raise LaunchFailed(
+            f"app={app}: expected the folder of a Flower app; there is no pyproject.toml in it"
+        )
     try:
         facts = tomllib.loads(project.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise LaunchFailed(f"{project} is no TOML: {error}") from None
+        raise LaunchFailed(f"{project} is not valid TOML: {error}") from None
     flwr = facts.get("tool", {}).get("flwr", {})
     defaults: dict[str, Any] = flwr.get("app", {}).get("config", {})
     return defaults, dict(_override(setting, defaults) for setting in settings)
 
 
 def _begun_with(run: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run that goes on."""
+    """Return the settings under which a resumed run began."""
     if "resume" not in defaults:
-        raise LaunchFailed("the app has no setting 'resume': its runs cannot go on")
+        raise LaunchFailed(
+            "the app has no setting 'resume', so its runs cannot be resumed: start a new run"
+        )
     try:
         began = RunDirectory.open(run).config
     except NotARun as error:
         raise LaunchFailed(str(error)) from None
     known = {name: value for name, value in began.items() if name in defaults}
     if known.get("state-folder") == _state_in(str(began.get("run-directory"))):
-        del known["state-folder"]  # it has moved with the run
+        del known["state-folder"]  # the run directory, and this folder with it, may have moved
     return {**known, "run-directory": str(run.expanduser().absolute()), "resume": True}
 
 
 def _absolute(config: Mapping[str, Any], *, here: bool) -> dict[str, str]:
-    """The paths among an app's settings, so that every process finds the same place.
+    """Return the paths among an app's settings as absolute paths, for every process of the run.
 
-    On other machines a relative ``data-folder`` stays one, beside each node's own files.
+    If the run is on other machines, a relative ``data-folder`` stays relative, because each node
+    has its own files.
     """
     paths = {name: str(config[name]) for name in PATHS if config.get(name)}
     if here:
@@ -185,14 +200,14 @@ def _absolute(config: Mapping[str, Any], *, here: bool) -> dict[str, str]:
     for name, path in paths.items():
         if name != "data-folder" and not path.startswith(("/", "~")):
             raise LaunchFailed(
-                f"run-config {name}={path!r}: expected an absolute path, one on the machine where "
-                "the SuperLink starts the ServerApp"
+                f"run-config {name}={path!r}: expected an absolute path on the machine where the "
+                "SuperLink starts the ServerApp"
             )
     return paths
 
 
 def _state_in(run: str | Path) -> str:
-    """Where clients of a simulation keep their memory by default."""
+    """Return the folder in which clients of a simulation keep their memory by default."""
     return str(Path(run, "state"))
 
 

@@ -1,4 +1,4 @@
-"""Processes that commands start: Flower's programs, their environment and ports, and their end."""
+"""Start and end the processes of commands: Flower's programs, their environment and ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 class ProcessFailed(FlowerExtError, RuntimeError):
-    """A program is missing, did not start, or does not do what was asked of it."""
+    """A program is missing, did not start, or failed to do its task."""
 
 
 def executable(name: str) -> str:
@@ -28,48 +28,53 @@ def executable(name: str) -> str:
     Raises
     ------
     ProcessFailed
-        It is not installed.
+        The program is not installed.
     """
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise ProcessFailed(f"the command {name} was not found; pip install 'flwr[simulation]'")
+        raise ProcessFailed(
+            f"the command {name} was not found; install it: pip install 'flwr[simulation]'"
+        )
     return found
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of Flower's processes, with which they use what is installed here."""
-    # The environment that runs this command has what the app needs; flwr looks there for its
-    # own commands, and need not install anything.
+    """Return variables for Flower's processes, so that they use the packages installed here."""
+    # The environment of this command has the packages that the app needs. With these variables
+    # flwr finds its own commands there and installs nothing.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "PYTHONIOENCODING": ":replace",  # a run's log has ε, at which its stream would end
+        "PYTHONIOENCODING": ":replace",  # the ε in a run's log would end the stream
         **os.environ,
         "PATH": path,
     }
 
 
 def hint_on_spaces() -> str:
-    """Return what may be behind an error of a SuperLink that this environment runs, or nothing."""
-    # flwr 1.41 names the folder of its tables in a list that is separated by spaces.
+    """Return a hint if spaces in the environment's path may have caused a SuperLink's error.
+
+    The hint is empty if the path has no spaces.
+    """
+    # flwr 1.41 puts the folder of its database tables into a list that is separated by spaces.
     if " " not in sys.prefix:
         return ""
     return (
-        f"\nFlower's SuperLink finds no tables below a path with spaces, as {sys.prefix}: install "
-        "into an environment elsewhere, or run with --in-process"
+        f"\nFlower's SuperLink does not find its database tables below a path with spaces, here "
+        f"{sys.prefix}: install into an environment whose path has none, or run with --in-process"
     )
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def listens(host: str, port: int, *, seconds: float = 2) -> bool:
-    """Return whether somebody accepts connections there within ``seconds``."""
+    """Return True if a process accepts a connection on that port within ``seconds``."""
     try:
         with socket.create_connection((host, port), timeout=seconds):
             return True
@@ -78,17 +83,17 @@ def listens(host: str, port: int, *, seconds: float = 2) -> bool:
 
 
 def check_free(port: int, option: str) -> None:
-    """Refuse a port of loopback that somebody listens on; ``option`` names another one.
+    """Refuse a port of loopback that is in use; ``option`` is the option that changes the port.
 
     Raises
     ------
     ProcessFailed
-        Says which port it is.
+        The port is in use; the message names it.
     """
     if listens(HOST, port):
         raise ProcessFailed(
-            f"port {port} of {HOST} is in use by another process: end that one, or name another "
-            f"port by {option}"
+            f"port {port} of {HOST} is in use by another process: end that process, or choose "
+            f"another port by {option}"
         )
 
 
@@ -105,19 +110,22 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], seconds: float = 
         if listens(HOST, port):
             return
         time.sleep(0.1)
-    raise ProcessFailed(f"nothing listens on port {port}; exit status {process.poll()}")
+    raise ProcessFailed(
+        f"nothing listens on port {port}; the process's exit status is {process.poll()}"
+    )
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a process and its group; one that has ended is no error."""
+    """Send a signal to a process and its group; do nothing if they have ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
-    """End a process and everything that descends from it: by SIGTERM first, then by SIGKILL.
+    """End a process and all its descendants.
 
-    Ray's agents outlive the processes that started them, in sessions of their own.
+    The process gets SIGTERM and ``seconds`` to end; whatever is left then gets SIGKILL. Ray's
+    agents need this, because they live in sessions of their own and outlive their parents.
     """
     family = _descendants(process.pid)
     with suppress(ProcessLookupError):
@@ -133,7 +141,10 @@ def end_tree(process: subprocess.Popen[bytes], *, seconds: float = 20) -> None:
 
 
 def _descendants(root: int) -> set[tuple[int, str]]:
-    """(pid, time of its start) of all processes below one; the time tells a reused pid apart."""
+    """Return (pid, start time) of all descendants of a process.
+
+    The start time tells a process from a later one with the same pid.
+    """
     table = _processes()
     found, frontier = set[tuple[int, str]](), {root}
     while frontier:
@@ -149,8 +160,8 @@ def _still(family: Iterable[tuple[int, str]]) -> list[int]:
 
 
 def _processes() -> list[tuple[int, int, str]]:
-    """(pid, its parent's, time of its start) of the processes of this machine."""
-    if Path("/proc/self/stat").exists():  # Linux, whose smaller images have no ps
+    """Return (pid, parent's pid, start time) of all processes of this machine."""
+    if Path("/proc/self/stat").exists():  # Linux: small container images have no ps
         return [facts for entry in Path("/proc").glob("[0-9]*/stat") if (facts := _of(entry))]
     asked = ["ps", "-A", "-o", "pid=,ppid=,lstart="]
     listed = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
@@ -161,6 +172,6 @@ def _processes() -> list[tuple[int, int, str]]:
 def _of(entry: Path) -> tuple[int, int, str] | None:
     try:
         fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return None
     return int(entry.parent.name), int(fields[1]), fields[19]

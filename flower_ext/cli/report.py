@@ -1,4 +1,4 @@
-"""``flower-ext report``: the report of one run, or of several side by side."""
+"""``flower-ext report``: write the report of one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from flower_ext.runs.report import write_report
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
-    output: Annotated[Path, typer.Option(help="Where a comparison of several runs goes.")] = Path(
+    runs: Annotated[list[Path], typer.Argument(help="Run directory; give several to compare.")],
+    output: Annotated[Path, typer.Option(help="Folder for a comparison of several runs.")] = Path(
         "comparison"
     ),
 ) -> None:
-    """(Re)write the report of a run; compare several, those that differ in the seed as one.
+    """Write the report of a run again, or compare several runs.
+
+    A comparison treats runs that differ only in their seed as repetitions of one run.
 
     Example: flower-ext report runs/20260101-120000-dp2-fedsam-digits
     """

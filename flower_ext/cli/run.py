@@ -1,4 +1,4 @@
-"""``flower-ext run``: an app on Ray's simulation, on a SuperLink, or in one process."""
+"""``flower-ext run``: run an app in Ray's simulation, on a SuperLink, or in one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flower_ext.cli.screen import Settings, console
 from flower_ext.runs.directory import RUNS_VARIABLE, RunDirectory
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="Folder of a Flower app.")]
-Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Where the run directory is made.")]
+Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder for new run directories.")]
 Resume = Annotated[
     Path | None,
-    typer.Option(help="Run directory to go on with; --set rounds=N goes beyond its end."),
+    typer.Option(help="Run directory of a run to continue; --set rounds=N extends the run."),
 ]
 
 
@@ -26,17 +26,23 @@ def run(
     app_folder: AppFolder,
     superlink: Annotated[
         str | None,
-        typer.Argument(help="Connection in Flower's config; by default the local simulation."),
+        typer.Argument(
+            help="Connection of Flower's configuration; by default the local simulation."
+        ),
     ] = None,
     settings: Settings = None,
     runs: Runs = Path("runs"),
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="All clients in one process, in batches, without Ray."),
+        typer.Option(
+            "--in-process", help="Train all clients in one process, in batches, without Ray."
+        ),
     ] = False,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Nodes to simulate, for an app without a setting for it."),
+        typer.Option(
+            min=1, help="Number of nodes to simulate, for an app that has no setting for it."
+        ),
     ] = None,
     ray: Annotated[
         str | None,
@@ -45,10 +51,10 @@ def run(
         ),
     ] = None,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="So many clients, in one process.")
+        int | None, typer.Option(min=1, help="Number of clients; implies --in-process.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Processes that share the clients of such a run.")
+        int, typer.Option(min=1, help="Number of processes that share an --in-process run.")
     ] = 1,
     resume: Resume = None,
 ) -> None:
@@ -56,7 +62,8 @@ def run(
 
     Example: flower-ext run apps/dp2-fedsam --clients 200 --set method=centaur --set rounds=20
     """
-    # Of a SuperLink elsewhere only a folder that was meant for it says where runs are made.
+    # A SuperLink may be on another machine, for which FLOWER_EXT_RUNS and the default of --runs
+    # were not meant. There, only an explicit --runs counts.
     meant = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE
     with signals_as_interrupts():
         path = launch(

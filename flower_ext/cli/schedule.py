@@ -1,4 +1,4 @@
-"""``flower-ext plan`` and ``search``: how many rounds, and how much of the global model."""
+"""``flower-ext plan`` and ``search``: choose DP-Ditto's rounds T and global weight λ."""
 
 from __future__ import annotations
 
@@ -23,59 +23,71 @@ from flower_ext.privacy import ClippedSteps, epsilon_text
 _budget = partial(typer.Option, rich_help_panel="Budget and training")
 _losses = partial(typer.Option, rich_help_panel="Losses (a pilot run estimates them)")
 _weight = partial(
-    typer.Option, rich_help_panel="λ: given, or the fairest by a Bayesian linear model"
+    typer.Option, rich_help_panel="λ: given, or the fairest under a Bayesian linear model"
 )
 
 
 def plan(
     epsilon: Annotated[float, _budget(help="ε > 0.")],
-    clients: Annotated[int, _budget(min=1, help="N: all take part in every round.")],
+    clients: Annotated[int, _budget(min=1, help="N: clients, all of which join every round.")],
     examples: Annotated[
         list[int],
-        _budget(min=1, help="|D|: records of a client; repeat for each client, all equal."),
+        _budget(min=1, help="|D|: records of each client; one value, or N equal ones."),
     ],
-    clipping_norm: Annotated[float, _budget(help="C: of the local model.")],
-    learning_rate: Annotated[float, _budget(help="η_G: of the local model.")],
+    clipping_norm: Annotated[float, _budget(help="C: clipping norm of the local model.")],
+    learning_rate: Annotated[float, _budget(help="η_G: learning rate of the local model.")],
     pilot: Annotated[
         Path | None,
-        _losses(help="pilot.json of a pilot run, for the losses; options below come first."),
+        _losses(help="pilot.json of a pilot run; the options below override its values."),
     ] = None,
-    dimension: Annotated[int | None, _losses(help="d: weights.")] = None,
-    strong_convexity: Annotated[float | None, _losses(help="μ.")] = None,
-    smoothness: Annotated[float | None, _losses(help="L.")] = None,
+    dimension: Annotated[int | None, _losses(help="d: number of weights.")] = None,
+    strong_convexity: Annotated[
+        float | None, _losses(help="μ: strong convexity of the losses.")
+    ] = None,
+    smoothness: Annotated[float | None, _losses(help="L: smoothness of the losses.")] = None,
     initial_gap: Annotated[float | None, _losses(help="Ψ₁ = F(w⁰) − F(w*).")] = None,
     initial_distance: Annotated[float | None, _losses(help="Ψ₂ = ‖v⁰ − v*‖².")] = None,
     gradient_bound: Annotated[
-        float | None, _losses(help="G₀; without it no published bound.")
+        float | None, _losses(help="G₀: bound on gradients; the published bound needs it.")
     ] = None,
     model_spread: Annotated[
-        float | None, _losses(help="M ≥ ‖u* − w*‖; without it no published bound.")
+        float | None, _losses(help="M ≥ ‖u* − w*‖; the published bound needs it.")
     ] = None,
     delta: Annotated[float | None, _budget(help="δ; by default 1/|D|.")] = None,
     gradient_clipping_norm: Annotated[
         float | None,
-        _budget(help="G: of each record's gradient; without it one record may move a model by 2C."),
+        _budget(
+            help="G: clipping norm of each record's gradient; without it, one record may move a "
+            "model by 2C."
+        ),
     ] = None,
-    local_steps: Annotated[int, _budget(min=1, help="K: noised local steps a round.")] = 1,
+    local_steps: Annotated[int, _budget(min=1, help="K: noised local steps in each round.")] = 1,
     batch_size: Annotated[int | None, _budget(help="B; by default all records.")] = None,
-    personal_learning_rate: Annotated[float | None, _budget(help="η_L; by default η_G.")] = None,
-    max_rounds: Annotated[int, _budget(min=1, help="The most rounds to consider.")] = 1000,
+    personal_learning_rate: Annotated[
+        float | None, _budget(help="η_L: learning rate of the personal model; by default η_G.")
+    ] = None,
+    max_rounds: Annotated[int, _budget(min=1, help="Largest number of rounds to consider.")] = 1000,
     global_weight: Annotated[float | None, _weight(help="λ from 0 (local) to 2 (global).")] = None,
     feature_energy: Annotated[float | None, _weight(help="ρ: the diagonal of XᵀX.")] = None,
-    label_variance: Annotated[float | None, _weight(help="σ²: of the labels' noise.")] = None,
-    model_variance: Annotated[float | None, _weight(help="ζ²: between clients' models.")] = None,
+    label_variance: Annotated[
+        float | None, _weight(help="σ²: variance of the labels' noise.")
+    ] = None,
+    model_variance: Annotated[
+        float | None, _weight(help="ζ²: variance between clients' true models.")
+    ] = None,
     worlds: Annotated[
         int | None,
-        _weight(min=2, help="Check R(λ) on so many federations, drawn from that model."),
+        _weight(min=2, help="Number of federations to draw from that model, to check R(λ)."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where figures and CSV files go.")] = Path("plan"),
+    output: Annotated[Path, typer.Option(help="Folder for figures and CSV files.")] = Path("plan"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """How many rounds to run, and how much of the global model to take, for a privacy budget.
+    """Choose the number of rounds and the weight of the global model for a privacy budget.
 
-    For Ditto with noise on every uploaded model (DP-Ditto). The unit is one record of a client,
-    replaced by another; the server sees every upload. Answers come as published and provable; the
-    bound speaks of one full-gradient step a round on strongly convex losses.
+    The plan is for DP-Ditto: Ditto with noise on every uploaded model. The privacy unit is one
+    record of a client, replaced by another, and the server sees every upload. The command answers
+    twice: by the published and by the provable formulas. The convergence bound assumes strongly
+    convex losses and one full-gradient step in each round.
 
     Example: flower-ext plan --epsilon 10 --delta 1e-4 --clients 20 --examples 3000
     --clipping-norm 20 --gradient-clipping-norm 1 --learning-rate 0.1 --dimension 10
@@ -172,20 +184,22 @@ def plan(
 
 
 def search(
-    app_folder: Annotated[Path, typer.Argument(metavar="APP", help="As apps/dp-ditto.")],
-    rounds: Annotated[list[int], typer.Option(help="A T to try; repeatable.")],
-    global_weight: Annotated[list[float], typer.Option(help="A λ to try; repeatable.")],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each pair, seeds 1, 2, …")] = 1,
+    app_folder: Annotated[
+        Path, typer.Argument(metavar="APP", help="Folder of an app like apps/dp-ditto.")
+    ],
+    rounds: Annotated[list[int], typer.Option(help="Candidate for T; repeatable.")],
+    global_weight: Annotated[list[float], typer.Option(help="Candidate for λ; repeatable.")],
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs for each pair, with seeds 1, 2, …")
+    ] = 1,
     settings: Settings = None,
-    runs: Annotated[Path, typer.Option(help="Where the run directories are made.")] = Path(
-        "search"
-    ),
+    runs: Annotated[Path, typer.Option(help="Folder for the run directories.")] = Path("search"),
 ) -> None:
-    """T and λ for a budget by short runs in one process: for models that no bound speaks of.
+    """Choose T and λ for a privacy budget by short runs, for models that no bound covers.
 
-    In turns: the T with the smallest training loss of personal models at the λ so far, the λ under
-    which these losses are most alike at that T, until both stay. Losses are read without noise: for
-    simulations and public stand-ins.
+    The search alternates: it picks the T with the smallest training loss of the personal models at
+    the current λ, then the λ at which these losses differ least between clients, until both stay
+    the same. It reads losses without noise, so use it on simulations or public stand-in data only.
 
     Example: flower-ext search apps/dp-ditto --rounds 5 --rounds 20 --global-weight 0
     --global-weight 0.5 --set epsilon=10
@@ -203,33 +217,34 @@ def search(
     for (T, weight), outcome in sorted(found.outcomes.items()):
         table.add_row(str(T), f"{weight:g}", f"{outcome.loss:.4g}", f"{outcome.unfairness:.4g}")
     console.print(table)
-    how = "both stay" if found.settled else "they go round in a circle; its smallest loss"
+    how = "both stay" if found.settled else "the search cycles; smallest loss of the cycle"
     console.print(f"T* = {found.rounds}, λ* = {found.global_weight:g} ({how})")
 
 
 def _equal_size(examples: list[int], clients: int) -> int:
-    """|D|, the same for all: the analysis averages over clients without weights."""
+    """Return |D|, which must be equal for all, because the analysis averages without weights."""
     if len(examples) not in (1, clients):
         raise InvalidValue(
-            f"examples={examples!r}: expected one size for all, or {clients}, one for each client"
+            f"examples={examples!r}: expected one size for all clients, or {clients} sizes, one "
+            "for each client"
         )
     if len(set(examples)) > 1:
         raise InvalidValue(
-            f"examples={examples!r}: expected equal sizes, which Theorems 1 to 3 rest on; plan for "
-            "the smallest and let every client use that many records"
+            f"examples={examples!r}: expected equal sizes, because Theorems 1 to 3 assume them; "
+            "plan for the smallest size and let every client use that many records"
         )
     return examples[0]
 
 
 def _known_losses(pilot: Path | None, **given: float | None) -> dict[str, Any]:
-    """What `DittoProblem` has to know of the losses: from a pilot run, or as given."""
+    """Return the facts on the losses for `DittoProblem`; given values override the pilot run's."""
     known: dict[str, Any] = {"gradient_bound": math.inf, "model_spread": math.inf}
     if pilot is not None:
         estimates, dimension = PilotEstimates.load(pilot)
         known |= {**asdict(estimates), "dimension": dimension}
     known |= {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in given if name not in known]:
-        raise InvalidValue(f"give {_options(missing)}, or --pilot with a file that has them")
+        raise InvalidValue(f"give {_options(missing)}, or --pilot with a file that holds them")
     return known
 
 
@@ -238,7 +253,7 @@ def _options(names: list[str]) -> str:
 
 
 def _at(answer: Answer, rounds: int) -> dict[str, float]:
-    """One row of the curves."""
+    """Return the bound and the weight of an answer's curves after ``rounds`` rounds."""
     schedule = answer.schedule
     return {
         "bound": float(schedule.convergence[rounds - 1]),
@@ -257,8 +272,8 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path])
     )
     if budget.delta > 1 / budget.num_examples:
         console.print(
-            f"δ = {budget.delta:g} is above 1/|D| = {1 / budget.num_examples:.3g}: a mechanism "
-            "that publishes one record, drawn at random, would pass"
+            f"δ = {budget.delta:g} is above 1/|D| = {1 / budget.num_examples:.3g}, which is too "
+            "weak: even a mechanism that publishes one random record would satisfy it"
         )
     console.print(f"Provable noise: {budget.provable_source}\n")
     kinds = ["as published", "worst case", *(["gradients clipped"] if budget.steps else [])]
@@ -279,7 +294,7 @@ def _print_plan(budget: PrivacyBudget, found: list[Answer], figures: list[Path])
         if answer.schedule.rounds == 0:
             console.print(f"{answer.basis}: no number of rounds improves the bound on the start")
         if answer.schedule.rounds == int(answer.schedule.candidates[-1]):
-            console.print(f"{answer.basis}: T* is --max-rounds; more may be better")
+            console.print(f"{answer.basis}: T* equals --max-rounds; a larger one may be better")
         for text in answer.not_met:
             console.print(f"  ✗ {answer.basis}: {text}")
     pairs = ((f"h, {answer.basis}", f"λ, {answer.basis}") for answer in found)
@@ -304,5 +319,5 @@ def _print_worlds(worlds: int | None, rows: list[FairnessRow]) -> None:
         table.add_row(row.noise, *(f"{number:.4g}" for number in numbers), *seen)
     console.print(table)
     console.print(
-        "The smaller R, the more alike personal models serve all clients; ± is a standard error"
+        "The smaller R, the more equally personal models serve all clients; ± is a standard error"
     )

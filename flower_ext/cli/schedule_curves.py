@@ -1,4 +1,4 @@
-"""The curves that ``flower-ext plan`` prints and draws, and what it checks on drawn federations."""
+"""Curves that ``flower-ext plan`` prints and draws, and its check on drawn federations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flower_ext.privacy.guarantee import Basis
 from flower_ext.runs.figures import Line, draw_lines
 
 CURVE_ROWS = 12
-"""Largest count of rows, each a number of rounds, in the printed table."""
+"""Largest number of evenly spread rows in the printed table; a row is a number of rounds."""
 
 
 def curve_rows(found: Sequence[Answer]) -> list[int]:
-    """Numbers of rounds worth printing: spread evenly in their logarithm, and each T*."""
+    """Return the numbers of rounds to print: evenly spaced logarithms, and each T*."""
     last = int(found[0].schedule.candidates[-1])
     spread = np.unique(np.geomspace(1, last, CURVE_ROWS).round().astype(int)).tolist()
     return sorted(
@@ -31,14 +31,14 @@ def curve_rows(found: Sequence[Answer]) -> list[int]:
 def draw_plan(
     found: Sequence[Answer], folder: Path, *, fairness: LinearFairness | None = None
 ) -> list[Path]:
-    """The curves, each an SVG with its numbers as CSV beside it."""
+    """Draw the curves; return the SVG files, each of which has its numbers in a CSV beside it."""
 
     def planned(curve: str) -> dict[str, Line]:
         schedules = ((answer.basis, answer.schedule) for answer in found)
         return {name: (s.candidates.tolist(), getattr(s, curve).tolist()) for name, s in schedules}
 
     values = np.concatenate([answer.schedule.convergence for answer in found])
-    with np.errstate(over="ignore"):  # the axis ends above what a diverging bound reaches
+    with np.errstate(over="ignore"):  # a diverging bound may overflow
         convergence = draw_lines(
             folder,
             "convergence",
@@ -68,7 +68,7 @@ def draw_plan(
 
 @dataclass(frozen=True)
 class FairnessRow:
-    """R at one λ under the noise of one basis: by both formulas, and in drawn federations."""
+    """R(λ) under the noise of one basis: by both formulas, and measured in drawn federations."""
 
     noise: Basis
     noise_stddev: float
@@ -82,12 +82,12 @@ class FairnessRow:
 def fairness_rows(
     found: Sequence[Answer], fairness: LinearFairness, worlds: int
 ) -> list[FairnessRow]:
-    """Local models, λ*, models half way and the shared one, under the noise of each basis.
+    """Return R for λ = 0 (local), λ*, 1 and 2 (shared), under the noise of each basis.
 
     Raises
     ------
-    ValueError
-        Fewer examples than dimensions: no such federation can be drawn.
+    InvalidValue
+        The problem has fewer examples than dimensions, so no such federation can be drawn.
     """
     rows = []
     for answer in found:

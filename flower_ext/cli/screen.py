@@ -1,4 +1,4 @@
-"""Shared by all commands: an option, tables that lose no word, and why a command failed."""
+"""Parts that all commands share: an option, tables, and messages about failures."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typer.core import TyperCommand
 from flower_ext.errors import FlowerExtError, InvalidValue
 
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Run-config override, name=value; repeatable.")
+    list[str] | None, typer.Option("--set", help="Override of a setting, name=value; repeatable.")
 ]
-"""An option of the commands that start runs."""
+"""The option ``--set`` of all commands that start runs."""
 
 console = Console()
 _errors = Console(stderr=True)
 
 
 def titled_table(title: str, columns: Iterable[str]) -> Table:
-    """An empty table; words that are too long for their column go on in the next line."""
+    """Return an empty table whose columns wrap long words, so that no text is cut off."""
     headers = (Column(name, overflow="fold") for name in columns)
     return Table(*headers, title=title, title_justify="left")
 
 
 class Command(TyperCommand):
-    """A command that prints errors meant for people as one line.
+    """A command that prints an expected error as one message, without a traceback.
 
-    A value that the package refuses ends the command with 2; other such errors, and files that
-    cannot be read or written, end it with 1.
+    The exit status is 2 for an `InvalidValue`, and 1 for any other `FlowerExtError` and for a file
+    that cannot be read or written.
     """
 
     def invoke(self, ctx: click.Context) -> object:
@@ -49,6 +49,9 @@ class Command(TyperCommand):
 
 
 def failed(error: Exception) -> typer.Exit:
-    """Print why a command failed; return what ends it with 1, or as a signal's default would."""
+    """Print why a command failed; return the exit to raise.
+
+    The exit status is the error's own ``exit_status`` if it has one, and 1 otherwise.
+    """
     _errors.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
     return typer.Exit(getattr(error, "exit_status", 1))

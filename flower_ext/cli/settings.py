@@ -1,7 +1,7 @@
-"""``flower-ext settings``: what can be set in an app, its default, and what it means.
+"""``flower-ext settings``: list the settings of an app with their defaults and meanings.
 
-All of it is in the app's ``pyproject.toml``, where a comment follows each setting: words to choose
-from, as ``poisson | everyone``, a colon, and what the setting means.
+The command reads the app's ``pyproject.toml``. There, a comment follows each setting: the choices,
+as in ``poisson | everyone``, then a colon and the setting's meaning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Written by `flower-ext settings apps/* --markdown docs/settings.md` from the com
 
 
 class Setting(NamedTuple):
-    """One setting of an app, in words."""
+    """The default, the choices and the meaning of one setting, as text."""
 
     default: str
     choices: str
@@ -48,10 +48,10 @@ class Setting(NamedTuple):
 def settings(
     apps: Annotated[list[Path], typer.Argument(metavar="APP", help="Folders of Flower apps.")],
     markdown: Annotated[
-        Path | None, typer.Option(help="File to write instead: one table of all apps.")
+        Path | None, typer.Option(help="Write one table of all apps to this Markdown file instead.")
     ] = None,
 ) -> None:
-    """List the settings of an app: names for --set, defaults, choices, and what they mean.
+    """List the settings of an app: names for --set, defaults, choices and meanings.
 
     Example: flower-ext settings apps/dp2-fedsam
     """
@@ -72,7 +72,7 @@ def settings_of(app: Path) -> dict[str, Setting]:
     Raises
     ------
     LaunchFailed
-        It is not a Flower app with settings.
+        The folder is not a Flower app, or the app has no settings.
     """
     defaults, _ = checked_settings(app, ())
     if not defaults:
@@ -97,7 +97,7 @@ def settings_of(app: Path) -> dict[str, Setting]:
 
 
 def as_markdown(found: dict[str, dict[str, Setting]]) -> str:
-    """Return a page with one table of the settings of several apps, by name."""
+    """Return a Markdown page with one table: a row for each setting, a column for each app."""
     apps = sorted(found)
     lines = []
     for name in dict.fromkeys(name for app in apps for name in found[app]):
@@ -110,7 +110,7 @@ def as_markdown(found: dict[str, dict[str, Setting]]) -> str:
 
 
 def _told(by_app: dict[str, str]) -> Markup:
-    """Return what is told of a setting: once, or of each app where they differ."""
+    """Return a setting's text: once if all apps agree, otherwise with the names of the apps."""
     apps = {text: [app for app in by_app if by_app[app] == text] for text in by_app.values()}
     if len(apps) == 1:
         return Markup(escaped(*apps))

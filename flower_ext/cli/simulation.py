@@ -1,8 +1,8 @@
-"""A SuperLink for one simulation: started for it, and ended with it.
+"""A SuperLink for one simulation, which starts and ends with it.
 
-`flwr run` starts one that stays, and that all simulations of a user share. This one has a port, a
-home and no database of its own, so that no other run depends on it. Those that others have started
-are left alone.
+`flwr run` starts a SuperLink that stays and that all simulations of a user share. The SuperLink of
+this module has its own port and home and no database, so no other run depends on it. The module
+leaves all other SuperLinks alone.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from flower_ext.errors import InvalidValue
 
 _CONNECTION = "simulation"
 _PATIENCE = 15
-"""Seconds that a Ray cluster has to answer."""
+"""Seconds to wait for an answer of a Ray cluster."""
 
 
 @contextmanager
 def simulation_superlink(
     env: Mapping[str, str], *, ray: str | None = None
 ) -> Iterator[dict[str, str]]:
-    """Start a SuperLink that simulates; yield the variables with which ``flwr`` finds it.
+    """Start a SuperLink for a simulation; yield the variables with which ``flwr`` finds it.
 
-    Afterwards it is ended, with all that it started.
+    At the end of the block, the function ends the SuperLink and all processes that it started.
 
     Parameters
     ----------
     env : Mapping[str, str]
-        Variables of Flower's processes. Its home is below their ``FLWR_HOME``.
+        Variables of Flower's processes. The SuperLink's home is a folder below ``FLWR_HOME``.
     ray : str, optional
-        Address ``host:port`` of a Ray cluster that runs the clients; by default Ray is started on
-        this machine.
+        Address ``host:port`` of a Ray cluster that runs the clients; by default Flower starts Ray
+        on this machine.
 
     Raises
     ------
+    InvalidValue
+        ``ray`` is not ``host:port``.
     ProcessFailed
         No cluster answers at ``ray``, or the SuperLink does not start.
     """
@@ -68,7 +70,7 @@ def simulation_superlink(
         words = [executable("flower-superlink"), "--insecure", "--simulation"]
         words += ["--isolation", "subprocess", "--host", HOST, "--port", str(port)]
         with log.open("wb") as stream:
-            # In a session of its own: Ctrl-C in a terminal ends the run first.
+            # A session of its own keeps the terminal's Ctrl-C away, so that the run ends first.
             process = subprocess.Popen(
                 words, env=env, stdout=stream, stderr=stream, start_new_session=True
             )
@@ -86,14 +88,14 @@ def simulation_superlink(
 
 
 def check_cluster(address: str) -> None:
-    """Make sure that a Ray cluster answers; Flower would wait for it without a word.
+    """Check that a Ray cluster answers, because Flower would wait for it in silence.
 
     Raises
     ------
     InvalidValue
         The address is not ``host:port``.
     ProcessFailed
-        No cluster answers there within seconds.
+        No cluster answers at that address within seconds.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -102,15 +104,15 @@ def check_cluster(address: str) -> None:
     if not healthy:
         raise ProcessFailed(
             f"no Ray cluster answers at {address}: start it with "
-            f"`ray start --head --port={port}` on {host}, or see whether a firewall is between"
+            f"`ray start --head --port={port}` on {host}, or check for a firewall in between"
         )
 
 
 def cluster_watch(address: str) -> Callable[[], None]:
-    """Return a check to be called every few seconds while a run is on a Ray cluster.
+    """Return a check to call every few seconds while a run is on a Ray cluster.
 
-    It raises `ProcessFailed` once the cluster was gone three times in a row, because Flower goes on
-    waiting for it.
+    The check raises `ProcessFailed` after the cluster failed to answer three times in a row,
+    because Flower itself would wait for it forever.
     """
     host, _, port = address.rpartition(":")
     missed = 0
@@ -120,8 +122,8 @@ def cluster_watch(address: str) -> Callable[[], None]:
         missed = 0 if listens(host, int(port)) else missed + 1
         if missed == 3:
             raise ProcessFailed(
-                f"the Ray cluster at {address} no longer answers: start it again, and go on with "
-                "the run by --resume"
+                f"the Ray cluster at {address} no longer answers: start it again, and continue the "
+                "run by --resume"
             )
 
     return check

@@ -1,4 +1,4 @@
-"""A run's log without the tracebacks of errors that say in a sentence what to change."""
+"""Hide tracebacks in a run's log if the error's own message says what to change."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|
 _BEGIN = "Traceback (most recent call last):"
 _CHAINED = ("The above exception was", "During handling of the above exception")
 _EXPLAINED = re.compile(r"flower_ext\.[\w.]+: |ModuleNotFoundError: .*pip install 'flower-ext")
-"""An error of this package, whose text the command prints at its end."""
+"""Last line of an error of this package; the command prints that error's message at its end."""
 
 
 def without_codes(line: str) -> str:
-    """Return a line without the codes that colour it or move a cursor."""
+    """Return a line without codes that set colours or move the cursor."""
     return _CODES.sub("", line)
 
 
 class Tracebacks:
-    """Takes a log's lines, and gives back those to show.
+    """A filter that takes the lines of a log and returns the lines to show.
 
-    A traceback is held back until the log goes on after it. It is then given back whole, or left
-    out where its last error is explained.
+    The filter holds a traceback back until the next line after it. It then returns the traceback
+    whole, or drops it if the message of its last error explains what to change.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Tracebacks:
         self._error = ""
 
     def shown(self, line: str) -> list[str]:
-        """Take a line; return those that can be shown now."""
+        """Take a line; return the lines that can be shown now."""
         plain = without_codes(line)
         if not self._held:
             if plain != _BEGIN:
@@ -44,7 +44,7 @@ class Tracebacks:
         return []
 
     def rest(self) -> list[str]:
-        """Return the lines that are still held back, at the end of the log."""
+        """Return the lines that the filter still holds at the end of the log."""
         held = [] if _EXPLAINED.match(self._error) else self._held
         self._held, self._error = [], ""
         return held

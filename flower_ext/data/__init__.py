@@ -1,4 +1,4 @@
-"""Data sets and how they are divided among clients."""
+"""Data sets and their partitions among clients."""
 
 from flower_ext.data.datasets import DatasetInfo, describe, load, names
 from flower_ext.data.devices import DevicesInfo, describe_devices, device_names, load_devices

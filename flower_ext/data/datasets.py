@@ -1,8 +1,8 @@
-"""Data sets by name, as one pool of examples that a partition then divides.
+"""Data sets by name: each is one pool of examples, which a partition divides.
 
 ``digits`` comes with scikit-learn. The others are read from a local folder (the argument, or the
-environment variable FLOWER_EXT_DATA) in their usual files, or from flwr-datasets when that is
-installed and online.
+environment variable FLOWER_EXT_DATA), in which their usual files lie. Without these files they come
+from flwr-datasets, which must be installed and online.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flower_ext.errors import InvalidValue
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """Facts that models need, and where a data set may be found.
+    """Facts that models need about a data set, and the places where it may lie.
 
-    ``files`` are alternatives, each a set of paths below the data folder that suffices. Of the
-    labels on the hub only ``hub_labels`` are kept, renumbered from 0. ``stand_in`` says what the
-    files hold where that is not the data set itself.
+    ``files`` lists alternatives; each is a set of paths below the data folder that suffices. Of the
+    hub's labels only ``hub_labels`` are kept, renumbered from 0. ``stand_in`` describes the files'
+    content if that is not the data set itself.
     """
 
     num_classes: int
@@ -105,17 +105,17 @@ _DATASETS = {
 
 
 def names() -> list[str]:
-    """Names that `load` knows."""
+    """Return the names that `load` knows."""
     return list(_DATASETS)
 
 
 def describe(name: str) -> DatasetInfo:
-    """Facts about a data set.
+    """Return facts about a data set.
 
     Raises
     ------
     ValueError
-        Unknown name; the message lists the known ones.
+        The name is unknown; the message lists the known ones.
     """
     if name not in _DATASETS:
         raise InvalidValue(f"dataset={name!r}: expected one of {', '.join(_DATASETS)}")
@@ -123,18 +123,19 @@ def describe(name: str) -> DatasetInfo:
 
 
 def load(name: str, folder: Path | None = None) -> Examples:
-    """All examples of a data set: features float32 (n, channels, height, width), targets int64.
+    """Load a data set: features float32 (n, channels, height, width), targets int64 (n,).
 
     Pixels are scaled to [0, 1]; CIFAR-10 is standardised by its channel means and deviations.
-    ``femnist`` holds the digits of FEMNIST. ``letters`` are the letters a … j of FEMNIST from the
-    hub; the local file is a stand-in: ten other letters of the same NIST collection.
+    ``femnist`` holds the digits of FEMNIST. ``letters`` are the letters a … j of FEMNIST if they
+    come from the hub; the local file is a stand-in, ten other letters of the same NIST collection.
 
     Raises
     ------
     DataNotFound
-        Neither the folder nor flwr-datasets has it; names the files and three ways to get them.
+        Neither the folder nor flwr-datasets has it; the message names the files and says how to
+        get them.
     ValueError
-        Unknown name, or a file that is not what it should be.
+        The name is unknown, or a file has other content than expected.
     """
     info = describe(name)
     if name == "digits":
@@ -144,7 +145,7 @@ def load(name: str, folder: Path | None = None) -> Examples:
         return _examples(name, info, *_from_hub(name, info, folder))
     try:
         images, labels = _READERS[name](found)
-    # What gzip, struct, zipfile, NumPy and pickle raise for files that are damaged.
+    # gzip, struct, zipfile, NumPy and pickle raise these for damaged files.
     except (OSError, EOFError, KeyError, struct.error, BadZipFile, UnpicklingError) as error:
         folders = ", ".join(sorted({str(path.parent) for path in found}))
         raise InvalidValue(f"{name}: the files in {folders} are damaged: {error}") from error
@@ -152,7 +153,7 @@ def load(name: str, folder: Path | None = None) -> Examples:
 
 
 def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarray) -> Examples:
-    """From uint8 (n, height, width[, channels])."""
+    """Convert uint8 images (n, height, width[, channels]) and their labels."""
     if labels.shape != (len(images),):
         raise InvalidValue(
             f"{name}: labels of shape {labels.shape}; expected one for each of {len(images)} images"
@@ -165,7 +166,7 @@ def _examples(name: str, info: DatasetInfo, images: np.ndarray, labels: np.ndarr
         )
     if not np.isin(labels, np.arange(info.num_classes)).all():
         raise InvalidValue(f"{name}: expected labels 0 … {info.num_classes - 1}")
-    # Converted once and scaled in place: every worker process holds a pool of its own.
+    # Converted once and scaled in place, because every worker process holds its own pool.
     pixels = torch.from_numpy(np.ascontiguousarray(bytes_first)).float().div_(255)
     if name == "cifar10":
         # Published channel statistics of the 50,000 training images.
@@ -184,12 +185,12 @@ def _digits() -> Examples:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of unsigned bytes, gzipped or not.
+    """Read an idx file of unsigned bytes, gzipped or not.
 
     Raises
     ------
     ValueError
-        The header does not fit the content.
+        The header does not match the content.
     """
     with opened(path, "rb") as stream:
         zero, kind, dimensions = struct.unpack(">HBB", stream.read(4))
@@ -205,7 +206,9 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = arrays[0::2], arrays[1::2]
     for path, some, theirs in zip(paths[0::2], images, labels, strict=True):
         if len(some) != len(theirs):
-            raise InvalidValue(f"{path}: {len(some)} images but {len(theirs)} labels")
+            raise InvalidValue(
+                f"{path}: {len(some)} images but {len(theirs)} labels; get both again"
+            )
     return np.concatenate(images), np.concatenate(labels)
 
 
@@ -222,7 +225,7 @@ def _read_cifar10(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Builds NumPy arrays and plain containers; a file cannot make it call anything else."""
+    """Unpickler of NumPy arrays and plain containers; a file cannot make it call anything else."""
 
     _ALLOWED = frozenset(
         {
@@ -262,12 +265,12 @@ _READERS: dict[str, Callable[[list[Path]], tuple[np.ndarray, np.ndarray]]] = {
 
 
 def _from_hub(name: str, info: DatasetInfo, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """All splits of a data set through flwr-datasets (downloads it)."""
+    """Download all splits of a data set through flwr-datasets."""
     alternatives = "\n  or ".join(", ".join(paths) for paths in info.files)
     missing = DataNotFound.named(
         name,
         folder,
-        f"Give it in one of two ways:\n  1. a folder with {alternatives}\n"
+        f"There are two ways to provide it:\n  1. a folder with {alternatives}\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
         f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {info.hub}.",
     )

@@ -1,4 +1,4 @@
-"""Data sets that come divided into devices, by name: those of the Upcycled-FL experiments."""
+"""Data sets that consist of devices, by name: those of the Upcycled-FL experiments."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SYNTHETIC = {f"synthetic-{kind}": kind for kind in synthetic.kinds()}
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesInfo:
-    """Facts about a data set that comes as devices.
+    """Facts about a data set that consists of devices.
 
     Parameters
     ----------
     feature_shape : tuple of int
-        Of one record.
+        Shape of one record.
     num_devices : int
-        By default.
+        Default number of devices.
     model : str
         The paper's model, by its name in ``flower_ext.training.models``.
     source : str
-        Whether it is the authors' data, a stand-in or generated; for reports.
+        Origin of the data, for reports: the authors' data, a stand-in, or generated.
     """
 
     num_classes: int
@@ -40,7 +40,7 @@ class DevicesInfo:
 
 
 def device_names() -> list[str]:
-    """Names that `load_devices` knows."""
+    """Return the names that `load_devices` knows."""
     return [*_SYNTHETIC, "letters", "sent140"]
 
 
@@ -51,12 +51,14 @@ def describe_devices(
     num_classes: int | None = None,
     generated: bool = False,
 ) -> DevicesInfo:
-    """Facts about what `load_devices` gives for the same arguments, without loading it.
+    """Return facts about the devices that `load_devices` returns for the same arguments.
+
+    Nothing is loaded.
 
     Raises
     ------
     ValueError
-        Unknown name, or arguments that do not go together.
+        The name is unknown, or the arguments contradict each other.
     """
     if name not in device_names():
         raise InvalidValue(f"name={name!r}: expected one of {', '.join(device_names())}")
@@ -109,32 +111,32 @@ def load_devices(
     seed: int = 1,
     generated: bool = False,
 ) -> list[ClientData]:
-    """The devices of a data set, each with its training and test examples.
+    """Load the devices of a data set, each with its training and test examples.
 
     Parameters
     ----------
     name : str
         ``synthetic-iid``, ``synthetic-0-0``, ``synthetic-0.5-0.5`` or ``synthetic-1-1``: the
-        authors' file (two classes) where it is found, else generated (ten classes, see
-        `synthetic`). ``letters``: five classes a device, 90 % of its examples for training.
-        ``sent140``: one user a device, see `sent140`.
+        authors' file (two classes) if it is found, otherwise generated (ten classes, see
+        `synthetic`). ``letters``: five classes per device, 90 % of its examples for training.
+        ``sent140``: one user per device, see `sent140`.
     folder : Path, optional
-        Where files are looked for; else the environment variable FLOWER_EXT_DATA.
+        Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_devices : int, optional
-        Of the authors' synthetic devices, the first ones.
+        Number of devices; of the authors' synthetic devices the first ones are taken.
     num_classes : int, optional
-        Of generated devices; elsewhere it can only confirm what there is.
+        Number of classes of generated devices. For other data it must match the data.
     seed : int
-        Of the generator, the partition or the split; the authors' files need none.
+        Seed of the generator, the partition or the split; the authors' files need none.
     generated : bool
-        Generate synthetic devices even where there is a file.
+        Generate synthetic devices even if there is a file.
 
     Raises
     ------
     DataNotFound
-        Neither the folder nor flwr-datasets has it.
+        Neither the folder nor flwr-datasets has the data set.
     ValueError
-        Unknown name, a number out of range, or a file that is not what it should be.
+        The name is unknown, a number is out of range, or a file has other content than expected.
     """
     info = describe_devices(name, folder, num_classes=num_classes, generated=generated)
     count = info.num_devices if num_devices is None else num_devices
@@ -157,7 +159,7 @@ def load_devices(
     if count > len(devices):
         raise InvalidValue(
             f"num_devices={num_devices!r}: expected at most {len(devices)}, the devices of {path}; "
-            "generated=True draws as many as you like"
+            "generated=True draws any number of devices"
         )
     return devices[:count]
 

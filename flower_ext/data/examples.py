@@ -1,4 +1,4 @@
-"""Examples in memory: the form in which clients train and test."""
+"""Examples in memory, as clients train and test on them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Examples:
     Parameters
     ----------
     features : Tensor, tuple or Mapping of str
-        A tensor (n, …), which a model is given as ``model(features)``; or a tuple or mapping of
-        such tensors, which it is given as ``model(*features)`` or ``model(**features)``.
+            A tensor (n, …), passed to the model as ``model(features)``; or a tuple or mapping of
+        such tensors, passed as ``model(*features)`` or ``model(**features)``.
     targets : Tensor, tuple or Mapping of str
-        A tensor (n, …), or a tuple or mapping of such tensors: what loss and metrics read.
+        A tensor (n, …), or a tuple or mapping of such tensors, which loss and metrics read.
 
     Raises
     ------
     TypeError, ValueError
-        Names the part that is no tensor, or has not as many rows as the others.
+        A part is not a tensor, or has another number of rows; the message names it.
     """
 
     features: Tree
@@ -45,11 +45,11 @@ class Examples:
             leaves += trees.named(name, tree)
         for name, rows in leaves:
             if not rows.shape:
-                raise InvalidValue(f"{name} are a single number: expected a row an example")
+                raise InvalidValue(f"{name} are a single number: expected one row per example")
         first, most = leaves[0][0], leaves[0][1].shape[0]
         for name, rows in leaves:
             if (count := rows.shape[0]) != most:
-                raise InvalidValue(f"{most} {first} but {count} {name}")
+                raise InvalidValue(f"{most} {first} but {count} {name}: expected as many rows")
         object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:
@@ -57,22 +57,22 @@ class Examples:
 
     @property
     def plain(self) -> bool:
-        """True where features are one tensor, and targets are one too."""
+        """True if features and targets are one tensor each."""
         return isinstance(self.features, Tensor) and isinstance(self.targets, Tensor)
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """Shape and type of one example: of its features, and of its target."""
+        """Shape and type of one example: of its features and of its target."""
         features, targets = trees.form(self.features), trees.form(self.targets)
         return (*features, *targets) if self.plain else (features, targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
-        """The rows at ``indices``, in their order.
+        """Return the rows at ``indices``, in this order.
 
         Raises
         ------
         TypeError
-            The indices are no integers, such as a mask of booleans.
+            The indices are not integers, for example a mask of booleans.
         """
         rows = np.asarray(indices)
         if rows.size and rows.dtype.kind not in "iu":
@@ -83,7 +83,7 @@ class Examples:
         return Examples(*trees.rows((self.features, self.targets), chosen))
 
     def to(self, device: torch.device) -> Examples:
-        """The same examples on ``device``."""
+        """Return the same examples on ``device``."""
         if all(trees.first(part).device == device for part in (self.features, self.targets)):
             return self
         return Examples(*trees.to((self.features, self.targets), device))
@@ -91,7 +91,7 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientData:
-    """What one client holds."""
+    """The data of one client."""
 
     train: Examples
     test: Examples
@@ -104,12 +104,12 @@ class ClientData:
 
 @dataclass(frozen=True, kw_only=True)
 class SiloData(ClientData):
-    """What one silo holds: a client whose training examples belong to users.
+    """The data of one silo: a client whose training examples belong to users.
 
     Parameters
     ----------
     owners : Tensor
-        User of each training example, integers >= 0 (n,); the same number in every silo.
+        User of each training example, integers >= 0 (n,). A user has the same number in all silos.
     """
 
     owners: Tensor
@@ -126,13 +126,13 @@ class SiloData(ClientData):
         if self.owners.shape != (len(self.train),):
             raise InvalidValue(
                 f"owners of shape {tuple(self.owners.shape)}: expected ({len(self.train)},), one "
-                "user a training example"
+                "user per training example"
             )
         if len(self.owners) and int(self.owners.min()) < 0:
-            raise InvalidValue(f"owners: expected users >= 0, and one is {int(self.owners.min())}")
+            raise InvalidValue(f"owners: expected users >= 0, found {int(self.owners.min())}")
 
     def by_user(self) -> dict[int, Examples]:
-        """Each user's training examples, in their order; users ascending.
+        """Return each user's training examples, in their order, by ascending user.
 
         The examples are views of one sorted copy.
         """
@@ -148,7 +148,9 @@ class SiloData(ClientData):
         }
 
     def limited(self, limits: np.ndarray, rng: np.random.Generator) -> SiloData:
-        """At most ``limits[u]`` training examples of each user u, any of them equally likely.
+        """Return a silo with at most ``limits[u]`` training examples of each user u.
+
+        They are chosen at random; all of a user's examples are equally likely.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Where data sets are looked for: a local folder, or the hub through flwr-datasets."""
+"""Locations of data sets: a local folder, or the hub through flwr-datasets."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ FOLDER_VARIABLE = "FLOWER_EXT_DATA"
 
 
 class DataNotFound(FlowerExtError, FileNotFoundError):
-    """A data set is not where it was looked for; the message says what to do."""
+    """A data set is missing where it was expected; the message says what to do."""
 
     @classmethod
     def named(cls, name: str, folder: Path | None, advice: str) -> DataNotFound:
-        """Return the error of a data set that is not in ``folder``."""
+        """Return the error for a data set that is not in ``folder``."""
         root = data_folder(folder)
         if root is None:
             looked = "needs a folder, and none is given"
         elif root.is_dir():
             looked = f"is not in the folder {root}"
         else:
-            looked = f"is looked for in {root}, which is no folder"
+            looked = f"is expected in {root}, which is no folder"
         return cls(f"the data set {name!r} {looked}. {advice}")
 
 
 def data_folder(folder: Path | None = None) -> Path | None:
-    """The folder given, else the one that FLOWER_EXT_DATA names, else None."""
+    """Return the given folder, else the one that FLOWER_EXT_DATA names, else None."""
     given = folder or os.environ.get(FOLDER_VARIABLE)
     return Path(given).expanduser() if given else None
 
 
 def locate(alternatives: Sequence[Sequence[str]], folder: Path | None) -> list[Path] | None:
-    """The first alternative whose files all exist, by their paths below `data_folder` or in it."""
+    """Return the first alternative whose files all exist, below `data_folder` or directly in it."""
     root = data_folder(folder)
     if root is None:
         return None
     below = [[root / path for path in paths] for paths in alternatives]
-    # Only then the data set's own folder: MNIST and Fashion-MNIST have files of the same names.
+    # The folder itself comes second: MNIST and Fashion-MNIST have files of the same names.
     directly = [[root / Path(path).name for path in paths] for paths in alternatives]
     complete = (found for found in below + directly if all(path.is_file() for path in found))
     return next(complete, None)
@@ -58,7 +58,7 @@ def load_from_hub(hub: str, splits: Sequence[str], missing: DataNotFound) -> lis
     Raises
     ------
     DataNotFound
-        As ``missing``, with what flwr-datasets said.
+        The error ``missing``, with the message of flwr-datasets.
     """
     try:
         from flwr_datasets import FederatedDataset
@@ -68,5 +68,5 @@ def load_from_hub(hub: str, splits: Sequence[str], missing: DataNotFound) -> lis
         # Unshuffled, so that a seed gives the same partition as with the files.
         source = FederatedDataset(dataset=hub, partitioners={"train": 1}, shuffle=False)
         return [source.load_split(split) for split in splits]
-    except Exception as error:  # many libraries below this raise many types when offline
+    except Exception as error:  # the libraries below raise many types of error when offline
         raise DataNotFound(f"{missing}\nflwr-datasets said: {error}") from error

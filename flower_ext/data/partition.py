@@ -1,7 +1,7 @@
-"""Who holds which examples.
+"""Partitions of examples among clients.
 
-Each function takes the targets of a pool and returns one array of indices a client; no example
-is given twice.
+Each function takes the targets of a pool and returns one array of indices per client; no example
+is assigned twice.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ def pathological(
     classes_per_partition: int,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """(N, S): every client holds exactly S classes, disjoint examples, near-equal sizes.
+    """Give every client exactly S classes, with disjoint examples and nearly equal sizes: (N, S).
 
-    Every class is held by N·S/K clients, up to one, and shared out evenly among them.
+    The numbers of clients with one class differ by at most one between classes, about N·S/K each.
+    They share its examples evenly.
 
     Raises
     ------
     ValueError
-        S is not between 1 and the number of classes, N·S is below it (a class would be left
-        out), or a class has too few examples for its holders.
+        S is not between 1 and the number of classes K, N·S is below K (a class would be left out),
+        or a class has too few examples for its clients.
     """
     classes = np.unique(targets)
     _check_count(targets, num_partitions)
@@ -63,7 +64,7 @@ def pathological(
     if slots < len(classes):
         raise InvalidValue(
             f"{num_partitions} clients of {classes_per_partition} classes cannot hold "
-            f"{len(classes)} classes; raise one of the two"
+            f"{len(classes)} classes; raise num_partitions or classes_per_partition"
         )
     held = _deal_classes(len(classes), num_partitions, classes_per_partition, rng)
     pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
@@ -73,7 +74,7 @@ def pathological(
         if len(examples) < 2 * len(holders):
             raise InvalidValue(
                 f"class {label} has {len(examples)} examples for {len(holders)} clients, fewer "
-                "than two each; take fewer clients or fewer classes a client"
+                "than two each; choose fewer clients or fewer classes per client"
             )
         for holder, piece in zip(holders, np.array_split(examples, len(holders)), strict=True):
             pieces[holder].append(piece)
@@ -83,9 +84,9 @@ def pathological(
 def _deal_classes(
     num_classes: int, num_partitions: int, classes_per_partition: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Boolean (clients, classes): S classes a client, each class held equally often up to one.
+    """Return a boolean (clients, classes): S classes per client, all held equally often up to one.
 
-    Each client takes the S classes held least so far, ties broken at random.
+    Each client takes the S classes with the fewest holders so far; ties break at random.
     """
     held = np.zeros((num_partitions, num_classes), dtype=bool)
     for client in rng.permutation(num_partitions):
@@ -103,14 +104,14 @@ def dirichlet(
     min_size: int = 10,
     attempts: int = 100,
 ) -> list[np.ndarray]:
-    """Each class is spread over the clients by a Dirichlet(alpha) draw (Hsu et al. 2019).
+    """Spread each class over the clients by a Dirichlet(alpha) draw (Hsu et al. 2019).
 
-    Drawn again until every client holds ``min_size`` examples.
+    The draw is repeated until every client holds ``min_size`` examples.
 
     Raises
     ------
     ValueError
-        ``alpha`` is not above 0, or no draw of ``attempts`` gave everybody enough.
+        ``alpha`` is not above 0, or none of ``attempts`` draws gave every client enough.
     """
     _check_count(targets, num_partitions)
     if not 0 < alpha < np.inf:
@@ -118,8 +119,8 @@ def dirichlet(
     most = len(targets) // num_partitions
     if not 0 < min_size <= most:
         raise InvalidValue(
-            f"min_size={min_size!r}: expected 1 … {most}, the examples of {num_partitions} equal "
-            "shares"
+            f"min_size={min_size!r}: expected 1 … {most}, as {num_partitions} equal shares have "
+            "no more examples"
         )
     for _ in range(attempts):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]
@@ -134,12 +135,12 @@ def dirichlet(
             return divided
     raise InvalidValue(
         f"{attempts} draws with alpha={alpha:g} left a client with fewer than {min_size} "
-        f"examples; raise alpha or take fewer than {num_partitions} clients"
+        f"examples; raise alpha, or choose fewer than {num_partitions} clients"
     )
 
 
 def iid(targets: np.ndarray, *, num_partitions: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Equal random shares."""
+    """Divide a pool into equal random shares."""
     _check_count(targets, num_partitions)
     return [
         np.sort(share) for share in np.array_split(rng.permutation(len(targets)), num_partitions)
@@ -153,18 +154,20 @@ def split(
     train_fraction: float = 0.9,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Divide one client's examples for training and testing, class by class, neither part empty.
+    """Divide one client's examples into training and test, class by class; neither is empty.
 
     Raises
     ------
     ValueError
-        Fewer than two examples, or ``train_fraction`` outside (0, 1).
+        There are fewer than two examples, or ``train_fraction`` is outside (0, 1).
     """
     if not 0 < train_fraction < 1:
         raise InvalidValue(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
     if len(indices) < 2:
-        raise InvalidValue(f"{len(indices)} examples cannot be divided into training and test")
-    # Every class's examples at random but evenly spread places in (0, 1): the last ones test.
+        raise InvalidValue(
+            f"{len(indices)} examples cannot be divided into training and test: expected at least 2"
+        )
+    # Each class's examples lie in random order, evenly over (0, 1); the last places are tests.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):
         own = np.flatnonzero(targets[indices] == label)
@@ -177,6 +180,6 @@ def split(
 def _check_count(targets: np.ndarray, num_partitions: int) -> None:
     if not 1 <= num_partitions <= len(targets):
         raise InvalidValue(
-            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)} (as many as there are "
-            "examples); an app names it clients"
+            f"num_partitions={num_partitions!r}: expected 1 … {len(targets)}, the number of "
+            "examples; apps call the setting clients"
         )

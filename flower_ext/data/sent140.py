@@ -1,4 +1,4 @@
-"""Sentiment140 (Go et al. 2009): tweets with the mood of their emoticons, a device for each user.
+"""Sentiment140 (Go et al. 2009): tweets labelled by their emoticons, one device per user.
 
 The usual file ``training.1600000.processed.noemoticon.csv`` has no header, is Latin-1, and has six
 columns: polarity (0 negative, 4 positive), id, date, query, user, text.
@@ -53,25 +53,25 @@ def load(
     train_fraction: float = 0.74,
     min_tweets: int = 10,
 ) -> list[ClientData]:
-    """The users with the most tweets as devices, the most prolific first.
+    """Load the users with the most tweets as devices, the most prolific first.
 
-    Some tweets come twice, with two labels or one: the first counts, so that none trains and tests.
-    The vocabulary is that of all devices' training tweets together, which no privacy guarantee
-    of a training covers.
+    Some tweets occur twice, with the same label or another; only the first one counts, so that no
+    tweet both trains and tests. The vocabulary comes from all devices' training tweets together; no
+    privacy guarantee of a training covers it.
 
     Parameters
     ----------
     folder : Path, optional
-        Where the file lies, plain or gzipped; else the environment variable FLOWER_EXT_DATA, else
-        flwr-datasets.
+        Folder of the file, which is plain or gzipped; by default the environment variable
+        FLOWER_EXT_DATA names it, else flwr-datasets downloads it.
     rng : numpy.random.Generator
-        Divides each user's tweets for training and testing.
+        Divides each user's tweets into training and test.
     vocabulary_size : int
-        Token ids, padding and unknown included.
+        Number of token ids, including padding and unknown.
     train_fraction : float
-        The default is that of the paper's Table 2: 8,484 of 32,299 tweets test.
+        The default follows the paper's Table 2: 8,484 of 32,299 tweets test.
     min_tweets : int
-        Users with fewer are no devices.
+        Users with fewer tweets are left out.
 
     Returns
     -------
@@ -81,10 +81,10 @@ def load(
     Raises
     ------
     DataNotFound
-        Neither the folder nor flwr-datasets has it.
+        Neither the folder nor flwr-datasets has the tweets.
     ValueError
-        An argument is out of range, too few users have enough tweets, or the file is something
-        else.
+        An argument is out of range, too few users have enough tweets, or the file has other
+        content.
     """
     for name, value, least in (
         ("num_devices", num_devices, 1),
@@ -113,15 +113,15 @@ def load(
 
 
 def tokenize(text: str) -> list[str]:
-    """Runs of letters, digits, underscores and apostrophes, in lower case.
+    """Return runs of letters, digits, underscores and apostrophes, in lower case.
 
-    HTML entities are resolved first, as tweets hold ``&amp;`` and ``&quot;``.
+    HTML entities are resolved first, because tweets contain ``&amp;`` and ``&quot;``.
     """
     return _TOKEN.findall(html.unescape(text).lower())
 
 
 def vocabulary(texts: Iterable[Sequence[str]], *, size: int = VOCABULARY_SIZE) -> dict[str, int]:
-    """Ids 2 … size - 1 of the most frequent tokens, equally frequent ones in alphabetical order."""
+    """Map the most frequent tokens to ids 2 … size - 1; equally frequent ones go by alphabet."""
     counts = Counter(token for tokens in texts for token in tokens)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     return {token: number for number, token in enumerate(ranked[: size - 2], start=UNKNOWN + 1)}
@@ -130,7 +130,7 @@ def vocabulary(texts: Iterable[Sequence[str]], *, size: int = VOCABULARY_SIZE) -
 def encode(
     tokens: Sequence[str], ids: Mapping[str, int], *, length: int = SEQUENCE_LENGTH
 ) -> list[int]:
-    """Ids of the first ``length`` tokens, padded with 0 at the end; 1 for tokens without an id."""
+    """Return the ids of the first ``length`` tokens, padded with 0; 1 for unknown tokens."""
     known = [ids.get(token, UNKNOWN) for token in tokens[:length]]
     return known + [PADDING] * (length - len(known))
 
@@ -138,7 +138,7 @@ def encode(
 def _most_prolific(
     tweets: Callable[[], Iterator[tuple[int, str, str]]], num_devices: int, min_tweets: int
 ) -> list[list[tuple[int, str]]]:
-    """Labels and texts of the users with the most tweets; two passes, to keep only theirs."""
+    """Return labels and texts of the users with the most tweets; two passes keep only theirs."""
     counts = Counter(user for _, user, _ in tweets())
     enough = [user for user, count in counts.items() if count >= min_tweets]
     if len(enough) < num_devices:
@@ -155,17 +155,17 @@ def _most_prolific(
 
 
 def _once(tweets: Iterable[Tweet]) -> Iterator[tuple[int, str, str]]:
-    """Label, user and text of every tweet that did not come before."""
+    """Yield label, user and text of every tweet that has not occurred before."""
     seen: set[int] = set()
     for label, user, date, text in tweets:
-        tweet = hash((user, date, text))  # eight bytes each, for more than a million
+        tweet = hash((user, date, text))  # eight bytes per tweet, of which there are over a million
         if tweet not in seen:
             seen.add(tweet)
             yield label, user, text
 
 
 def _source(folder: Path | None) -> Callable[[], Iterator[Tweet]]:
-    """What starts a pass over all tweets."""
+    """Return a function that starts a pass over all tweets."""
     found = locate(FILES, folder)
     if found is None:
         table = _from_hub(folder)
@@ -194,11 +194,11 @@ def _label(polarity: int) -> int:
 
 
 def _from_hub(folder: Path | None) -> Any:
-    """The rows of the training part through flwr-datasets (downloads them)."""
+    """Download the rows of the training part through flwr-datasets."""
     missing = DataNotFound.named(
         "sent140",
         folder,
-        f"Give it in one of two ways:\n  1. a folder with {_FILE} (or {_FILE}.gz),\n"
+        f"There are two ways to provide it:\n  1. a folder with {_FILE} (or {_FILE}.gz),\n"
         f"     named by data-folder, or by the environment variable {FOLDER_VARIABLE};\n"
         f"  2. pip install 'flower-ext[vision]' and go online: flwr-datasets fetches {HUB}.",
     )

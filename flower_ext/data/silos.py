@@ -1,4 +1,4 @@
-"""Data sets that come as silos with users in common, by name: those of the Uldp-FL experiments."""
+"""Data sets that consist of silos with common users, by name: those of the Uldp-FL experiments."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _DIGITS_TRAINING = 0.85
 
 @dataclass(frozen=True, kw_only=True)
 class SilosInfo:
-    """Facts about a data set that comes as silos.
+    """Facts about a data set that consists of silos.
 
     Parameters
     ----------
     num_classes : int
-        1 for survival times: the model puts out one number.
+        1 for survival times, for which the model outputs one number.
     feature_shape : tuple of int
-        Of one record.
+        Shape of one record.
     num_users : int
-        By default, the fewer of the paper's two.
+        Default number of users: the smaller of the paper's two.
     model : str
-        By its name in ``flower_ext.training.models``.
+        Name of the model in ``flower_ext.training.models``.
     num_silos : int
-        By default; given by the data where ``fixed_silos``.
+        Default number of silos; the only one with ``fixed_silos``.
     fixed_silos : bool
-        Whether records have their silo already: hospitals, regions.
+        The data themselves assign records to silos, such as hospitals or regions.
     records_per_user : int
-        The fewest records that a user has in a silo where the user has any.
+        Least number of records of a user in a silo where the user has any.
     """
 
     num_classes: int
@@ -85,17 +85,17 @@ _SILOS = {
 
 
 def silo_names() -> list[str]:
-    """Names that `load_silos` knows."""
+    """Return the names that `load_silos` knows."""
     return list(_SILOS)
 
 
 def describe_silos(name: str) -> SilosInfo:
-    """Facts about what `load_silos` gives, without loading it.
+    """Return facts about the silos that `load_silos` returns, without loading them.
 
     Raises
     ------
     ValueError
-        Unknown name; the message lists the known ones.
+        The name is unknown; the message lists the known ones.
     """
     if name not in _SILOS:
         raise InvalidValue(f"name={name!r}: expected one of {', '.join(_SILOS)}")
@@ -112,31 +112,31 @@ def load_silos(
     labels_per_user: int | None = None,
     seed: int = 1,
 ) -> list[SiloData]:
-    """The silos of a data set; training examples have owners, test examples have none.
+    """Load the silos of a data set; training examples have owners, test examples have none.
 
-    ``digits`` and ``breast-cancer`` come with scikit-learn, the others from local files. Where
+    ``digits`` and ``breast-cancer`` come with scikit-learn, the others from local files. If the
     silos are not fixed, the test examples are dealt out evenly.
 
     Parameters
     ----------
     folder : Path, optional
-        Where files are looked for; else the environment variable FLOWER_EXT_DATA.
+        Folder of the files; by default the environment variable FLOWER_EXT_DATA names it.
     num_users, num_silos : int, optional
-        By default those of `describe_silos`; fixed silos can only be confirmed.
+        By default those of `describe_silos`. For fixed silos no other ``num_silos`` is accepted.
     distribution : {"uniform", "zipf"}
         See `allocate` and, for fixed silos, `allocate_within`.
     labels_per_user : int, optional
-        At most as many labels a user; not for fixed silos.
+        Largest number of labels per user; not for fixed silos.
     seed : int
-        Of the split into training and test, and of the allocation. Every silo that loads its part
-        needs the same.
+        Seed of the split into training and test, and of the allocation. All silos that load their
+        parts need the same seed.
 
     Raises
     ------
     DataNotFound
-        The files are not there; names them.
+        The files do not exist; the message names them.
     ValueError
-        Unknown name, a number out of range, or a file that is not what it should be.
+        The name is unknown, a number is out of range, or a file has other content than expected.
     """
     info = describe_silos(name)
     users = info.num_users if num_users is None else num_users
@@ -185,12 +185,12 @@ def load_silos(
 
 
 def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
-    """n_{s,u} as int64 (silos, users).
+    """Return n_{s,u} as int64 (silos, users).
 
     Raises
     ------
     ValueError
-        A silo has a user of a higher number.
+        A silo has a user number that is not below ``num_users``.
     """
     counts = [torch.bincount(silo.owners.cpu(), minlength=num_users) for silo in silos]
     if max(map(len, counts), default=0) > num_users:

@@ -1,12 +1,12 @@
-"""The synthetic devices of Li et al. (2020) as Upcycled-FL uses them (its Appendix F.1).
+"""The synthetic devices of Li et al. (2020), as Upcycled-FL uses them (its Appendix F.1).
 
-Device k draws features x ~ N(v_k, Σ) in 20 dimensions, Σ diagonal with Σ_jj = j^-1.2, and labels
-them y = argmax(W_k x + b_k). All entries of W_k and b_k are N(u_k, 1) with u_k ~ N(0, β); those of
-the centre v_k are N(B_k, 1) with B_k ~ N(0, γ); β and γ are variances. The kinds ``0-0``,
-``0.5-0.5`` and ``1-1`` name β and γ; in ``iid`` all devices share one W and b, and v_k is zero.
+Device k draws features x ~ N(v_k, Σ) in 20 dimensions, where Σ is diagonal with Σ_jj = j^-1.2. It
+labels them y = argmax(W_k x + b_k). All entries of W_k and b_k are N(u_k, 1) with u_k ~ N(0, β);
+those of the centre v_k are N(B_k, 1) with B_k ~ N(0, γ); β and γ are variances. The kinds ``0-0``,
+``0.5-0.5`` and ``1-1`` name β and γ. In ``iid`` all devices share one W and b, and v_k is zero.
 
-The number u_k is added to every entry, hence equally to all logits, so β changes no label: what
-sets the last three kinds apart is γ.
+Because u_k is added to every entry, it moves all logits equally, so β changes no label. The last
+three kinds differ only in γ.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flower_ext.errors import InvalidValue
 FEATURES = 20
 DEVICES = 30
 SMALLEST_DEVICE = 50
-"""Examples of the smallest device, as in the authors' files."""
+"""Number of examples of the smallest device, as in the authors' files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Variance β = γ (None: identical devices), and the sizes that Table 2 gives."""
+    """Variance β = γ (None for identical devices), and the sizes from Table 2."""
 
     variance: float | None
     samples: int
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def kinds() -> list[str]:
-    """Kinds that `generate` knows."""
+    """Return the kinds that `generate` knows."""
     return list(_KINDS)
 
 
@@ -59,15 +59,15 @@ def _facts(kind: str) -> _Kind:
 
 
 def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVICES) -> np.ndarray:
-    """Examples of each device, int64 (num_devices,): 50 plus a log-normal number.
+    """Draw the number of examples of each device, int64 (num_devices,): 50 plus a log-normal.
 
-    The log-normal is fitted to every draw: its mean is that of Table 2, and so is its standard
-    deviation (over devices) except where a few devices cannot be that uneven.
+    The log-normal is fitted to every draw. Its mean is that of Table 2. So is its standard
+    deviation over devices, except where a few devices cannot be that uneven.
 
     Raises
     ------
     ValueError
-        Unknown kind, or ``num_devices`` below 1.
+        The kind is unknown, or ``num_devices`` is below 1.
     """
     facts = _facts(kind)
     if num_devices < 1:
@@ -79,8 +79,8 @@ def device_sizes(kind: str, *, rng: np.random.Generator, num_devices: int = DEVI
         weights = np.exp(scale * (draws - draws.max()))
         return np.asarray(mean * weights / weights.mean())
 
-    # The deviation grows with the scale, so bisection finds the scale; four times that of the
-    # population is more than any usual draw needs.
+    # The deviation grows with the scale, so bisection finds the scale. The upper end is four times
+    # the population's scale, more than any usual draw needs.
     low, high = 0.0, 4 * np.sqrt(np.log1p((facts.stdev / mean) ** 2))
     for _ in range(50):
         middle = (low + high) / 2
@@ -96,7 +96,7 @@ def generate(
     num_devices: int = DEVICES,
     num_classes: int = 10,
 ) -> list[ClientData]:
-    """Devices drawn from ``rng``, 90 % of each for training and 10 % for testing.
+    """Draw devices from ``rng``, with 90 % of each for training and 10 % for testing.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def generate(
     rng : numpy.random.Generator
         The only source of randomness.
     num_classes : int
-        Rows of W and b; with 2 the labels are binary.
+        Number of rows of W and b; with 2 the labels are binary.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def generate(
     Raises
     ------
     ValueError
-        Unknown kind, ``num_devices`` below 1 or ``num_classes`` below 2.
+        The kind is unknown, ``num_devices`` is below 1, or ``num_classes`` is below 2.
     """
     variance = _facts(kind).variance
     if num_classes < 2:
@@ -142,21 +142,21 @@ def generate(
 
 
 def file_name(kind: str) -> str:
-    """The authors' file of a kind, as a path below the data folder.
+    """Return the path of the authors' file of a kind, below the data folder.
 
     Raises
     ------
     ValueError
-        Unknown kind.
+        The kind is unknown.
     """
     _facts(kind)
     return f"upcycled_synthetic/synthetic_{kind.replace('-', '_')}.npz"
 
 
 def read(path: Path) -> list[ClientData]:
-    """Devices of one of the authors' files, an .npz with ``x``, ``y``, ``client`` of both parts.
+    """Read the devices of one of the authors' files: an .npz with x, y and client of both parts.
 
-    These data sets have two classes, where the paper says ten.
+    These data sets have two classes, although the paper says ten.
 
     Returns
     -------
@@ -166,9 +166,9 @@ def read(path: Path) -> list[ClientData]:
     Raises
     ------
     FileNotFoundError
-        No such file.
+        There is no such file.
     ValueError
-        The file is damaged or holds something else.
+        The file is damaged or has other content.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -182,7 +182,9 @@ def read(path: Path) -> list[ClientData]:
         raise InvalidValue(f"{path} is not a file of synthetic devices: {error}") from error
     trains, tests = _by_device(path, *train), _by_device(path, *test)
     if len(trains) != len(tests):
-        raise InvalidValue(f"{path}: {len(trains)} devices train but {len(tests)} test")
+        raise InvalidValue(
+            f"{path}: {len(trains)} devices train but {len(tests)} test; expected equal"
+        )
     return [ClientData(train=a, test=b) for a, b in zip(trains, tests, strict=True)]
 
 
@@ -191,7 +193,8 @@ def _by_device(
 ) -> list[Examples]:
     if not len(features) == len(targets) == len(device):
         raise InvalidValue(
-            f"{path}: {len(features)} features, {len(targets)} targets and {len(device)} devices"
+            f"{path}: {len(features)} features, {len(targets)} targets and {len(device)} devices; "
+            "expected as many of each"
         )
     if features.shape[1:] != (FEATURES,) or not np.isfinite(features).all():
         raise InvalidValue(f"{path}: expected finite features of shape (n, {FEATURES})")
@@ -211,16 +214,16 @@ def _examples(features: np.ndarray, targets: np.ndarray) -> Examples:
 
 
 def within_unit_ball(devices: Sequence[ClientData]) -> list[ClientData]:
-    """The same devices with every record's features x scaled to x / max(1, ‖x‖₂).
+    """Scale every record's features x of the same devices to x / max(1, ‖x‖₂).
 
-    Objective perturbation asks for features of norm at most 1. Each record is scaled by its own
-    norm alone, so that changing one record changes no other. What is scaled ends 1e-6 inside the
-    ball, which keeps rounding from putting it outside.
+    Objective perturbation requires features of norm at most 1. Each record is scaled by its own
+    norm alone, so changing one record changes no other. A scaled record ends 1e-6 inside the ball,
+    so that rounding cannot put it outside.
 
     Raises
     ------
     ValueError
-        Features are no single tensor.
+        Features are not a single tensor.
     """
 
     def scaled(examples: Examples) -> Examples:

@@ -1,7 +1,7 @@
 """Tables from local files: card fraud, heart disease and breast cancer, as Uldp-FL uses them.
 
 Card transactions are standardised by the deviations of all training rows, heart disease by those
-of each centre's; no privacy guarantee of a training covers these numbers.
+of each centre. No privacy guarantee of a training covers these statistics.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FILES = {
 
 _TRAIN_FRACTION = 0.85
 _NORMAL_TRANSACTIONS = 28_432
-"""A tenth of the 284,315 in Kaggle's file: the authors train on a tenth of them."""
+"""A tenth of the 284,315 in Kaggle's file, because the authors train on a tenth of them."""
 _HEART_TEST_FRACTION = 0.34
 _HEART_SPLIT_SEED = 43
 
 
 def breast_cancer(*, rng: np.random.Generator) -> ClientData:
-    """The 569 tumours that come with scikit-learn, 30 features, 1 for benign; 85 % train."""
+    """Load the 569 tumours that come with scikit-learn: 30 features, 1 for benign; 85 % train."""
     from sklearn.datasets import load_breast_cancer
 
     bunch = load_breast_cancer()
@@ -54,18 +54,18 @@ def breast_cancer(*, rng: np.random.Generator) -> ClientData:
 
 
 def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> ClientData:
-    """Card transactions, 30 features, 1 for fraud; 85 % train, class by class.
+    """Load card transactions: 30 features, 1 for fraud; 85 % train, class by class.
 
-    Kaggle's ``creditcard.csv``, or a subset with a column ``pool`` of which the rows ``random``
-    count. All frauds are kept, and 28,432 normal transactions or as many as there are. The authors
-    thin out their training rows alone and test on the normal rows as they come.
+    The file is Kaggle's ``creditcard.csv``, or a subset with a column ``pool`` whose rows
+    ``random`` count. All frauds are kept, with 28,432 normal transactions or as many as there are.
+    The authors thin out only their training rows, and test on all normal rows of the test part.
 
     Raises
     ------
     DataNotFound
-        No folder has it; names the files.
+        No folder has the file; the message names the paths.
     ValueError
-        The file is something else.
+        The file has other content.
     """
     (path,) = _find("creditcard", folder)
     rows = list(_records(path))
@@ -74,7 +74,7 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
     table = _numbers(path, kept, columns)
     fraud = table[:, -1] == 1
     if not np.isin(table[:, -1], (0, 1)).all():
-        raise InvalidValue(f"{path}: expected 0 or 1 as Class")
+        raise InvalidValue(f"{path}: expected 0 or 1 in the column Class")
     normal = np.flatnonzero(~fraud)
     if len(normal) > _NORMAL_TRANSACTIONS:
         normal = rng.choice(normal, size=_NORMAL_TRANSACTIONS, replace=False)
@@ -83,11 +83,11 @@ def creditcard(folder: Path | None = None, *, rng: np.random.Generator) -> Clien
 
 
 def heart_disease(folder: Path | None = None) -> list[ClientData]:
-    """UCI's four centres, 13 features, 1 for any disease; the benchmark's split, 66 % train.
+    """Load UCI's four centres: 13 features, 1 for any disease; the benchmark's split, 66 % train.
 
-    The three columns that are mostly missing are left out, then the rows that are not complete:
-    303, 261, 46 and 130 are left. Chest pain and resting ECG are indicators of all levels but the
-    first; they come last. Features are standardised by each centre's own training rows.
+    The three columns that are mostly missing are left out, then the incomplete rows: 303, 261, 46
+    and 130 rows remain. Chest pain and resting ECG become indicators of all levels but the first;
+    they come last. Features are standardised by each centre's own training rows.
 
     Raises
     ------
@@ -136,12 +136,12 @@ def _heart_centre(path: Path) -> ClientData:
 
 
 def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[ClientData]:
-    """Survival of breast cancer patients in six regions, 39 features; the benchmark's split.
+    """Load survival of breast cancer patients in six regions: 39 features; the benchmark's split.
 
     Targets are float32 (n, 2): time in days, and 1 for a death or 0 for the end of observation.
-    Features are age in years and indicators, as they are. In years age weighs fifty times as much
-    as any indicator, so that under noise its weight alone decides how well a model ranks; where
-    ``scaled``, age is in decades from 60, a scale that depends on no record.
+    Features are age in years and indicators, unscaled. In years, age weighs fifty times as much as
+    any indicator, so under noise its weight alone decides how well a model ranks. With ``scaled``,
+    age is in decades from 60, a scale that depends on no record.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def tcga_brca(folder: Path | None = None, *, scaled: bool = False) -> list[Clien
         )
     table = _numbers(table_path, rows, [*features, "T", "E"]).astype(np.float32)
     if not np.isin(table[:, -1], (0, 1)).all():
-        raise InvalidValue(f"{table_path}: expected 0 or 1 as E")
+        raise InvalidValue(f"{table_path}: expected 0 or 1 in the column E")
     if scaled:
         table[:, 0] = (table[:, 0] - 60) / 10
     parts = {row["pid"]: row["fold2"] for row in _records(split_path)}
@@ -181,14 +181,14 @@ def _find(name: str, folder: Path | None) -> list[Path]:
             name,
             folder,
             f"Give a folder with {alternatives}\n"
-            f"  named by data-folder, or by the environment variable {FOLDER_VARIABLE}; or take\n"
-            "  'breast-cancer' or 'digits', which are always there.",
+            f"  named by data-folder, or by the environment variable {FOLDER_VARIABLE}; or choose\n"
+            "  'breast-cancer' or 'digits', which are always available.",
         )
     return found
 
 
 def _records(path: Path) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file with a header, gzipped or not."""
+    """Yield the rows of a CSV file with a header, gzipped or not."""
     try:
         with opened(path, "rt", encoding="utf-8", newline="") as stream:
             yield from csv.DictReader(stream)
@@ -218,12 +218,12 @@ def _number(path: Path, line: int, text: str) -> float:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise InvalidValue(f"could not take {text!r}")
+        raise InvalidValue(f"could not read {text!r} as a finite number")
     return number
 
 
 def _standardise(features: np.ndarray, train: np.ndarray) -> np.ndarray:
-    """Mean 0 and deviation 1 over the rows ``train``; a constant column becomes 0 there."""
+    """Scale to mean 0 and deviation 1 over the rows ``train``; constant columns become 0."""
     mean, deviation = features[train].mean(axis=0), features[train].std(axis=0)
     scaled: np.ndarray = (features - mean) / np.where(deviation > 0, deviation, 1.0)
     return scaled

@@ -1,7 +1,8 @@
-"""Trees: one tensor, or a tuple or mapping of trees; what a model takes in, puts out or aims at.
+"""Trees: a tensor, or a tuple or mapping of trees; inputs, outputs and targets of models.
 
-All tensors of a tree of examples have one leading dimension, a row an example. The functions here
-also know lists and dataclasses, which a model may put out, and hold all else for leaves.
+All tensors of a tree of examples have the same leading dimension, with one row per example. The
+functions here also accept lists and dataclasses, which models may return. They treat anything else
+as a leaf.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 Tree = Any
-"""``Tensor | tuple[Tree, ...] | Mapping[str, Tree]``; any type, so that who has plain tensors need
-not say so to a type checker."""
+"""``Tensor | tuple[Tree, ...] | Mapping[str, Tree]``. Declared as any type, so that code with plain
+tensors passes a type checker without casts."""
 
 
 def checked(name: str, tree: Tree) -> Tree:
-    """Return the tree, its mappings as plain dictionaries.
+    """Return the tree with its mappings as plain dictionaries.
 
     Raises
     ------
     TypeError
-        Names what is neither a tensor nor a tuple or mapping of some.
+        A part is not a tensor, nor a tuple or mapping of tensors; the message names it.
     """
     if isinstance(tree, Tensor):
         return tree
@@ -41,7 +42,7 @@ def checked(name: str, tree: Tree) -> Tree:
 
 
 def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf with its place, as ``features['mask']``."""
+    """Yield each leaf with its place, such as ``features['mask']``."""
     children = _children(tree)
     if children is None:
         yield name, tree
@@ -51,7 +52,7 @@ def named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def first(tree: Tree) -> Tensor:
-    """Return some leaf: all have the same length, and lie on one device."""
+    """Return some leaf; all leaves have the same length and device."""
     while not isinstance(tree, Tensor):
         tree = next(iter(_children(tree).values()))
     return tree
@@ -63,14 +64,14 @@ def length(tree: Tree) -> int:
 
 
 def row_bytes(tree: Tree) -> int:
-    """Return how many bytes the numbers of one row take."""
+    """Return the size of one row in bytes."""
     if isinstance(tree, Tensor):
         return math.prod(tree.shape[1:]) * tree.element_size()
     return sum(map(row_bytes, _children(tree).values()))
 
 
 def form(tree: Tree) -> tuple[Hashable, ...]:
-    """Return shapes and types of one row; of a mapping by name, whatever its order."""
+    """Return the shape and type of one row; for a mapping by name, whatever its order."""
     if isinstance(tree, Tensor):
         return tree.shape[1:], tree.dtype
     made = [(key, form(own)) for key, own in _children(tree).items()]
@@ -78,7 +79,7 @@ def form(tree: Tree) -> tuple[Hashable, ...]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
-    """Return the tree of ``function(leaf, …)`` of the leaves in the same place of each tree."""
+    """Return the tree of ``function(leaf, …)``, applied to the leaves in the same place."""
     if isinstance(tree, Tensor) or (children := _children(tree)) is None:
         return function(tree, *more)
     others = [_children(other) for other in more]
@@ -90,32 +91,32 @@ def mapped(function: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
 
 
 def rows(tree: Tree, indices: Tensor) -> Tree:
-    """Return the rows at ``indices``, in their order."""
+    """Return the rows at ``indices``, in this order."""
     return mapped(lambda leaf: leaf[indices.to(leaf.device)], tree)
 
 
 def selected(tree: Tree, indices: Tensor) -> Tree:
-    """As `rows`, several times faster, for integers >= 0 where the tree is."""
+    """Return the rows at ``indices``, integers >= 0 on the tree's device; faster than `rows`."""
     return mapped(lambda leaf: torch.index_select(leaf, 0, indices), tree)
 
 
 def split(tree: Tree, sizes: int | list[int]) -> Sequence[Tree]:
-    """Return what `torch.split` makes of all leaves: a sequence of trees."""
+    """Apply `torch.split` to all leaves; return a sequence of trees."""
     return _cut(lambda leaf: torch.split(leaf, sizes), tree)
 
 
 def each(tree: Tree) -> Sequence[Tree]:
-    """Return the rows one by one, without the dimension of examples."""
+    """Return the rows one by one, without the leading dimension."""
     return _cut(Tensor.unbind, tree)
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
-    """Return the same on ``device``."""
+    """Return the same tree on ``device``."""
     return mapped(lambda leaf: leaf.to(device), tree)
 
 
 def double(tree: Tree) -> Tree:
-    """Return floating-point leaves in double precision; others, such as words, as they are."""
+    """Return floating-point leaves in double precision; others, such as tokens, as they are."""
     return mapped(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
@@ -128,7 +129,7 @@ def _cut(function: Callable[[Tensor], Sequence[Tensor]], tree: Tree) -> Sequence
 
 
 def _children(tree: Any) -> Any:
-    """Return parts by name or place; None of a leaf."""
+    """Return the parts by name or place; None for a leaf."""
     if isinstance(tree, Tensor):
         return None
     if isinstance(tree, Mapping):
@@ -143,5 +144,5 @@ def _children(tree: Any) -> Any:
 def _like(tree: Any, children: dict[Any, Any]) -> Any:
     """Return an object of the same type with other parts."""
     if isinstance(tree, tuple | list):
-        return getattr(tree, "_make", type(tree))(children.values())  # of a named tuple
+        return getattr(tree, "_make", type(tree))(children.values())  # _make: of a named tuple
     return children if type(tree) is dict else type(tree)(**children)

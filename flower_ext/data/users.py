@@ -1,11 +1,12 @@
-"""Who owns which record, where the records of one user may lie in several silos.
+"""Allocations of records to users whose records may lie in several silos.
 
-The record allocations of Uldp-FL, Section 5.1. Users and silos are numbers from 0. Records are
-rows of a pool; where silos are given, the pool is theirs, one after the other.
+These are the allocations of Uldp-FL, Section 5.1. Users and silos are numbers from 0. Records are
+rows of a pool; where silos are given, the pool holds their records, one silo after the other.
 
-The authors' code deals uniform records out evenly, gives every Zipf user of fixed silos a record to
-begin with, and hands what labels leave over to user 0. Here users and silos are drawn for every
-record as the paper's text says, so some users may own nothing, and no user is special.
+The authors' code deals uniform records out evenly, gives every Zipf user of fixed silos one record
+to begin with, and hands left-over labels to user 0. This module instead draws users and silos for
+every record, as the paper's text says. Some users may therefore own nothing, and no user is
+special.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ MAIN_SHARE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """For each silo, rows of the pool and the user who owns each.
+    """For each silo, rows of the pool and the owner of each row.
 
     Parameters
     ----------
     rows, owners : tuple of numpy.ndarray
-        One pair of equally long int64 arrays a silo; no row is in two silos.
+        One pair of int64 arrays of equal length per silo; no row is in two silos.
     num_users : int
-        Users are 0 … num_users - 1, whether they own a record or not.
+        Users are 0 … num_users - 1; some may own no record.
     """
 
     rows: tuple[np.ndarray, ...]
@@ -48,11 +49,13 @@ class Allocation:
         if len(self.rows) != len(self.owners) or not self.rows:
             raise InvalidValue(
                 f"rows of {len(self.rows)} silos and owners of {len(self.owners)}: expected as "
-                "many of both, at least one"
+                "many of both, and at least one silo"
             )
         for silo, (rows, owners) in enumerate(zip(self.rows, self.owners, strict=True)):
             if len(rows) != len(owners):
-                raise InvalidValue(f"silo {silo} has {len(rows)} rows but {len(owners)} owners")
+                raise InvalidValue(
+                    f"silo {silo} has {len(rows)} rows but {len(owners)} owners: expected as many"
+                )
             if len(owners) and not 0 <= owners.min() <= owners.max() < self.num_users:
                 raise InvalidValue(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
 
@@ -65,11 +68,11 @@ class Allocation:
 def limit_contributions(
     histogram: np.ndarray, group_size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """How many records each user keeps in each silo, at most ``group_size`` in all silos together.
+    """Return the number of records that each user keeps in each silo.
 
-    Every user keeps min(N_u, k) records, so as few as possible are wasted, and any of them is
-    equally likely to be kept. The choice looks at exact numbers of records in all silos at once:
-    no guarantee covers it.
+    A user keeps at most ``group_size`` records in all silos together, namely min(N_u, k), so as
+    few as possible are wasted. All records of a user are equally likely to be kept. The choice
+    reads exact numbers of records in all silos at once, which no guarantee covers.
 
     Parameters
     ----------
@@ -84,7 +87,7 @@ def limit_contributions(
     Raises
     ------
     ValueError
-        ``group_size`` below 1.
+        ``group_size`` is below 1.
     """
     require_at_least_one("group_size", group_size)
     silos, users = histogram.shape
@@ -98,9 +101,9 @@ def limit_contributions(
 
 
 def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A mask of at most ``limits[u]`` records of each user u, any of them equally likely.
+    """Return a mask of at most ``limits[u]`` records of each user u, all equally likely.
 
-    Under one state of ``rng`` a user's choice is the same whatever records others have.
+    For the same state of ``rng`` a user's choice does not depend on other users' records.
     """
     order = np.argsort(owners, kind="stable")
     grouped = owners[order]
@@ -113,7 +116,7 @@ def choose(owners: np.ndarray, limits: np.ndarray, rng: np.random.Generator) -> 
 
 
 def _scrambled(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of 64 bits that look random, from others that do not (SplitMix64)."""
+    """Return 64-bit numbers that look random, from numbers that do not (SplitMix64)."""
     z = numbers * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -121,14 +124,14 @@ def _scrambled(numbers: np.ndarray) -> np.ndarray:
 
 
 def group_size(histogram: np.ndarray, size: int | Literal["max", "median"]) -> int:
-    """The k of ULDP-GROUP-k: a number, or the most or the median of users' numbers of records.
+    """Return the k of ULDP-GROUP-k: a number, or the maximum or median of users' record counts.
 
     The median is over users who own a record, rounded down.
 
     Raises
     ------
     ValueError
-        A number below 1, another word, or no record at all.
+        The number is below 1, the word is unknown, or there is no record.
     """
     if isinstance(size, Integral) and not isinstance(size, bool) and size >= 1:
         return int(size)
@@ -152,24 +155,24 @@ def allocate(
     user_exponent: float = USER_EXPONENT,
     silo_exponent: float = SILO_EXPONENT,
 ) -> Allocation:
-    """Users and silos for every record of a pool.
+    """Draw a user and a silo for every record of a pool.
 
-    * ``uniform``: a user and a silo for every record, all equally likely.
-    * ``zipf``: user u with probability ∝ (u + 1)^-user_exponent; that user's silo of rank r with
-      probability ∝ r^-silo_exponent, silos ranked in another random order for every user.
+    * ``uniform``: all users and all silos are equally likely.
+    * ``zipf``: user u has probability ∝ (u + 1)^-user_exponent. That user's silo of rank r has
+      probability ∝ r^-silo_exponent; every user ranks the silos in another random order.
 
     Parameters
     ----------
     targets : numpy.ndarray
-        One label a record; looked at only with ``labels_per_user``.
+        One label per record; read only with ``labels_per_user``.
     labels_per_user : int, optional
-        Users own records of at most as many labels. They then own about as many records as they
-        would without; the labels least taken so far come first.
+        Largest number of labels among one user's records. Users then own about as many records
+        as they would without a limit; the labels with the fewest owners so far come first.
 
     Raises
     ------
     ValueError
-        An argument is out of range, or the users are too few to own all labels.
+        An argument is out of range, or there are too few users to own all labels.
     """
     require_at_least_one("num_users", num_users)
     require_at_least_one("num_silos", num_silos)
@@ -196,21 +199,22 @@ def allocate_within(
     user_exponent: float = USER_EXPONENT,
     main_share: float = MAIN_SHARE,
 ) -> Allocation:
-    """Users for the records of given silos.
+    """Draw users for the records of given silos.
 
-    * ``uniform``: a user for every record, all equally likely.
+    * ``uniform``: all users are equally likely for every record.
     * ``zipf``: users' numbers of records are drawn ∝ (u + 1)^-user_exponent. Each of a user's
-      records lies in the user's main silo with probability ``main_share``, else in any of the
-      others; where silos are full, in those that are not. Main silos are drawn in proportion to
-      the room left, as equally likely ones would soon fill up the small silos.
+      records lies in the user's main silo with probability ``main_share``, else in any other
+      silo; where silos are full, in one that is not. Main silos are drawn in proportion to the
+      room left, because with equal probabilities the small silos would soon fill up.
 
     Parameters
     ----------
     silo_sizes : sequence of int
-        Records of each silo.
+        Number of records in each silo.
     at_least : int
-        Records that a user has in a silo where the user has any: silos are given out in blocks of
-        that size, the last one larger by what is left over. Two for a loss that compares records.
+        Least number of records of a user in a silo where the user has any. Silos are handed out
+        in blocks of that size; the last block also takes the remainder. Use 2 for a loss that
+        compares records.
 
     Raises
     ------
@@ -246,7 +250,7 @@ def allocate_within(
 def _mainly_in_one(
     per_user: np.ndarray, room: np.ndarray, main_share: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Owners of each silo's blocks: users in random order choose silos that still have room."""
+    """Return the owners of each silo's blocks; users in random order choose silos with room."""
     room, silos = room.copy(), len(room)
     chosen: list[list[int]] = [[] for _ in range(silos)]
     for user in rng.permutation(len(per_user)):
@@ -268,7 +272,7 @@ def _mainly_in_one(
 def _few_labels(
     targets: np.ndarray, sizes: np.ndarray, labels_per_user: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Owners such that user u owns about ``sizes[u]`` records of at most so many labels."""
+    """Return owners so that user u has about ``sizes[u]`` records of at most so many labels."""
     labels, counts = np.unique(targets, return_counts=True)
     if not 1 <= labels_per_user <= len(labels):
         raise InvalidValue(f"labels_per_user={labels_per_user!r}: expected 1 … {len(labels)}")
@@ -276,13 +280,13 @@ def _few_labels(
     if len(users) * labels_per_user < len(labels):
         raise InvalidValue(
             f"{len(users)} users of {labels_per_user} labels cannot own {len(labels)} labels; "
-            "raise one of the two"
+            "raise num_users or labels_per_user"
         )
     quota = np.zeros((len(sizes), len(labels)))
     load = np.zeros(len(labels))
     typical = sizes[users].mean() / counts.mean()
     for user in users:
-        # Labels nobody owns come first; otherwise the least taken ones, give or take one user.
+        # Labels without an owner come first; then the least taken ones, give or take one user.
         taken = np.where(load == 0, -1.0, load + typical * rng.random(len(labels)))
         order = np.lexsort((rng.random(len(labels)), taken))[:labels_per_user]
         quota[user, order] = sizes[user] / labels_per_user

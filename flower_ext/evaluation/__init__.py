@@ -1,4 +1,4 @@
-"""Metrics of models and over clients, and lower bounds on ε from samples."""
+"""Metrics of models, their spread over clients, and lower bounds on ε from samples."""
 
 from flower_ext.evaluation.concordance import concordance_index
 from flower_ext.evaluation.lower_bounds import LowerBound, by_rates, if_gaussian, in_one_run

@@ -1,4 +1,4 @@
-"""How well risk scores order survival times."""
+"""Concordance of risk scores with the order of survival times."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from torch import Tensor
 
 
 def concordance_index(scores: Tensor, targets: Tensor) -> float:
-    """Harrell's concordance index: the share of comparable pairs that scores order rightly.
+    """Return Harrell's concordance index: the share of comparable pairs in the right order.
 
-    Two patients are comparable if one had the event while the other was still observed; who is
-    observed until that very time counts as longer. The one with the event should have the higher
-    score; equal scores count half. NaN where no pair is comparable, or anything is NaN.
+    Two patients are comparable if one had the event while the other was still observed. At equal
+    times, the patient whose observation ended counts as the longer observed. The patient with the
+    event should have the higher score; equal scores count half. The result is NaN if no pair is
+    comparable, or if a value is NaN.
 
     Parameters
     ----------
     scores : Tensor
-        Risks (n,) or (n, 1), in any increasing scale.
+        Risks (n,) or (n, 1), on any increasing scale.
     targets : Tensor
         (n, 2): time, and 1 for an event or 0 for the end of observation.
     """

@@ -1,17 +1,17 @@
-"""Lower bounds on ε from samples: what a test between two worlds, or one run, proves about it.
+"""Lower bounds on ε from samples: from a test between two worlds, or from a single run.
 
 =====================  =================================================  =======================
 method                 from                                               holds for
 =====================  =================================================  =======================
 `by_rates`             false and true positives of one threshold          every mechanism
 `if_gaussian`          the same, as a shift μ of a Gaussian               Gaussian mechanisms only
-`in_one_run`           guesses of which of m canaries took part           every mechanism
+`in_one_run`           guesses which of m canaries took part              every mechanism
 =====================  =================================================  =======================
 
 Sources: Clopper and Pearson (1934); Kairouz, Oh, Viswanath (2015) for rates under (ε, δ); Dong,
 Roth, Su (2022) and Nasr et al. (2023) for μ; Steinke, Nasr, Jagielski (2023), Theorem 5.2, for one
-run. Thresholds are chosen on trials that are then left out. Several bounds hold at once by
-Bonferroni's inequality: each takes its share of what may fail.
+run. Thresholds are chosen on trials that the bound then leaves out. Several bounds hold at once by
+Bonferroni's inequality: each takes its share of the failure probability.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy import gaussian_loss
 
 HELD_OUT = 0.25
-"""Share of the trials on which the threshold is chosen."""
+"""Share of the trials that choose the threshold."""
 
 RATES, GAUSSIAN, ONE_RUN = (
     "rates (Clopper-Pearson)",
@@ -36,10 +36,10 @@ RATES, GAUSSIAN, ONE_RUN = (
 )
 
 _CANDIDATES = 500
-"""Thresholds that are looked at, at most."""
+"""Largest number of thresholds that are tried."""
 
 _ROOT = 1e-8
-"""By how much a root finder may overshoot, relatively: taken off again."""
+"""Relative error by which a root finder may overshoot; the bound subtracts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class LowerBound:
     epsilon : float
         The bound, at least 0.
     confidence : float
-        With which this bound and the others of its company all hold.
+        Probability with which this bound and the others of its group all hold.
     printed : float
-        ε that the mechanism promises at ``delta``; infinite where it promises none.
+        ε that the mechanism promises at ``delta``; infinite if it promises none.
     """
 
     epsilon: float
@@ -64,14 +64,14 @@ class LowerBound:
 
     @property
     def ratio(self) -> float:
-        """How much of the printed ε is shown to be spent; above 1 the promise is broken."""
+        """Share of the printed ε that is shown to be spent; above 1 the promise is broken."""
         if self.printed > 0:
             return self.epsilon / self.printed
         return math.inf if self.epsilon > 0 else 0.0
 
     @property
     def exceeds(self) -> bool:
-        """Whether the promise is shown to be broken."""
+        """True if the promise is shown to be broken."""
         return self.epsilon > self.printed
 
 
@@ -84,9 +84,9 @@ def by_rates(
     together: int = 1,
     printed: float = math.inf,
 ) -> LowerBound:
-    """ε from the rates of the best test, "the score is above t" or "below t".
+    """Bound ε by the rates of the best test "the score is above t" or "below t".
 
-    (ε, δ) allows TPR ≤ e^ε FPR + δ, and the same of the opposite test with the worlds exchanged.
+    (ε, δ) implies TPR ≤ e^ε FPR + δ, and the same for the opposite test with the worlds exchanged.
 
     Parameters
     ----------
@@ -97,12 +97,12 @@ def by_rates(
     confidence, printed
         See `LowerBound`.
     together : int
-        How many bounds share what may fail, 1 − ``confidence``.
+        Number of bounds that share the failure probability, 1 − ``confidence``.
 
     Raises
     ------
     ValueError
-        Fewer than 8 trials of a world, a score that is not finite, or a parameter out of range.
+        A world has fewer than 8 trials, a score is not finite, or a parameter is out of range.
     """
     chosen, tried = _parts(without, present, delta, confidence, together)
     failure = (1 - confidence) / together / 2  # two rates
@@ -111,7 +111,7 @@ def by_rates(
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(tp > delta, np.log(np.maximum(tp - delta, 1e-300) / fp), -math.inf)
 
-    # The opposite test: worlds exchanged, scores turned around.
+    # The opposite test exchanges the worlds and negates the scores.
     _, threshold, sign = max(
         (*_best_threshold(*_turned(chosen, sign), failure, epsilon), sign) for sign in (1, -1)
     )
@@ -131,10 +131,10 @@ def if_gaussian(
     together: int = 1,
     printed: float = math.inf,
 ) -> LowerBound:
-    """ε of the Gaussian mechanism whose shift μ the rates of one threshold prove.
+    """Bound ε of a Gaussian mechanism by the shift μ that the rates of one threshold prove.
 
-    μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR) for whatever is μ-Gaussian DP. ε(δ) of that shift is then exact; of
-    another mechanism it may be too large, as of a sub-sampled one.
+    Every μ-Gaussian DP mechanism has μ ≥ Φ⁻¹(TPR) − Φ⁻¹(FPR), and ε(δ) of that shift is exact. For
+    another mechanism, such as a sub-sampled one, the result may be too large.
 
     Parameters, errors
         As of `by_rates`.
@@ -168,19 +168,19 @@ def in_one_run(
     together: int = 1,
     printed: float = math.inf,
 ) -> LowerBound:
-    """ε from one run with m canaries, each included by an independent fair coin.
+    """Bound ε from one run with m canaries, each included by an independent fair coin.
 
-    The ``guesses`` / 2 highest scores are guessed to be included, as many of the lowest not to be;
-    of the others nothing is said.
+    The attack guesses that the ``guesses`` / 2 highest scores are included and as many of the
+    lowest are not. It abstains from the others.
 
     Parameters
     ----------
     scores : array_like
-        One a canary (m,), higher where it seems to be included.
+        One per canary (m,), higher if the canary seems to be included.
     included : array_like of bool
-        How the coins fell (m,).
+        The coins (m,).
     guesses : int
-        Even, from 2 to m, and chosen before the scores are seen.
+        Even, from 2 to m; it must be chosen before the scores are seen.
     delta, confidence, together, printed
         As of `by_rates`.
 
@@ -193,7 +193,7 @@ def in_one_run(
     if found.ndim != 1 or found.shape != coins.shape or not np.isfinite(found).all():
         raise InvalidValue(
             f"scores of shape {found.shape}, included of shape {coins.shape}: expected one finite "
-            "score and one coin a canary"
+            "score and one coin per canary"
         )
     if not 2 <= guesses <= len(found) or guesses % 2:
         raise InvalidValue(f"guesses={guesses!r}: expected an even number from 2 to {len(found)}")
@@ -214,7 +214,10 @@ def in_one_run(
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """What a probability exceeds with probability ``failure`` at most (Clopper-Pearson)."""
+    """Return a rate that the probability exceeds with chance ``failure`` at most.
+
+    This is Clopper and Pearson's upper bound.
+    """
     from scipy import special
 
     count = np.asarray(count)
@@ -223,12 +226,15 @@ def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarr
 
 
 def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """What a probability falls below with probability ``failure`` at most (Clopper-Pearson)."""
+    """Return a rate that the probability falls below with chance ``failure`` at most.
+
+    This is Clopper and Pearson's lower bound.
+    """
     return 1.0 - upper_rate(trials - np.asarray(count), trials, failure)
 
 
 def _chance(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Greatest chance of as many correct guesses under (ε, δ) (Theorem 5.2)."""
+    """Return the largest probability of so many correct guesses under (ε, δ) (Theorem 5.2)."""
     from scipy import stats
 
     accuracy = 1 / (1 + math.exp(-epsilon))
@@ -257,7 +263,7 @@ def _parts(
     confidence: float,
     together: int,
 ) -> tuple[Pair, Pair]:
-    """Trials on which a threshold is chosen, and the others."""
+    """Return the trials that choose the threshold, and the others."""
     _check(delta, confidence, together)
     chosen, tried = [], []
     for name, scores in (("without", without), ("present", present)):
@@ -279,9 +285,9 @@ def _turned(worlds: Pair, sign: int) -> Pair:
 def _best_threshold(
     zero: np.ndarray, one: np.ndarray, failure: float, value: Value
 ) -> tuple[float, float]:
-    """The most that these trials alone prove, and the threshold that they prove it with.
+    """Return the largest value that these trials prove, and the threshold that proves it.
 
-    What they would promise for more trials would favour thresholds that few of them pass, by luck.
+    Extrapolating to more trials would favour thresholds that few of these pass by luck.
     """
     points = np.unique(np.concatenate([zero, one]))
     if len(points) == 1:
@@ -297,7 +303,7 @@ def _best_threshold(
 def _rates(
     zero: np.ndarray, one: np.ndarray, threshold: float | np.ndarray, failure: float
 ) -> Pair:
-    """False and true positives above each threshold: the most and the least there may be."""
+    """Bound the rates above each threshold: false positives from above, true ones from below."""
     false, true = (
         len(scores) - np.searchsorted(np.sort(scores), threshold, side="right")
         for scores in (zero, one)

@@ -1,4 +1,4 @@
-"""How well scores tell a rare class from a common one, whatever the threshold."""
+"""Separation of a rare class from a common one by scores, at every threshold."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from flower_ext.errors import InvalidValue
 
 
 def roc_auc(outputs: Tensor, targets: Tensor) -> float:
-    """Area under the ROC curve: how often a record of class 1 scores above one of class 0.
+    """Return the area under the ROC curve.
 
-    NaN where a class is missing, or an output is not finite.
+    It is the probability that a record of class 1 scores above one of class 0; NaN if a class is
+    missing or an output is not finite.
 
     Parameters
     ----------
     outputs : Tensor
-        Of a model with two classes (n, 2); the score of a record is how far the second output is
-        above the first.
+        Outputs (n, 2) of a model with two classes. A record's score is its second output minus its
+        first.
     targets : Tensor
         0 or 1 (n,).
     """
@@ -27,15 +28,16 @@ def roc_auc(outputs: Tensor, targets: Tensor) -> float:
 
 
 def average_precision(outputs: Tensor, targets: Tensor) -> float:
-    """Area under the precision-recall curve, as a sum of steps; NaN and parameters as `roc_auc`.
+    """Return the area under the precision-recall curve, as a sum of steps.
 
-    A model that knows nothing has the share of class 1, where ROC-AUC has 0.5.
+    NaN and parameters are as for `roc_auc`. A model without knowledge scores the share of class 1,
+    where ROC-AUC gives 0.5.
     """
     return _of_scores("average_precision_score", outputs, targets)
 
 
 def _of_scores(metric: str, outputs: Tensor, targets: Tensor) -> float:
-    from sklearn import metrics  # half a second, which few methods need
+    from sklearn import metrics  # imports for half a second, and few methods need it
 
     if outputs.ndim != 2 or outputs.shape[1] != 2:
         raise InvalidValue(f"outputs of shape {tuple(outputs.shape)}: expected (n, 2), two classes")

@@ -1,4 +1,4 @@
-"""How a quality is spread over clients."""
+"""Spread of a quality over clients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flower_ext.errors import InvalidValue
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Summary of one value a client.
+    """Summary of one value per client.
 
-    ``worst_decile`` is the mean of the worst tenth of the clients (at least one), and
-    ``jain_index`` (Σx)² / (n Σx²): 1 when all are equal, 1/n when one has everything.
+    ``worst_decile`` is the mean of the worst tenth of the clients (at least one). ``jain_index`` is
+    (Σx)² / (n Σx²): 1 if all are equal, 1/n if a single client has everything.
     """
 
     mean: float
@@ -29,12 +29,12 @@ class Distribution:
 def summarize(
     values: Mapping[int, float] | Sequence[float], *, lower_is_better: bool = False
 ) -> Distribution:
-    """Summary over clients, each counting once. ``lower_is_better`` goes for losses.
+    """Summarise over clients, each counting once. ``lower_is_better`` is for losses.
 
     Raises
     ------
     ValueError
-        No values, or one that is not finite.
+        There is no value, or one is not finite.
     """
     numbers = list(values.values()) if isinstance(values, Mapping) else list(values)
     array = np.sort(np.asarray(numbers, dtype=np.float64))

@@ -1,4 +1,4 @@
-"""The Flower glue that every algorithm shares."""
+"""Strategies, client sides, engines and records that every method shares, built on Flower."""
 
 from flower_ext.federation.client import (
     ClientMethod,

@@ -1,7 +1,6 @@
-"""The private names of Flower that this package needs, in one place.
+"""Private names of Flower that this package needs, all in this module.
 
-Each is exercised by tests of `engines`, which fail loudly on a Flower
-version that moves them.
+Tests of `engines` use each of them, so they fail on a Flower version that moves one.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from flwr.supercore.task_identity import TaskIdentity
 SERVER_NODE_ID = 1
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _PART = 0.05, 1.0, 0.1
-"""Seconds between two looks for replies: this part of the time so far, within these bounds."""
+"""Pause between two looks for replies: `_PART` of the time so far, within the bounds in seconds."""
 
 R = TypeVar("R", ArrayRecord, MetricRecord, RecordDict)
 _EMPTY: Mapping[type, Any] = {kind: kind() for kind in (ArrayRecord, MetricRecord, RecordDict)}
 
 
 def empty_run(run_id: int) -> Run:
-    """A Run with nothing but its id."""
+    """Return a Run that has only an id."""
     return Run.create_empty(run_id)
 
 
 def answers(app: ClientApp, message_type: str) -> bool:
-    """Whether a ClientApp has a function for messages of this type."""
+    """Return True if a ClientApp has a function for messages of this type."""
     category, _, action = message_type.partition(".")
     return app._call is not None or f"{category}.{action or 'default'}" in app._registered_funcs
 
@@ -41,7 +40,7 @@ _simulated_here = False
 
 
 def become_server_of(run_id: int) -> None:
-    """Let this process create messages, which Flower allows only to the task of a run."""
+    """Let this process create messages, which Flower permits only for the task of a run."""
     global _simulated_here
     _simulated_here = True
     TaskIdentity.task_id = 1
@@ -50,21 +49,22 @@ def become_server_of(run_id: int) -> None:
 
 
 def set_message_id(message: Message, message_id: str) -> None:
-    """Give a message the id that Flower's SuperLink would give it."""
+    """Set the id of a message, as Flower's SuperLink would."""
     message.metadata.__dict__["_message_id"] = message_id
 
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
-    """A message that differs from another in its content, and in the metadata named."""
+    """Return a copy of a message with another content, and with the given metadata replaced."""
     metadata = _copied(message.metadata)
     vars(metadata).update({f"_{name}": value for name, value in other.items()})
     return _message(metadata, content)
 
 
 def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -> Iterable[Message]:
-    """As ``grid.send_and_receive``; from Flower's own grids each reply as soon as it is there.
+    """Send messages and return the replies, as ``grid.send_and_receive`` does.
 
-    Theirs collects all replies first, and a SuperLink's sleeps for three seconds between two looks.
+    For Flower's own grids the function yields each reply as soon as it arrives. Flower's method
+    would collect all replies first, and sleep for three seconds between two looks at a SuperLink.
     """
     if not type(grid).__module__.startswith("flwr."):
         return grid.send_and_receive(messages, timeout=timeout)
@@ -85,7 +85,7 @@ def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Itera
 
 
 def reply_to(message: Message, content: RecordDict) -> Message:
-    """As ``Message(content, reply_to=message)``, without checks that a cohort would wait for."""
+    """Return ``Message(content, reply_to=message)``, without Flower's checks, which take time."""
     return _message(answering(message), content)
 
 
@@ -121,22 +121,22 @@ def _message(metadata: Metadata, content: RecordDict) -> Message:
 
 
 def record_of(kind: type[R], items: Mapping[str, object]) -> R:
-    """A record of items that need no check, since we made them; each would cost microseconds."""
+    """Return a record of items without Flower's check of each, because this package made them."""
     record: R = _EMPTY[kind].copy()
     vars(record)["_data"].update(items)
     return record
 
 
 def in_simulation() -> bool:
-    """Whether the clients of this process are simulated: here, or by Flower's engine on Ray."""
+    """Return True if this process simulates clients: here, or by Flower's engine on Ray."""
     ray = sys.modules.get("ray")
-    is_initialized = getattr(ray, "is_initialized", bool)  # it may just be importing
+    is_initialized = getattr(ray, "is_initialized", bool)  # Ray may be half imported
     return _simulated_here or bool(is_initialized())
 
 
 def simulates(grid: Grid) -> bool:
-    """Whether the nodes of a grid are simulated: here, or by Flower's engine on Ray.
+    """Return True if the nodes of a grid are simulated: here, or by Flower's engine on Ray.
 
-    Unlike `in_simulation` it can tell before Ray has begun.
+    Unlike `in_simulation`, the function gives the right answer before Ray has started.
     """
     return _simulated_here or type(grid).__name__ == "InMemoryGrid"

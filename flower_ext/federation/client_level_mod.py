@@ -1,12 +1,12 @@
-"""Client-level privacy for ClientApps that know nothing of this package: a Flower mod.
+"""A Flower mod with client-level privacy for ClientApps that do not use this package.
 
-The mod goes first in the list, so that nothing acts on an upload after it::
+Put the mod first in the list, so that no other mod changes an upload after it::
 
     app = ClientApp(mods=[client_level_dp_mod()])
 
-With it, a plain Flower ClientApp takes part in `DPFedAvg` under a `ReleasePlan` that leaves noise
-to the clients. The server's message says how to clip and how much noise to add; the mod does what
-the client side of this package does, by the same `Protection`.
+With the mod, a plain Flower ClientApp can take part in `DPFedAvg` under a `ReleasePlan` whose
+clients add the noise. The server's message says how to clip and how much noise to add. The mod
+applies the same `Protection` as the client side of this package.
 
 ==============================  ==================================================================
 the ClientApp returns           what leaves the client
@@ -16,13 +16,13 @@ integer and boolean arrays      the received values: they count batches or examp
                                 Gaussian noise covers a whole number
 arrays that were not received   nothing
 metrics, other records          nothing: the guarantee does not cover them
-an error, a missing array, NaN  noise on an update of zeros, as a client sends that has learned
+an error, a missing array, NaN  an update of zeros with noise, as from a client that has learned
                                 nothing; the node's own log has the reason
 ==============================  ==================================================================
 
-An error reply in the last case would tell the server of a record, since a record may have caused
-it. So the server cannot see that a ClientApp is broken: where the model does not improve, read the
-nodes' logs.
+In the last case an error reply would reveal something about a record, because a record may have
+caused the error. As a consequence the server cannot see that a ClientApp is broken. If the model
+does not improve, read the nodes' logs.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from flower_ext.privacy.updates import l2_norm
 
 
 def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
-    """Return a mod that bounds and noises what a ClientApp sends in training.
+    """Return a mod that clips and noises the uploads of a ClientApp.
 
-    Messages of other types pass as they are. So does training where the plan lets the server add
-    the noise, if the node's owner allows that (``least-noise-multiplier``, see `NodePolicy`). A
-    message that asks for no protection, as Flower's own strategies send it, is refused.
+    The mod passes messages other than training on unchanged. It also passes training on unchanged
+    if the plan lets the server add the noise and the node's owner allows that
+    (``least-noise-multiplier``, see `NodePolicy`). It refuses a training message that asks for no
+    protection, as Flower's own strategies send it.
 
     Parameters
     ----------
     allow_seeded_noise : bool
-        Whether the server may ask for reproducible noise: in simulation only, because anybody who
-        knows the seed can take the noise off again.
+        True if the server may ask for reproducible noise. Use it in simulation only, because
+        anybody who knows the seed can remove the noise.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -69,7 +70,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
             with knowing_no_data():
                 facts, protection, noise = _asked(message, context, allow_seeded_noise)
                 received = records.to_arrays(message.content.array_records[records.MODEL])
-        except Exception as error:  # the server may read it: nothing of the client was looked at
+        except Exception as error:  # no client data was read yet: the server may see it
             return failed(mod, message, context, error)
         if not isinstance(protection, ClipUpdate):
             return call_next(message, context)
@@ -77,7 +78,7 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
         try:
             update = _update(call_next(_without_facts(message), context), received)
             norm = l2_norm(update)
-        except Exception as error:  # whatever a model or a loss makes of a record
+        except Exception as error:  # a record may have caused any error
             log_unmoved(error)
             update, norm = {name: still[name] for name in _floating(still)}, 0.0
         with hidden_errors(context):
@@ -93,14 +94,14 @@ def client_level_dp_mod(*, allow_seeded_noise: bool = False) -> Mod:
 def _asked(
     message: Message, context: Context, allow_seeded_noise: bool
 ) -> tuple[Mapping[str, Any], Protection, NoiseSource]:
-    """Return what a training message asks for, if the owner of the node allows it.
+    """Return the facts, the protection and the noise that a training message asks for.
 
     Raises
     ------
-    ValueError, TypeError
-        The message asks for nothing, or for what a mod cannot do.
+    InvalidValue, TypeError
+        The message asks for no protection, or for one that a mod cannot apply.
     PermissionError
-        The owner of the node asks for more noise, or for secure noise.
+        The owner of the node requires more noise, or secure noise.
     """
     check_addressee(message, context)
     facts = dict(message.content.config_records.get(records.ROUND, {}))
@@ -109,7 +110,7 @@ def _asked(
         found = "none" if protection is None else type(protection).__name__
         raise InvalidValue(
             f"client_level_dp_mod: the server asks for the protection {found!r}, expected that of "
-            "a ReleasePlan: run DPFedAvg(plan=ReleasePlan(...)) on the server, or take the mod off"
+            "a ReleasePlan; run DPFedAvg(plan=ReleasePlan(...)) on the server, or remove the mod"
         )
     assert protection is not None
     policy = NodePolicy(context, allow_seeded_noise)
@@ -118,30 +119,31 @@ def _asked(
 
 
 def _without_facts(message: Message) -> Message:
-    """Return the message as Flower's own strategies send it: the model, and the user's settings."""
+    """Return the message as Flower's own strategies send it: the model and the user's config."""
     kept = (records.MODEL, records.CONFIG)
     content = RecordDict({n: message.content[n] for n in kept if n in message.content})
     return message_like(message, content)
 
 
 def _update(reply: Message, received: records.Arrays) -> records.Arrays:
-    """Return how far a ClientApp moved each floating-point array that it received.
+    """Return the change of each floating-point array that the ClientApp received.
 
     Raises
     ------
-    ValueError
-        The reply has not all arrays in their shapes and types.
+    InvalidValue
+        An array is missing in the reply, or has another shape or dtype.
     """
     returned = _model_in(reply)
     for name, base in received.items():
         if name not in returned:
-            raise InvalidValue(f"the ClientApp returned no {name!r}")
+            raise InvalidValue(f"the ClientApp returned no {name!r}: expected every received array")
         own = returned[name]
         if own.shape != base.shape or own.dtype != base.dtype:
             raise InvalidValue(
-                f"{name!r} came back as {own.dtype}{own.shape}: expected {base.dtype}{base.shape}"
+                f"the ClientApp returned {name!r} as {own.dtype}{own.shape}: expected "
+                f"{base.dtype}{base.shape}"
             )
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses what is not finite
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for NaN and inf
         return {name: np.asarray(returned[name] - received[name]) for name in _floating(received)}
 
 
@@ -150,12 +152,12 @@ def _floating(arrays: records.Arrays) -> list[str]:
 
 
 def _model_in(reply: Message) -> records.Arrays:
-    """Return the model that a ClientApp returned.
+    """Return the model in a ClientApp's reply.
 
     Raises
     ------
-    ValueError
-        It returned an error, none, or several.
+    InvalidValue
+        The reply is an error, or has no model or several array records.
     """
     if reply.has_error():
         raise InvalidValue(f"the ClientApp answered with an error: {reply.error.reason}")

@@ -1,6 +1,6 @@
-"""The parts of a run that its settings ask for, and the run itself: for the ServerApp of any app.
+"""Build the parts of a run from its settings, and start the run, in the ServerApp of any app.
 
-Every app reads the same settings by the same names (``docs/settings.md``)::
+All apps read the same settings by the same names (``docs/settings.md``)::
 
     def strategy_of(config: UserConfig, run: RunDirectory) -> DPFedAvg:
         plan, local = configured.release_plan(config), configured.training(config)
@@ -10,7 +10,7 @@ Every app reads the same settings by the same names (``docs/settings.md``)::
     def main(grid: Grid, context: Context) -> None:
         configured.start(grid, context, task, strategy_of)
 
-Each function raises `UnfitSetting` where a setting is missing or not what it expects.
+Each function raises `UnfitSetting` if a setting is missing or out of range.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
+    SecureScores,
     SecureSum,
+    calibrate_noise_multiplier,
     size_for_rate,
 )
+from flower_ext.privacy.calibration import default_relation
 from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
@@ -57,11 +61,11 @@ from flower_ext.training import DpSgdTraining, LocalTraining, Task, check_sharea
 from flower_ext.training.params import require_modules
 
 BASES: tuple[Basis, ...] = get_args(Basis)
-"""Whose bound noise is calibrated by, as ``calibration`` names it."""
+"""Values of the setting ``calibration``: the bound by which noise is calibrated."""
 
 
 def sampling(config: UserConfig) -> Sampling:
-    """Return how cohorts of ``clients`` are drawn: by ``sampling`` and ``sampling-rate``."""
+    """Return the sampling of cohorts, from ``clients``, ``sampling`` and ``sampling-rate``."""
     clients, rate = integer(config, "clients"), number(config, "sampling-rate", above=0)
     match choice(config, "sampling", ("poisson", "fixed-size", "everyone")):
         case "poisson":
@@ -73,10 +77,10 @@ def sampling(config: UserConfig) -> Sampling:
 
 
 def training(config: UserConfig, **changes: Any) -> LocalTraining:
-    """Return the training of ``local-epochs``, ``batch-size`` and ``learning-rate``.
+    """Return the local training, from ``local-epochs``, ``batch-size`` and ``learning-rate``.
 
-    Reads ``learning-rate-decay``, ``momentum``, ``optimizer`` and ``weight-decay`` where the app
-    has them; ``changes`` are fields of `LocalTraining` that come before all settings.
+    Also reads ``learning-rate-decay``, ``momentum``, ``optimizer`` and ``weight-decay`` if the app
+    has them. ``changes`` are fields of `LocalTraining` that override all settings.
     """
     facts = {
         "epochs": integer(config, "local-epochs", least=1),
@@ -89,9 +93,9 @@ def training(config: UserConfig, **changes: Any) -> LocalTraining:
 
 
 def dp_sgd(config: UserConfig) -> DpSgdTraining:
-    """Return DP-SGD with the steps that pass over the records ``local-epochs`` times on average.
+    """Return DP-SGD that passes over the records ``local-epochs`` times on average.
 
-    Reads ``record-sampling-rate``, ``expected-batch-size``, ``learning-rate``,
+    Also reads ``record-sampling-rate``, ``expected-batch-size``, ``learning-rate``,
     ``record-clipping-norm`` and ``noise-multiplier``.
     """
     rate, epochs = number(config, "record-sampling-rate"), integer(config, "local-epochs", least=1)
@@ -106,15 +110,20 @@ def dp_sgd(config: UserConfig) -> DpSgdTraining:
 
 
 def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
-    """Return the plan of a mean over what `sampling` draws, without privacy.
+    """Return the plan of a mean over sampled clients, without privacy.
 
-    Reads ``weighting`` where the app has it; ``changes`` are fields of `NonPrivatePlan` that come
-    before all settings.
+    Reads the settings of `sampling`, and ``weighting`` if the app has it. ``changes`` are fields of
+    `NonPrivatePlan` that override all settings.
     """
     if _secure_sum(config) is not None:
         raise UnfitSetting(
             f"run-config aggregation='secure' with method={config.get('method')!r}: expected "
-            "'plain', as secure sums are of clipped and noised updates"
+            "'plain', because a secure sum needs clipped and noised updates"
+        )
+    if config.get("evaluation", "plain") != "plain":
+        raise UnfitSetting(
+            f"run-config evaluation={config['evaluation']!r} with method={config.get('method')!r}: "
+            "expected 'plain', as nothing is noised there"
         )
     told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
     drawn = changes.get("sampling") or sampling(config)
@@ -122,14 +131,17 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
 
 
 def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
-    """Return the plan of a noised sum over what `sampling` draws.
+    """Return the plan of a noised sum over sampled clients.
 
-    Reads ``clipping-norm``, ``rounds``, ``delta`` (0: one over ``clients``), ``noise-multiplier``
-    and, where the app has them, ``noise-placement``, ``dropout-policy`` and ``aggregation`` (with
-    ``colluding-share`` and ``dropout-share``, for secure sums). Where the app has
-    ``epsilon`` and no ``noise-multiplier`` above 0, the noise is the least for ``epsilon``:
-    provably, or as published where ``calibration`` says so. ``changes`` are fields of
-    `ReleasePlan`, but its noise, that come before all settings.
+    Reads the settings of `sampling`, ``clipping-norm``, ``rounds``, ``delta`` (0: one over
+    ``clients``) and ``noise-multiplier``. If the app has them, also ``noise-placement``,
+    ``dropout-policy``, ``aggregation`` (with ``colluding-share`` and ``dropout-share``, for secure
+    sums) and ``evaluation`` (with ``evaluation-share``, ``evaluation-noise-multiplier`` and
+    ``evaluation-loss-bound``, for scores in secure sums).
+
+    If the app has ``epsilon`` and no ``noise-multiplier`` above 0, the function chooses the least
+    noise for ``epsilon``: by the provable bound, or by the published one if ``calibration`` asks
+    for it. ``changes`` are fields of `ReleasePlan`, except its noise, that override all settings.
     """
     _refuse_weights(config)
     facts: dict[str, Any] = {
@@ -143,6 +155,8 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         **changes,
     }
     epsilon = _target(config)
+    if (scores := _secure_scores(config, facts, epsilon)) is not None:
+        facts["scores"] = scores
     if epsilon is None:
         return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
     if _basis(config) == "provable":
@@ -164,16 +178,55 @@ def _secure_sum(config: UserConfig) -> SecureSum | None:
     )
 
 
+def _secure_scores(
+    config: UserConfig, facts: Mapping[str, Any], epsilon: float | None
+) -> SecureScores | None:
+    """Return how evaluations release scores, by ``evaluation`` and the settings beside it."""
+    if "evaluation" not in config or choice(config, "evaluation", ("plain", "secure")) == "plain":
+        return None
+    rounds, every = integer(config, "rounds", least=1), integer(config, "evaluate-every")
+    if facts["secure_aggregation"] is None:
+        raise UnfitSetting(
+            "run-config evaluation='secure' with aggregation='plain': expected "
+            "aggregation='secure', as scores go the same way as updates"
+        )
+    if every < 1:
+        raise UnfitSetting(
+            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
+        )
+    evaluations = -(-rounds // every)
+    multiplier = number(config, "evaluation-noise-multiplier")
+    if not multiplier:
+        if epsilon is None:
+            raise UnfitSetting(
+                f"run-config evaluation-noise-multiplier={multiplier!r} without an epsilon that "
+                "evaluations could have a share of: expected above 0"
+            )
+        share, drawn = number(config, "evaluation-share", above=0), facts["sampling"]
+        if not share < 1:
+            raise UnfitSetting(f"run-config evaluation-share={share!r}: expected below 1")
+        multiplier = calibrate_noise_multiplier(
+            epsilon=share * epsilon,
+            delta=facts["delta"],
+            sampling=FullParticipation(drawn.population),
+            rounds=evaluations,
+            relation=default_relation(drawn),
+        )
+    bound = number(config, "evaluation-loss-bound")
+    bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
+    return SecureScores(noise_multiplier=multiplier, evaluations=evaluations, bounds=bounds)
+
+
 def _refuse_weights(config: UserConfig) -> None:
     if config.get("weighting", "clients") != "clients":
         raise UnfitSetting(
             f"run-config weighting={config['weighting']!r} with method={config.get('method')!r}: "
-            "expected 'clients', as all count alike where privacy is promised"
+            "expected 'clients', because a private mean weights all clients equally"
         )
 
 
 def _target(config: UserConfig) -> float | None:
-    """Return the ε that noise is calibrated for; None where the noise itself is set."""
+    """Return the ε to calibrate noise for; None if the settings fix the noise itself."""
     noise = number({"noise-multiplier": 0, **config}, "noise-multiplier")
     return None if noise or "epsilon" not in config else number(config, "epsilon")
 
@@ -190,7 +243,7 @@ def _delta(config: UserConfig) -> float:
     if clients == 1:
         raise UnfitSetting(
             f"run-config clients={clients} with delta={config['delta']!r}: expected a delta in "
-            "(0, 1), or more clients where delta=0 stands for 1 / clients"
+            "(0, 1), or more clients, because delta=0 stands for 1 / clients"
         )
     return 1 / clients
 
@@ -198,15 +251,16 @@ def _delta(config: UserConfig) -> float:
 def perturbation_plan(
     config: UserConfig, objective: LocalObjective
 ) -> NonPrivatePlan | PerturbationPlan:
-    """Return how the local models of what `sampling` draws are perturbed: by ``perturbation``.
+    """Return the plan of local models that the mechanism ``perturbation`` perturbs.
 
-    Reads ``delta`` and the numbers of that mechanism: ``clipping-norm`` and ``noise-stddev``, or
-    ``noise-rate``.
+    Reads the settings of `sampling`, ``delta``, and the numbers of the mechanism:
+    ``clipping-norm`` and ``noise-stddev``, or ``noise-rate``.
 
     Raises
     ------
     PreconditionFailed
-        Objective perturbation of a problem that Theorem 6.3 of Upcycled-FL does not cover.
+        The settings ask for objective perturbation of a problem that Theorem 6.3 of Upcycled-FL
+        does not cover.
     """
     perturbation: OutputPerturbation | ObjectivePerturbation
     match choice(config, "perturbation", ("none", "output", "objective")):
@@ -228,7 +282,7 @@ def perturbation_plan(
 
 
 def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) -> RecordLevelPlan:
-    """Return the plan of records of all ``clients``: noise on uploads, or in ``local``'s steps.
+    """Return a record-level plan for all ``clients``: noise on uploads, or in ``local``'s steps.
 
     Reads ``noise``, ``examples-per-client``, ``clipping-norm``, ``calibration``, ``epsilon``,
     ``delta``, and for noise in steps ``gradient-clipping-norm``.
@@ -258,17 +312,20 @@ def record_level_plan(config: UserConfig, local: LocalTraining, *, rounds: int) 
 def options(
     config: UserConfig, run: RunDirectory, plan: PrivacyPlan | None = None
 ) -> dict[str, Any]:
-    """Return options that every strategy takes, of those settings that the app has.
+    """Return the options that every strategy takes, from those settings that the app has.
 
     Reads ``seed`` (0: none), ``seeded-noise``, ``evaluate-every``, ``diagnostics``,
-    ``training-loss`` and ``connect-timeout``. Where privacy is promised, the run ends at the
-    provable ε ``budget`` (0: none), at the ``epsilon`` that noise is provably calibrated for, or
-    at what `shared_budget` says. The run's ledger holds the releases of a `ReleasePlan`.
+    ``training-loss`` and ``connect-timeout``. A run with privacy ends at the provable ε ``budget``
+    (0: none), at the ``epsilon`` for which its noise is provably calibrated, or at the budget of
+    `shared_budget`. The run's ledger records the releases of a `ReleasePlan`.
 
     Parameters
     ----------
+    config : UserConfig
+        The run's settings.
+    run : RunDirectory
     plan : PrivacyPlan, optional
-        None where the strategy makes its own.
+        The strategy's plan; None if the strategy makes its own.
     """
     told = _those_there(config, flag, "seeded-noise", "diagnostics", "training-loss")
     told |= _those_there(config, integer, "evaluate-every")
@@ -286,7 +343,7 @@ def options(
         aim = None if epsilon is None else Budget(epsilon=epsilon, delta=plan.delta)
     if isinstance(plan, ReleasePlan):
         told["ledger"] = run.open_ledger(budget=aim)
-        aim = None  # the ledger ends the run there
+        aim = None  # the ledger ends the run at this ε
     return {**told, "budget": shared_budget(config, budget or aim), "run": run}
 
 
@@ -299,25 +356,28 @@ def start(
     planned_rounds: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run a strategy for ``rounds`` rounds in a run directory, and leave its report there.
+    """Run a strategy for ``rounds`` rounds in a run directory, and write its report there.
 
     Parameters
     ----------
+    grid, context
+        The arguments of the ServerApp.
+    task : Task
     strategy_of : Callable[[UserConfig, RunDirectory], Strategy]
-        Is given the configuration that the run began with, and its directory. Returns a strategy
-        of this package, or a wrapper with such a ``base``.
+        Function that takes the settings with which the run began, and its directory. It returns a
+        strategy of this package, or a wrapper with such a ``base``.
     planned_rounds : int, optional
-        A planner's choice in place of ``rounds``; the run's record holds it.
+        Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     facts : Mapping, optional
-        More for the run's record, which holds the settings.
+        Further facts to record beside the settings.
 
     Raises
     ------
     UnshareableModel
         A layer that clients would share keeps statistics of their data.
     InvalidValue
-        The strategy is another one, or a name in its ``personal`` is none of the model's; or as
-        `recorded_run`.
+        The strategy is not of this package, a name in its ``personal`` matches no part of the
+        model, or `recorded_run` refuses the settings.
     """
     config = first_config(context.run_config)
     rounds = integer(context.run_config, "rounds", least=1)

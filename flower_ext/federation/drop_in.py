@@ -1,4 +1,4 @@
-"""The run directory of a strategy in somebody's own ServerApp, by one line."""
+"""Record a run of any ServerApp in a run directory, by one added line."""
 
 from __future__ import annotations
 
@@ -24,50 +24,51 @@ from flower_ext.training import LocalTraining
 def recorded(
     strategy: Strategy, name: str | Path = "", *, callbacks: Sequence[str | Callback] = ()
 ) -> Recorded:
-    """Give a strategy a run directory: its ``start`` then records the run, and can go on with it.
+    """Give a strategy a run directory, so that its ``start`` records the run and can resume it.
 
-    Use it in any ServerApp, which needs no settings of this package::
+    Use it in any ServerApp; the app needs no settings of this package::
 
         strategy = DPFedAvg(plan=plan)
         result = recorded(strategy, "my-run").start(grid, arrays, num_rounds=60)
 
     The directory holds settings, metrics of every round, checkpoints, the ledger of a
-    `ReleasePlan`, guarantees, the final model, each client's scores, and a report. A failure or an
-    interruption is recorded there too.
+    `ReleasePlan`, guarantees, the final model, each client's scores, and a report. It also records
+    a failure or an interruption.
 
-    A name stands for one run. If that run was killed, interrupted or has failed, starting it again
-    goes on after its last finished round. So it does if the run is complete and ``num_rounds`` is
-    higher than before. Without a name, every start makes a new directory.
+    A name stands for one run. If that run was killed, was interrupted or failed, the next start
+    continues it after its last finished round. If the run is complete, a start with a higher
+    ``num_rounds`` continues it, too. Without a name, every start creates a new directory.
 
     Parameters
     ----------
     strategy : Strategy
-        One of `flower_ext.algorithms`, or `Upcycled` around such a one. Give it neither ``run=``
-        nor ``ledger=``.
+        A strategy of `flower_ext.algorithms`, or `Upcycled` around one. Do not give the strategy
+        ``run=`` or ``ledger=``.
     name : str or Path
-        A path, where a relative one lies in the folder that the environment variable
+        Path of the directory. A relative path lies in the folder that the environment variable
         ``FLOWER_EXT_RUNS`` names, by default ``./runs``. Under ``flwr run`` the current folder is
-        that of the SuperLink: look for the line ``Run directory:`` in the log. If empty, the
-        directory is named by the method and the time.
+        that of the SuperLink: look for the line ``Run directory:`` in the log. If the name is
+        empty, the method and the time name the directory.
     callbacks : Sequence[str | Callback]
-        Follow the run: a `Callback` of your own, or ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+        Callbacks that follow the run: a `Callback` of your own, or ``"tensorboard"``, ``"mlflow"``
+        or ``"wandb"``.
 
     Raises
     ------
     InvalidValue
-        The strategy is another one (Flower's own run inside `Hosted`), or a tracker is unknown or
-        not installed.
+        The strategy is not of this package (run Flower's strategies inside `Hosted`), or a tracker
+        is unknown or not installed.
     """
     return Recorded(strategy, name, callbacks)
 
 
 class Recorded:
-    """A strategy whose `start` leaves a run directory; made by `recorded`.
+    """A strategy whose `start` writes a run directory; created by `recorded`.
 
     Attributes
     ----------
     run : RunDirectory or None
-        The directory of the last start; None before.
+        The directory of the last start; None before the first.
     """
 
     def __init__(
@@ -82,21 +83,25 @@ class Recorded:
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, **options: Any
     ) -> Result:
-        """Run up to round ``num_rounds`` and record it, or go on with the run in the directory.
+        """Run up to round ``num_rounds`` and record the run, or continue the one in the directory.
 
         Parameters
         ----------
+        grid, initial_arrays
+            Arguments of ``strategy.start``.
+        num_rounds : int
+            Number of the last round, counted from the beginning of the run.
         **options
-            Those of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
+            Options of ``strategy.start``: ``timeout``, ``train_config``, ``evaluate_config``,
             ``evaluate_fn``.
 
         Raises
         ------
         UnfitSetting
-            The directory holds a run with another plan, model or strategy; the message names what
-            differs.
+            The directory holds a run with another plan, model or strategy; the message names the
+            differences.
         InvalidValue
-            The run in the directory is complete, or the directory holds something else.
+            The run in the directory is complete, or the directory holds other files.
         InUse
             Another process writes to the directory.
         """
@@ -123,8 +128,8 @@ def _refuse_complete(path: Path, num_rounds: int) -> None:
     done = int(max((row["round"] for row in run.metrics()), default=0))
     if run.facts["status"] == "completed" and num_rounds <= done:
         raise InvalidValue(
-            f"{path} holds a run that is complete, after {done} rounds: give recorded(...) "
-            "another name for a new run, or none; to go on with this one, ask for more than "
+            f"{path} holds a run that is complete, after {done} rounds: for a new run, give "
+            "recorded(...) another name, or none; to continue this one, give more rounds than "
             f"num_rounds={num_rounds}"
         )
 
@@ -136,7 +141,7 @@ def _method(strategy: Strategy) -> str:
 
 
 def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> dict[str, Any]:
-    """Return what makes the run the one that it is, as settings: plan, model, options, training."""
+    """Return the facts that identify a run, as settings: plan, model, options and training."""
     plan = {name: _plain(getattr(base.plan, name)) for name in _names(base.plan)}
     plan["planned-rounds"] = plan.pop("rounds", 0)
     facts = {
@@ -155,7 +160,7 @@ def _facts(strategy: Strategy, base: FederatedStrategy, arrays: ArrayRecord) -> 
         "coefficient": getattr(strategy, "coefficient", None),
     }
     for phase, training in base.training.items():
-        # The training of a ClientApp that knows nothing of this package is its own.
+        # A ClientApp that does not use this package defines its own training.
         if not base.any_client_app or training != LocalTraining():
             facts[f"training-{phase}"] = training
     told = {name.replace("_", "-"): _plain(value) for name, value in facts.items()}
@@ -167,7 +172,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> str | int | float | bool:
-    """Return a value as a setting, which is the same in every process."""
+    """Return a value as a setting that is equal in every process."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, str | int | float | bool):

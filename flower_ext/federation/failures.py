@@ -1,8 +1,8 @@
-"""Errors of clients: each belongs to one client, and tells the server nothing of its data.
+"""Errors of clients: each is reported for its client only, and reveals nothing about its data.
 
-What an exception says, and even its type, may depend on a record. So a fixed sentence travels in
-its place, and the rest stays in the log of the client's own process. Errors of checks that know no
-data are marked as `errors.tellable`: their messages travel.
+The message of an exception, and even its type, may depend on a record. So the reply carries a fixed
+sentence, and the exception itself stays in the log of the client's own process. Errors of checks
+that use no data are marked as `errors.tellable`; the reply carries their messages.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ log = getLogger("flwr")
 R = TypeVar("R")
 
 CLIENT_APP_RAISED = 2
-"""Error code of a reply whose ClientApp raised, as Flower's own engines number it."""
+"""Error code of a reply whose ClientApp raised an exception, as in Flower's own engines."""
 TOLD = 100
-"""Error code of a reply whose text says nothing of the client's data."""
-STAYS_THERE = "the client failed; why is in its own log"
+"""Error code of a reply whose text does not depend on the client's data."""
+STAYS_THERE = "the client failed; the reason is in its own log"
 _shown: WeakKeyDictionary[Any, set[tuple[str, int]]] = WeakKeyDictionary()
-"""By app, or mod, the lines of code whose tracebacks are in the log already."""
+"""For each app or mod, the lines of code whose tracebacks the log has already."""
 
 
 def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exception) -> Message:
-    """Return the error reply of a client's app, or mod, and log here what is not in it."""
+    """Return the error reply of a client's app or mod, and log the error on the client."""
     told = is_tellable(error)
     partition = context.node_config.get("partition-id", context.node_id)
     where, shown = _place(error), _shown.setdefault(app, set())
-    if where in shown:  # many clients may fail at one line, in many rounds
-        log.debug("client %s failed as one before", partition, exc_info=error)
+    if where in shown:  # log one traceback per line of code, not one per client and round
+        log.debug("client %s failed like an earlier client", partition, exc_info=error)
     elif told:
-        log.warning("client %s takes no part: %s", partition, error)
+        log.warning("client %s takes no part in this round: %s", partition, error)
     else:
         log.error("client %s failed", partition, exc_info=error)
     shown.add(where)
@@ -50,12 +50,12 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
 
 
 class ClientFailed(RuntimeError):
-    """An error whose message says nothing; why is in the client's own log."""
+    """An error on a client whose message is fixed; the client's own log has the reason."""
 
 
 @contextmanager
 def hidden_errors(context: Context) -> Iterator[None]:
-    """Log what a block raises here, in the client's process, and raise `ClientFailed` for it."""
+    """Log an exception of the block in the client's process, and raise `ClientFailed` instead."""
     try:
         yield
     except Exception:
@@ -65,10 +65,10 @@ def hidden_errors(context: Context) -> Iterator[None]:
 
 @contextmanager
 def unlogged(*texts: str) -> Iterator[None]:
-    """Drop errors that hold one of ``texts`` from Flower's log in this process, during the block.
+    """Drop errors that contain one of ``texts`` from Flower's log in this process.
 
-    Flower's simulation runs beside the ServerApp, and logs each exception of a ClientApp twice,
-    with its traceback: also one that the server has asked for.
+    The filter is active during the block. Flower's simulation runs in the ServerApp's process and
+    logs each exception of a ClientApp twice, with its traceback, even one that the server provokes.
     """
 
     def keep(record: LogRecord) -> bool:
@@ -83,10 +83,10 @@ def unlogged(*texts: str) -> Iterator[None]:
 
 
 def said(error: Error) -> str:
-    """Return what the server may repeat of an error reply.
+    """Return the text of an error reply that the server may repeat.
 
-    Flower's engines send the text of whatever another ClientApp raised, which may hold a record:
-    that is not repeated.
+    Flower's engines send the text of any exception of a ClientApp that does not use this package.
+    That text may contain a record, so the server does not repeat it.
     """
     if error.code == CLIENT_APP_RAISED:
         return STAYS_THERE
@@ -95,7 +95,7 @@ def said(error: Error) -> str:
 
 
 def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:
-    """Apply a step to every client's row of ``columns``; an earlier error of a client stays."""
+    """Apply a step to each client's row of ``columns``; a client with an error keeps its error."""
     made: list[R | Exception] = []
     for row in zip(*columns, strict=True):
         errors = [value for value in row if isinstance(value, Exception)]

@@ -1,6 +1,6 @@
-"""Our accounting behind Flower's `PrivacyAccountant` protocol.
+"""An accountant of this package for Flower's `PrivacyAccountant` protocol.
 
-For Flower's own strategies, and for others that ask this protocol::
+Use it in Flower's own strategies, and in others that use this protocol::
 
     config = PrivacyConfig(
         target_delta=1e-5,
@@ -15,8 +15,8 @@ For Flower's own strategies, and for others that ask this protocol::
         accountant=accountant,
     )
 
-`flower_events` says what an event is accounted as, `docs/flower-privacy.md` what each of Flower's
-strategies does, and what no accountant mends.
+`flower_events` lists how the accountant treats each event. `docs/flower-privacy.md` describes each
+of Flower's strategies, and the faults in them that no accountant can repair.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _LEAST_DELTA = 1e-300
 
 _ASSUMPTIONS = (
     "the server adds the noise, follows the protocol and keeps uploads to itself",
-    "how many clients a round asks is public; clients' answers, and their absence, depend on no "
-    "other client's data",
+    "the number of clients that a round asks is public; a client's answer, or its absence, depends "
+    "on no other client's data",
     "one client's part in a release is at most one clipping norm over a public constant: updates "
     "are clipped and finite, all arrays have a dimension (Flower clips no others), all weights are "
-    "equal, and everybody who is asked answers",
+    "equal, and every client that is asked answers",
     "the noise of Flower's strategies counts as real Gaussian numbers: it is drawn in floating "
     "point, on no grid, by NumPy's global generator, which is not cryptographic",
 )
 _SECRET = (
-    "the caller says that cohorts are drawn as the configuration names it, by a generator nobody "
+    "the caller says that cohorts are drawn as the configuration says, by a generator that nobody "
     "can predict, and that nobody learns who was drawn (secret_sampling=True)"
 )
 _EMPTY_TOO = "empty cohorts are released and composed like any other"
@@ -69,26 +69,26 @@ _NOT_COVERED = (
 
 
 class PldAccountant:
-    """An accountant for Flower's strategies, with the tightest bound that we know of.
+    """An accountant for Flower's strategies, with the tightest bound that this package has.
 
     Parameters
     ----------
     config : PrivacyConfig
-        ``max_epsilon`` is the budget: Flower asks `would_exceed` before clients train.
+        Its ``max_epsilon`` is the budget: Flower calls `would_exceed` before clients train.
     ledger : Ledger, optional
-        Holds every release before it leaves the strategy. Its earlier releases count: a run that
-        is started again goes on where its spend was.
+        Records every release before it leaves the strategy. Earlier releases in it count, so a run
+        that is started again continues from its earlier spend.
     secret_sampling : bool
-        The caller's word that cohorts are really drawn as ``config.sampling_method`` says, and
-        that nobody learns who was drawn. Amplification by sampling rests on it. Flower's own
-        strategies draw a fixed number of nodes by Python's global generator, and take
-        ``no-amplification`` only.
+        True if the caller guarantees that cohorts are drawn as ``config.sampling_method`` says,
+        and that nobody learns who was drawn. Amplification by sampling depends on it. Flower's own
+        strategies draw a fixed number of nodes by Python's global generator, so they must use
+        ``no-amplification``.
 
     Raises
     ------
-    ValueError
-        The configuration asks for amplification without ``secret_sampling``; or the ledger has a
-        budget of its own, or holds releases of another kind.
+    InvalidValue
+        The configuration asks for amplification without ``secret_sampling``, or the ledger has a
+        budget of its own, or it holds releases of another kind.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class PldAccountant:
         if amplified and not secret_sampling:
             raise InvalidValue(
                 f"sampling_method={config.sampling_method.value!r}: expected 'no-amplification'. "
-                "Sampling hides a client only where cohorts are really drawn so and kept secret, "
-                "which Flower's strategies do not do: if yours does, say secret_sampling=True"
+                "Sampling protects a client only if cohorts are really drawn in this way and kept "
+                "secret, which Flower's strategies do not do. If yours does, give "
+                "secret_sampling=True"
             )
         if ledger is not None and ledger.budget is not None:
             raise InvalidValue(
-                "ledger.budget: expected None; name the budget as PrivacyConfig.max_epsilon, "
-                "which Flower asks for before clients train"
+                "ledger.budget: expected None; set the budget as PrivacyConfig.max_epsilon, which "
+                "Flower checks before clients train"
             )
         self._config = config
         self._ledger = ledger
@@ -122,23 +123,23 @@ class PldAccountant:
 
     @property
     def config(self) -> PrivacyConfig:
-        """The configuration that was given."""
+        """The configuration of this accountant."""
         return self._config
 
     @property
     def num_releases(self) -> int:
-        """The number of releases so far, those on the ledger included."""
+        """The number of releases so far, including earlier ones in the ledger."""
         return sum(count for _, count in self._events)
 
     def compose(self, event: GaussianPrivacyEvent, count: int = 1) -> None:
-        """Charge ``count`` equal releases, durably where there is a ledger.
+        """Charge ``count`` equal releases, and write them to the ledger if there is one.
 
         Raises
         ------
-        ValueError
-            The event is of another population, or ``count`` is no integer above 0.
+        InvalidValue
+            The event is of another population, or ``count`` is not an integer above 0.
         OSError
-            The ledger cannot be written. Nothing may be released.
+            The ledger cannot be written. The caller must release nothing.
         """
         release = release_of(event, self._config)
         check_count(count)
@@ -149,11 +150,11 @@ class PldAccountant:
         self._events.append((event, count))
 
     def get_epsilon(self, delta: float) -> float:
-        """Return ε of all releases at ``delta``, an upper bound."""
+        """Return an upper bound on ε of all releases at ``delta``."""
         return privacy_loss_of(self._releases(), delta=delta).epsilon
 
     def get_delta(self, epsilon: float) -> float:
-        """Return δ of all releases at ``epsilon``, an upper bound; 1e-300 where it is less."""
+        """Return an upper bound on δ of all releases at ``epsilon``, at least 1e-300 if any."""
         require_not_negative("epsilon", epsilon)
         if not self._events:
             return 0.0
@@ -169,7 +170,7 @@ class PldAccountant:
         return math.exp(high)
 
     def get_privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """Return the spend at ``delta``, by default the configuration's."""
+        """Return the spend at ``delta``, by default the δ of the configuration."""
         target = self._config.target_delta if delta is None else delta
         loss = privacy_loss_of(self._releases(), delta=target)
         return PrivacySpent(
@@ -182,17 +183,25 @@ class PldAccountant:
     def would_exceed(
         self, event: GaussianPrivacyEvent, max_epsilon: float | None = None, count: int = 1
     ) -> bool:
-        """Tell whether ``count`` more releases would exceed a budget, by default the config's.
+        """Return True if ``count`` more releases would exceed a budget.
+
+        Parameters
+        ----------
+        event : GaussianPrivacyEvent
+        max_epsilon : float, optional
+            The budget; by default that of the configuration.
+        count : int
 
         Raises
         ------
-        ValueError
-            There is no budget, or as for `compose`.
+        InvalidValue
+            There is no budget, the event is of another population, or ``count`` is not an integer
+            above 0.
         """
         limit = self._config.max_epsilon if max_epsilon is None else max_epsilon
         if limit is None:
             raise InvalidValue(
-                "max_epsilon=None: name a budget here or in PrivacyConfig(max_epsilon=...)"
+                "max_epsilon=None: expected a budget, here or in PrivacyConfig(max_epsilon=...)"
             )
         require_positive("max_epsilon", limit)
         check_count(count)
@@ -200,7 +209,7 @@ class PldAccountant:
         return privacy_loss_of(after, delta=self._config.target_delta).epsilon > limit
 
     def guarantee(self, delta: float | None = None) -> Guarantee:
-        """Return what holds after the releases so far, with all that it rests on."""
+        """Return the guarantee after the releases so far, with all its assumptions."""
         target = self._config.target_delta if delta is None else delta
         loss = privacy_loss_of(self._releases(), delta=target)
         method = self._config.sampling_method
@@ -228,13 +237,14 @@ class PldAccountant:
         return write_state(self._events, self._config)
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from a state of `state_dict`, or of Flower's `RdpAccountant`.
+        """Restore a state of `state_dict`, or of Flower's `RdpAccountant`.
 
-        With a ledger its releases stay: it also knows those after the state was saved.
+        With a ledger, the accountant keeps the ledger's releases, because the ledger also has
+        those after the state was saved.
 
         Raises
         ------
-        ValueError
+        InvalidValue
             The state is of another configuration or backend, or cannot be read.
         LedgerCorrupt
             The ledger holds fewer releases than the state.

@@ -1,13 +1,13 @@
-"""What Flower's privacy events are for our accounting, and how they are kept.
+"""Translate Flower's privacy events into releases, and store them.
 
-An event says less than a theorem needs. What it is taken for:
+An event says less than a theorem needs. This module interprets it as follows:
 
 ===================  =====================  ========================================================
 sampling_method      neighboring_relation   accounted as
 ===================  =====================  ========================================================
 no-amplification     add-or-remove-one      exact Gaussian composition. The relation that holds is
-                                            replace-special: with cohorts of a fixed size, whoever
-                                            is added takes the place of somebody else.
+                                            replace-special: in cohorts of a fixed size, an added
+                                            client takes the place of another.
 poisson              add-or-remove-one      sub-sampled Gaussian (PLD), if ``secret_sampling``
 without-replacement  replace-one            sampling without replacement (RDP), sensitivity 2, if
                                             ``secret_sampling``. Flower's `RdpAccountant` takes
@@ -36,10 +36,10 @@ from flower_ext.privacy import (
 
 _SCHEMA, _BACKEND = 1, "flower_ext.pld"
 _READABLE = (_BACKEND, "rdp")
-"""Backends whose state is a list of events: ours, and Flower's own accountant."""
+"""Backends whose state is a list of events: this package's, and Flower's own accountant."""
 
 Events = list[tuple[GaussianPrivacyEvent, int]]
-"""Events with their numbers, in the order of their composition."""
+"""Events with their counts, in the order of their composition."""
 
 
 def relation_of(config: PrivacyConfig) -> NeighboringRelation:
@@ -50,11 +50,11 @@ def relation_of(config: PrivacyConfig) -> NeighboringRelation:
 
 
 def release_of(event: GaussianPrivacyEvent, config: PrivacyConfig) -> Release:
-    """Return what an event is for our accounting.
+    """Return an event as a release of this package's accounting.
 
     Raises
     ------
-    ValueError
+    InvalidValue
         The event is of another population.
     """
     population, method = config.population_size, config.sampling_method
@@ -74,12 +74,12 @@ def release_of(event: GaussianPrivacyEvent, config: PrivacyConfig) -> Release:
 
 
 def event_of(release: Release, config: PrivacyConfig) -> GaussianPrivacyEvent:
-    """Return the event of a release; undoes `release_of`.
+    """Return the event of a release; the inverse of `release_of`.
 
     Raises
     ------
-    ValueError
-        No event is such a release under this configuration.
+    InvalidValue
+        Under this configuration, no event is such a release.
     """
     event = GaussianPrivacyEvent(
         noise_multiplier=release.noise_multiplier,
@@ -88,7 +88,7 @@ def event_of(release: Release, config: PrivacyConfig) -> GaussianPrivacyEvent:
     )
     if release_of(event, config) != release:
         raise InvalidValue(
-            f"the ledger holds a release of another kind ({release.to_dict()!r}) than this "
+            f"the ledger holds a release ({release.to_dict()!r}) of another kind than this "
             "configuration's: give each run a ledger of its own"
         )
     return event
@@ -107,11 +107,11 @@ def write_state(
 
 
 def read_state(state: Mapping[str, Any], config: PrivacyConfig) -> Events:
-    """Return the events of a state, which is ours or of Flower's `RdpAccountant`.
+    """Return the events of a state of this package or of Flower's `RdpAccountant`.
 
     Raises
     ------
-    ValueError
+    InvalidValue
         The state is of another configuration or backend, or cannot be read.
     """
     schema, backend = state.get("schema_version"), state.get("backend")
@@ -136,7 +136,7 @@ def read_state(state: Mapping[str, Any], config: PrivacyConfig) -> Events:
 
 
 def check_count(count: int) -> None:
-    """Refuse what is no integer above 0."""
+    """Refuse a count that is not an integer above 0."""
     if type(count) is not int:
         raise InvalidValue(f"count={count!r}: expected an integer >= 1")
     require_at_least_one("count", count)

@@ -1,6 +1,6 @@
-"""Record-level protection for ClientApps that know nothing of this package.
+"""Record-level protection for ClientApps that do not use this package.
 
-A Flower mod for output perturbation, and a loss term for objective perturbation::
+The module has a Flower mod for output perturbation, and a loss term for objective perturbation::
 
     app = ClientApp(mods=[output_perturbation_mod(OutputPerturbation(...))])
 
@@ -26,16 +26,22 @@ from flower_ext.training import Linear
 def output_perturbation_mod(
     perturbation: OutputPerturbation, noise: Callable[[], NoiseSource] = SecureNoise
 ) -> Mod:
-    """Clip and noise every array that a training reply carries, all of them as one vector.
+    """Return a mod that clips and noises all arrays of a training reply, as one vector.
 
-    Metrics in the reply stay as they are and are not covered by any guarantee.
+    Metrics in the reply stay unchanged, and no guarantee covers them.
+
+    Parameters
+    ----------
+    perturbation : OutputPerturbation
+    noise : Callable[[], NoiseSource]
+        Returns the source of noise for one reply.
 
     Raises
     ------
     ClientFailed
-        In place of whatever the app raises, and where a reply holds an array that is not
-        floating-point, or not finite: Flower sends what an error says, and its type. The node's
-        own log has it.
+        The app raised an exception, or a reply has an array that is not floating-point or not
+        finite. Flower would send the message and type of any other exception to the server; the
+        node's own log has them.
     """
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -65,7 +71,7 @@ def output_perturbation_mod(
 
 
 def _label(record: str, array: str) -> str:
-    """One name for an array among those of all records; no two arrays share it."""
+    """Return a name for an array that is unique among the arrays of all records."""
     return f"{record.replace('/', '%2F')}/{array}"
 
 
@@ -74,7 +80,10 @@ def objective_perturbation_term(
     perturbation: ObjectivePerturbation,
     noise: NoiseSource | None = None,
 ) -> Linear:
-    """⟨n, w⟩ with fresh noise n: draw one a round and add it to the loss of every mini-batch."""
+    """Return the loss term ⟨n, w⟩ with fresh noise n.
+
+    Draw one term in each round, and add it to the loss of every mini-batch of that round.
+    """
     arrays = {name: p.detach().cpu().numpy() for name, p in params.items()}
     direction = {
         name: torch.from_numpy(part).to(params[name])

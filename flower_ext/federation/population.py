@@ -1,4 +1,4 @@
-"""The clients that a round asks, and the units whose data count as having gone into it."""
+"""The clients that a round asks, and the privacy units whose data the round uses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flower_ext.privacy.participations import Participations
 
 @dataclass(frozen=True, kw_only=True)
 class Cohort:
-    """One round's draw.
+    """The clients and units of one round.
 
     Parameters
     ----------
     asked : Sequence[int]
-        Partitions that are asked for an upload.
+        Partitions that the server asks for an upload.
     units : Sequence[int]
-        Privacy units whose data go into the round.
+        Privacy units whose data the round uses.
     norms : Mapping[int, float]
-        By partition, how many clipping norms its upload may have before noise: 1 where not named,
-        more where it is a sum.
+        By partition, the largest norm of its upload before noise, in clipping norms. The default
+        is 1; an upload that is a sum over units may have more.
     """
 
     asked: Sequence[int]
@@ -32,12 +32,12 @@ class Cohort:
 
 
 class Population:
-    """Clients who are the privacy units, or stand for theirs: each has one upload a round.
+    """Clients that are the privacy units, or represent them, with one upload each per round.
 
     Parameters
     ----------
     sampling : Sampling
-        Draws them.
+        Draws the clients of a round.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -46,7 +46,7 @@ class Population:
 
     @property
     def num_nodes(self) -> int:
-        """How many Flower nodes take part."""
+        """The number of Flower nodes that take part."""
         return self.sampling.population
 
     def draw(self, rng: np.random.Generator) -> Cohort:
@@ -55,30 +55,33 @@ class Population:
         return Cohort(asked=drawn, units=drawn)
 
     def count(self, cohort: Cohort, answered: int) -> None:
-        """Count a round of which ``answered`` uploads can be used."""
+        """Count the participations of a round with ``answered`` usable uploads."""
         self.participations.record(cohort.units, answered, asked=len(cohort.asked))
 
     def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
-        """Count a round that was asked for and never finished, since its uploads may be known."""
+        """Count the participations of a round that was never finished.
+
+        The round counts because somebody may know its uploads.
+        """
         self.participations.record(units, answered, asked=asked)
 
     def forget_who(self) -> None:
-        """Count for every unit what counts for the one that took part most.
+        """Give every unit the count of the unit that took part most.
 
-        For when it is no longer known which of them is which.
+        Call it when the server no longer knows which unit is which.
         """
         self.participations.level(range(self.sampling.population))
 
 
 class UsersInSilos(Population):
-    """Users, of whom every silo has some records: they are drawn, and all silos are asked.
+    """Users whose records lie in several silos: a round draws users and asks every silo.
 
     Parameters
     ----------
     sampling : Sampling
-        Draws users.
+        Draws the users of a round.
     num_silos : int
-        The nodes.
+        The number of silos, each of which is a node.
     """
 
     def __init__(self, sampling: Sampling, num_silos: int) -> None:
@@ -87,23 +90,23 @@ class UsersInSilos(Population):
 
     @property
     def num_nodes(self) -> int:
-        """The silos."""
+        """The number of silos."""
         return self.num_silos
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw users; each silo is asked for its part of them."""
+        """Draw users; the server asks each silo for its part of their sum."""
         return Cohort(asked=range(self.num_silos), units=self.sampling.draw(rng))
 
 
 class HiddenUsers(UsersInSilos):
-    """Users whose parts are added up under masks: nobody sees less than the sum over all silos.
+    """Users whose parts silos mask, so that anybody sees only the sum over all silos.
 
     Parameters
     ----------
     sampling, num_silos
-        As for `UsersInSilos`.
+        See `UsersInSilos`.
     oblivious : bool
-        Nobody knows who is drawn: it may be any of them.
+        True if nobody knows which users are drawn, so that it may be any of them.
     """
 
     def __init__(self, sampling: Sampling, num_silos: int, *, oblivious: bool) -> None:
@@ -111,22 +114,22 @@ class HiddenUsers(UsersInSilos):
         self.oblivious = oblivious
 
     def draw(self, rng: np.random.Generator) -> Cohort:
-        """Draw places in an order that the silos keep to themselves, or name everyone."""
+        """Draw places in the silos' secret order of users, or name all users if oblivious."""
         if not self.oblivious:
             return super().draw(rng)
         return Cohort(asked=range(self.num_silos), units=range(self.sampling.population))
 
     def count(self, cohort: Cohort, answered: int) -> None:
-        """Count a round as complete: who misses a silo's part of a sum sees no sum at all."""
+        """Count a round as complete, because a sum that lacks a silo's part stays masked."""
         self.participations.record(cohort.units, self.num_silos, asked=self.num_silos)
 
     def count_abandoned(self, units: Sequence[int], answered: int, *, asked: int) -> None:
-        """Count it for all alike: the places that were drawn were those of an order now lost."""
+        """Count the round for all users alike, because the order that it drew from is lost."""
         self.forget_order()
         self.participations.record(units, self.num_silos, asked=self.num_silos)
         self.forget_order()
 
     def forget_order(self) -> None:
-        """Forget whose place is whose, where only some places are drawn."""
+        """Forget which user has which place, if a round draws only some places."""
         if not isinstance(self.sampling, FullParticipation):
             self.forget_who()

@@ -1,4 +1,4 @@
-"""What a round cost and achieved: one row of numbers, one line in the log."""
+"""The costs and scores of each round: one row of numbers and one line in the log."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from flower_ext.runs.scores import lower_is_better, reported_by_most
 log = getLogger("flwr")
 
 MOST_SHOWN = 3
-"""Refused replies of a phase that the log quotes; the run directory keeps all of them."""
+"""Largest number of refused replies per phase that the log quotes; the run directory has all."""
 
 _EVALUATED = "evaluation_messages"
 
 
 class Progress:
-    """Collects the numbers of a round, then writes them where the user looks.
+    """Collects the numbers of a round, and writes them to the log and the run directory.
 
-    Training and other traffic are counted apart (``bytes_down``, ``evaluation_bytes_down``,
-    ``query_bytes_down``, …): a round may cost no training message and still be evaluated.
+    Training, evaluation and queries are counted separately (``bytes_down``,
+    ``evaluation_bytes_down``, ``query_bytes_down``, …), because a round without any training
+    message may still be evaluated.
     """
 
     def __init__(self, run: RunDirectory | None = None) -> None:
@@ -37,18 +38,18 @@ class Progress:
         self._evaluated = 0
 
     def begin(self) -> None:
-        """A new round: no training message so far."""
+        """Begin a new round with zero training messages."""
         self.row = {"cohort": 0, "messages": 0, "bytes_down": 0, "bytes_up": 0}
 
     def asked(self, kind: str, messages: Sequence[Message]) -> None:
-        """Count messages to clients; ``kind`` is ``train``, ``evaluate`` or ``query``."""
+        """Count messages to clients of the kind ``train``, ``evaluate`` or ``query``."""
         self._count(_prefix(kind) + "messages", len(messages))
         self._count(_prefix(kind) + "bytes_down", payload_bytes(messages))
 
     def answered(
         self, kind: str, replies: Iterable[Message], refusals: Sequence[str]
     ) -> Iterator[Message]:
-        """Yield replies and count them; afterwards report the refusals that there are by then."""
+        """Yield replies and count them; after the last one, log the refusals up to then."""
         number = size = 0
         for reply in replies:
             number += 1
@@ -61,23 +62,24 @@ class Progress:
             log.warning("refused reply: %s", refusal)
         if (more := len(refusals) - MOST_SHOWN) > 0:
             log.warning(
-                "and %d more were refused (the run directory's missing.jsonl says why)", more
+                "and %d more were refused (missing.jsonl in the run directory has the reasons)",
+                more,
             )
 
     def missing(
         self, kind: str, server_round: int, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
-        """Note who was asked and gave no usable answer, with what was refused in that phase."""
-        log.warning("round %d, %s: no answer of use from %s", server_round, kind, partitions)
+        """Record which clients gave no usable answer, and the refusals of that phase."""
+        log.warning("round %d, %s: no usable answer from %s", server_round, kind, partitions)
         if self.run is not None:
             self.run.log_missing(server_round, kind, partitions, refusals)
 
     def scores(self, by_client: Iterable[Mapping[str, float]]) -> dict[str, float]:
-        """Mean, spread, variance, worst tenth and Jain's index over clients, which count alike.
+        """Return mean, std, variance, worst tenth and Jain's index of each score over clients.
 
-        ``…_pooled`` is the mean over all test examples instead: large clients count more. A score
-        is one that most clients report; the others have no say in it, and ``…_clients`` tells how
-        many do, where not all.
+        These statistics weight all clients equally. ``…_pooled`` is the mean over all test
+        examples, so large clients weigh more. The summary has every score that most clients report,
+        computed over these clients; if some do not report it, ``…_clients`` is the number that do.
         """
         everyone = list(by_client)
         summary: dict[str, float] = {}
@@ -95,18 +97,20 @@ class Progress:
             if len(by_client) < len(everyone):
                 summary[f"{name}_clients"] = len(by_client)
             sizes = [scores.get("num-examples", 0.0) for scores in by_client]
-            # Sizes are those of test sets; losses on training examples are not pooled by them.
+            # The sizes are those of test sets, so they cannot weight losses on training examples.
             if name != "training_loss" and all(size > 0 for size in sizes):
                 summary[f"{name}_pooled"] = float(np.average(values, weights=sizes))
         self.row |= summary
         return summary
 
     def end(self, server_round: int, num_rounds: int) -> None:
-        """One line in the log and in the run directory."""
+        """Write one line to the log and one row to the run directory."""
         row, parts = self.row, [f"round {server_round}/{num_rounds}"]
         if "accuracy_mean" in row:
-            mean, worst = row["accuracy_mean"], row["accuracy_worst_decile"]
-            parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
+            beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
+            if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
+                beside = f"± {error:.2g} by noise"
+            parts.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
         for name in ("provable", "published"):
             if (epsilon := row.get(f"epsilon_{name}")) is not None:
                 parts.append(f"ε {epsilon_text(epsilon)} {name}")
@@ -122,14 +126,14 @@ class Progress:
         self.add(server_round)
 
     def add(self, server_round: int) -> None:
-        """Write the row down; the run directory adds it to what it has of this round."""
+        """Add the row to the run directory's row of this round."""
         if _EVALUATED in self.row:
             self._evaluated = server_round
         if self.run is not None:
             self.run.log(server_round, **self.row)
 
     def evaluated(self, server_round: int) -> bool:
-        """Whether scores were asked for after this round, which is the last so far."""
+        """Return True if the server asked for scores after this round, the last one so far."""
         if self.run is not None and self.run.resumed:
             rounds, _ = self.run.series(_EVALUATED)
             return server_round in rounds
@@ -140,14 +144,15 @@ class Progress:
 
 
 class Remaining:
-    """Says in the log how far a long piece of work is, and when it will be done.
+    """A logger of the progress of a long piece of work, and of the time that is left.
 
-    Call it with how many are done, and of how many; short work says nothing.
+    Call it with the number of parts that are done, and the number of all. It logs nothing for work
+    shorter than ``every`` seconds.
 
     Parameters
     ----------
     what : str
-        Names the work.
+        Name of the work.
     every : float
         Seconds between two lines.
     """
@@ -158,7 +163,7 @@ class Remaining:
         self._started = self._last = time.monotonic()
 
     def __call__(self, done: int, of: int) -> None:
-        """Note progress; a line if the last is long ago."""
+        """Log the progress if the last line is at least ``every`` seconds old."""
         now = time.monotonic()
         if now - self._last < self.every or not 0 < done < of:
             return

@@ -1,4 +1,4 @@
-"""A run directory around a strategy: opened before the run, with outcome and report after it."""
+"""Record the run of a strategy: open a run directory before it, write outcome and report after."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = getLogger("flwr")
 
 
 CHANGEABLE = INCIDENTAL | {"rounds"}
-"""Settings in which a start of a run may differ from the one before: its end, places, patience."""
+"""Settings that may change when a run is resumed: its end, its paths and its timeouts."""
 
 
 def first_config(config: UserConfig) -> UserConfig:
-    """The configuration that made the run's plan: ``config``, or the first of a resumed run.
+    """Return the configuration for the run's plan: ``config``, with the first number of rounds.
 
-    They differ in ``rounds`` alone, as `recorded_run` checks: noise is calibrated for the rounds
-    that a run began with, however many are made in the end.
+    A resumed run may have more rounds than it began with, but its noise is calibrated for the
+    first number of rounds. `recorded_run` checks that nothing else differs.
     """
     path = _path_to_resume(config)
     return config if path is None else {**config, "rounds": _first(path)["rounds"]}
@@ -47,24 +47,25 @@ def first_config(config: UserConfig) -> UserConfig:
 def recorded_run(
     config: UserConfig, name: str, callbacks: Sequence[str | Callback] = ()
 ) -> Iterator[RunDirectory]:
-    """Open a run directory; after the block, write the report there.
+    """Open a run directory for the block; after the block, write the report.
 
-    A failure or an interruption is recorded, with a report of the rounds until then, and raised.
-    With ``resume`` set, the run in ``run-directory`` goes on, if there is one.
+    If the block fails or is interrupted, the function records that, writes a report of the rounds
+    so far, and raises the error again. If ``resume`` is set and ``run-directory`` holds a run, that
+    run continues.
 
     Parameters
     ----------
     config : UserConfig
-        The run configuration; its ``run-directory`` names the directory, where it is not empty.
+        The run configuration; its ``run-directory`` names the directory, if it is not empty.
     name : str
-        Part of the directory's name otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
+        Part of the name of the directory otherwise, in ``FLOWER_EXT_RUNS`` or ``./runs``.
     callbacks : Sequence[str | Callback]
-        Follow the run, besides the trackers that the setting ``trackers`` names.
+        Callbacks that follow the run, besides the trackers in the setting ``trackers``.
 
     Raises
     ------
     UnfitSetting
-        The run that should go on began with other settings; the message names them.
+        The run to continue began with other settings; the message names them.
     InvalidValue
         A tracker is unknown, or not installed.
     """
@@ -96,7 +97,7 @@ def _opened(config: UserConfig, name: str) -> RunDirectory:
 
 
 def runs_folder() -> Path:
-    """Return the folder in which run directories are made: ``FLOWER_EXT_RUNS``, or ``./runs``."""
+    """Return the folder for new run directories: ``FLOWER_EXT_RUNS``, or ``./runs``."""
     return Path(os.environ.get(RUNS_VARIABLE, "runs")).expanduser().absolute()
 
 
@@ -105,8 +106,8 @@ def _note_failure(run: RunDirectory, error: BaseException) -> None:
         run.finish("failed", _reason(error))
         if run.metrics():
             _report(run)
-    except Exception as another:  # what ended the run is what counts
-        log.error("the run directory does not say how the run failed: %s", another)
+    except Exception as another:  # it must not hide the error that ended the run
+        log.error("the failure of the run could not be recorded in its directory: %s", another)
 
 
 def _reason(error: BaseException) -> str:
@@ -122,15 +123,15 @@ def _report(run: RunDirectory) -> None:
 
 
 def shared_budget(config: UserConfig, own: Budget | None) -> Budget | None:
-    """``own``, or the budget of all runs on the population whose account is ``budget-ledger``.
+    """Return ``own``, or the budget of all runs that share the account ``budget-ledger``.
 
     Raises
     ------
     UnfitSetting
-        A path that another folder would make another one, or no budget.
+        ``budget-ledger`` is a relative path, or there is no budget for it.
     """
     if config.keys().isdisjoint(("budget-ledger", "population-epsilon", "population-delta")):
-        return own  # an app without such accounts; one that misspells the first has the others
+        return own  # the app has no such accounts; one that misspells a name still has the others
     if (path := absolute_path(config, "budget-ledger")) is None:
         return own
     return Budget(
@@ -145,7 +146,7 @@ def _named(config: UserConfig) -> Path:
 
 
 def _path_to_resume(config: UserConfig) -> Path | None:
-    """Where a run is that goes on; None if one begins."""
+    """Return the directory of the run to continue; None if a new run begins."""
     if "resume" not in config or not flag(config, "resume"):
         return None
     if not config.get("run-directory"):
@@ -159,7 +160,7 @@ def _first(path: Path) -> UserConfig:
 
 
 def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
-    # A setting that the app has gained since, and that is empty or zero, was off in the older run.
+    # The app may have gained a setting since. If it is empty or zero, it is off, as it was then.
     gained = {name for name in config if name not in first and not config[name]}
     names = sorted((set(config) | set(first)) - CHANGEABLE - gained)
     differing = [
@@ -169,13 +170,13 @@ def _check_same(config: UserConfig, first: UserConfig, path: Path) -> None:
     ]
     if differing:
         raise UnfitSetting(
-            f"the run in {path} cannot go on with other settings: {', '.join(differing)}; set "
+            f"the run in {path} cannot continue with other settings: {', '.join(differing)}; set "
             "them as they were, or begin a new run"
         )
 
 
 def base_of(strategy: Strategy) -> FederatedStrategy:
-    """Return the strategy that keeps the records of a run: itself, or the one that it wraps.
+    """Return the strategy that records a run: ``strategy`` itself, or the one that it wraps.
 
     Raises
     ------
@@ -185,8 +186,8 @@ def base_of(strategy: Strategy) -> FederatedStrategy:
     base = getattr(strategy, "base", strategy)
     if not isinstance(base, FederatedStrategy):
         raise InvalidValue(
-            f"strategy: {type(base).__name__} keeps no record of a run: expected a strategy of "
-            "flower_ext.algorithms (Hosted runs Flower's), or call its own start"
+            f"strategy={type(base).__name__}: expected a strategy of flower_ext.algorithms, which "
+            "records its run; wrap Flower's strategies in Hosted, or call the strategy's own start"
         )
     return base
 
@@ -198,22 +199,23 @@ def record(
     initial_arrays: ArrayRecord,
     **options: Any,
 ) -> Result:
-    """Run a strategy in a run directory, and save the outcome there.
+    """Run a strategy, and save its records and outcome in a run directory.
 
-    Metrics, checkpoints and guarantees go to ``run``. So does the ledger, if the plan releases
-    noised sums and the strategy has no ledger yet.
+    ``run`` receives metrics, checkpoints and guarantees. If the plan releases noised sums and the
+    strategy has no ledger yet, it receives the ledger, too.
 
     Parameters
     ----------
+    run : RunDirectory
     strategy : Strategy
-        One of this package, or a wrapper with such a ``base``.
-    **options
-        Those of ``strategy.start``.
+        A strategy of this package, or a wrapper with such a ``base``.
+    grid, initial_arrays, **options
+        Arguments of ``strategy.start``.
 
     Raises
     ------
     InvalidValue
-        As `base_of`; or the strategy writes to another run directory, or has run already.
+        The strategy is not of this package, writes to another run directory, or has run already.
     """
     base = base_of(strategy)
     if base.checkpoints.run is not run:
@@ -226,12 +228,13 @@ def record(
 def _attach(run: RunDirectory, base: FederatedStrategy) -> None:
     if (other := base.checkpoints.run) is not None:
         raise InvalidValue(
-            f"run={str(other.path)!r}: the strategy writes to that directory already; leave out "
-            "its run="
+            f"run={str(other.path)!r}: the strategy writes to this directory already; leave out "
+            "its option run="
         )
     if base.participations.rounds:
         raise InvalidValue(
-            f"strategy: this {type(base).__name__} has run already: make a new one for a new run"
+            f"strategy={type(base).__name__}: expected a strategy that has not run yet; create a "
+            "new one for a new run"
         )
     base.progress.run = run
     base.checkpoints = Checkpoints(run, repeats=base.repeats)
@@ -240,7 +243,7 @@ def _attach(run: RunDirectory, base: FederatedStrategy) -> None:
 
 
 def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result) -> None:
-    """The final model, how clients use it, what protects people, and how each client fared."""
+    """Save the outcome of a run: its final model and its use, guarantees and clients' scores."""
     run.save_model(result.arrays.to_torch_state_dict())
     run.save_guarantees(strategy.guarantees())
     run.save_client_metrics(
@@ -261,10 +264,10 @@ def save_outcome(run: RunDirectory, strategy: FederatedStrategy, result: Result)
 
 
 def settings_of(context: Context) -> UserConfig:
-    """The run's configuration; a node's owner says where its data are.
+    """Return the run's configuration, with the data folder that the node's owner sets.
 
-    A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) takes the place
-    of the run's.
+    A ``data-folder`` in the node config (``--node-config "data-folder='/path'"``) overrides that of
+    the run.
     """
     own = context.node_config.get("data-folder")
     return context.run_config if own is None else {**context.run_config, "data-folder": own}

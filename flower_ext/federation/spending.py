@@ -1,4 +1,4 @@
-"""Privacy that a run may spend, and has spent: budget, ledger, the account of a population."""
+"""The privacy that a run may spend and has spent: budget, ledger and a population's account."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Spending:
     Parameters
     ----------
     ledger : Ledger, optional
-        Holds every release, before it is made.
+        Records every release before it is made.
     budget : Budget, optional
-        Refuses a round that would exceed it.
+        Limit: a round that would exceed it is refused.
     exposed : Sequence[str]
-        What else shows anything of the clients' data: named in a population's account.
+        Other things that reveal something about the clients' data, for the population's account.
     """
 
     ledger: Ledger | None
@@ -34,19 +34,19 @@ class Spending:
     _release: ExitStack = field(default_factory=ExitStack)
 
     def check_plan(self, plan: PrivacyPlan) -> None:
-        """Refuse a plan without a release that a ledger could hold, or of another δ.
+        """Refuse a plan that does not fit the ledger or the budget.
 
         Raises
         ------
-        ValueError
-            Names what does not fit.
+        InvalidValue
+            The plan has no releases for the ledger, or its δ does not fit the budget's.
         """
         if self.budget is not None:
             _check_budget_fits(self.budget, plan.delta)
         if self.ledger is not None and plan.release is None:
             raise InvalidValue(
-                f"ledger with a {type(plan).__name__}: it records the releases of a "
-                "ReleasePlan alone; budget= stops a run under any plan that promises privacy"
+                f"ledger with a {type(plan).__name__}: expected a ReleasePlan, whose releases a "
+                "ledger records; to stop a run under any private plan, give budget="
             )
 
     def check(
@@ -60,44 +60,58 @@ class Spending:
         run_id: str,
         method: str,
         name: str,
+        scores: bool = False,
     ) -> None:
-        """Refuse a round with which the provable ε would exceed the budget.
+        """Refuse a round, or an evaluation, that would bring the provable ε above the budget.
 
         Parameters
         ----------
+        plan : PrivacyPlan
+        server_round : int
+            Number of the round, for the message.
         run : RunFacts
-            The run as it is with that round.
+            Facts of the run, including that round.
+        claims : Callable[[RunFacts], list[Guarantee]]
+            Returns the guarantees after these facts.
         repeatable : bool
-            The round, done again, is the same release.
+            True if a repetition of the round is the same release.
         run_id, method, name : str
-            Name the run in the population's account.
+            Identify the run in the population's account.
+        scores : bool
+            True if the release is that of an evaluation; the account lists these as a run of their
+            own.
 
         Raises
         ------
         BudgetExhausted
-            Says by how much.
+            The round would exceed the budget; the message says by how much.
         """
         if self.budget is None:
             return
         epsilon = plan.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is None:
             if epsilon > self.budget.epsilon:
+                what = f"{'the evaluation after ' if scores else ''}round {server_round}"
                 raise BudgetExhausted(
-                    f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, "
-                    f"above the budget of {self.budget.epsilon:g}"
+                    f"{what} would bring the provable spend to ε = {epsilon:.4g}, above the budget "
+                    f"of {self.budget.epsilon:g}"
                 )
             return
         who = {"run": run_id, "method": method, "name": name}
+        release, number = plan.release, run.participations.rounds
+        if scores:
+            release, number = plan.evaluation_release, run.participations.evaluations
+            who = {"run": f"{run_id}-scores", "method": f"{method}, scores", "name": name}
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **who, what=shown)
-        release, delta = plan.release, plan.delta
+        delta = plan.delta
         if delta is None:
             note_uncovered(self.budget.ledger, **who, what="training without noise")
             return
         claim = next(each for each in claims(run) if each.basis == "provable")
         new = Charge(
             **who,
-            training=run.participations.rounds,
+            training=number,
             repeatable=repeatable,
             unit=claim.unit,
             relation=claim.relation if release is None else release.relation,
@@ -108,14 +122,16 @@ class Spending:
         charge(self.budget.ledger, new, self.budget)
 
     def reserve(self, release: Release | None, server_round: int, identity: int | None) -> None:
-        """Make a release's line in the ledger durable, before anybody is asked.
+        """Write a release to the ledger, durably, before the server asks any client.
 
         Parameters
         ----------
         release : Release, optional
-            None where a round releases no noised sum: nothing is written.
+            The release; None if the round releases no noised sum, which writes nothing.
+        server_round : int
+            Number of the round.
         identity : int, optional
-            Names a release that is the same one when it is done again.
+            Identifies a release whose repetition is the same release.
         """
         if release is not None and self.ledger is not None:
             entry = self.ledger.reserve(release, round=server_round, identity=identity)
@@ -123,19 +139,19 @@ class Spending:
 
     @contextmanager
     def closing(self) -> Iterator[Reservation]:
-        """Close the reserved release after the block; an error in it discards the release."""
+        """Close the reserved release after the block; an error in the block discards it."""
         with self._release:
             yield self._reservation
 
 
 def _check_budget_fits(budget: Budget, delta: float | None) -> None:
-    """Refuse a δ that the plan does not promise, and a budget that nothing can be held to."""
+    """Refuse a budget whose δ does not fit the plan's, or for a plan that promises no privacy."""
     if budget.ledger is None and delta != budget.delta:
         raise InvalidValue(
-            f"budget.delta={budget.delta!r}: expected that of the plan, "
+            f"budget.delta={budget.delta!r}: expected the δ of the plan, "
             f"{'which promises no privacy' if delta is None else delta!r}"
         )
     if delta is not None and delta > budget.delta:
         raise InvalidValue(
-            f"budget.delta={budget.delta!r}: expected at least that of the plan, {delta!r}"
+            f"budget.delta={budget.delta!r}: expected at least the δ of the plan, {delta!r}"
         )

@@ -1,4 +1,4 @@
-"""Devices that differ in speed, as the Upcycled-FL and FedProx papers simulate them."""
+"""Simulated devices of different speed, as in the Upcycled-FL and FedProx papers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from flower_ext.training import LocalTraining
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Devices that complete only some of their E local epochs: a share of all, in expectation.
+    """Devices that complete only some of their E local epochs.
 
-    In every round each device straggles with probability ``ratio``, whatever the others do, and
-    runs a number of epochs drawn uniformly from 1 … E−1. The papers make an exact share of each
-    cohort straggle. Then one client in the cohort changes who else does, and so what others send:
-    of that no bound on one client's upload speaks.
+    In every round each device straggles with probability ``ratio``, independently of the others,
+    and runs a number of epochs drawn uniformly from 1 … E−1. In the papers an exact share of each
+    cohort straggles. That would let one client change which others straggle, and so their uploads,
+    which no bound on that client's own upload covers.
 
     Parameters
     ----------
     ratio : float
         Probability in [0, 1].
+
+    Raises
+    ------
+    InvalidValue
+        ``ratio`` is out of range.
     """
 
     ratio: float
@@ -36,36 +41,44 @@ class Stragglers:
     def draw(
         self, cohort: Sequence[int], population: int, rng: np.random.Generator
     ) -> dict[int, float]:
-        """For each straggler of a cohort a number in [0, 1) that says how far it gets.
+        """Return, for each straggler of a cohort, a number in [0, 1): its progress.
 
         Parameters
         ----------
         cohort : Sequence[int]
             Numbers of clients, below ``population``.
+        population : int
+            Number of all clients.
         rng : numpy.random.Generator
-            Of this round. Two of its numbers belong to each client, in their order, in any cohort.
+            Generator of this round. The function draws two numbers for every client, in order, so
+            that a client's numbers do not depend on the cohort.
         """
         drawn = rng.random((population, 2))
         return {i: float(drawn[i, 1]) for i in cohort if drawn[i, 0] < self.ratio}
 
     @staticmethod
     def check(trainings: Iterable[LocalTraining]) -> None:
-        """Refuse what no straggler could stop early.
+        """Refuse trainings that no straggler could stop early.
 
         Raises
         ------
-        ValueError
+        InvalidValue
             No training is counted in epochs.
         """
         if not any(t.steps is None and not t.tolerance for t in trainings):
             raise InvalidValue(
-                "stragglers complete some of their epochs, but local training is counted in steps "
-                "or runs to a tolerance: give epochs, or stragglers=None"
+                "stragglers: expected local training that is counted in epochs, of which a "
+                "straggler completes some; give epochs in place of steps or a tolerance, or "
+                "stragglers=None"
             )
 
 
 def shortened(training: LocalTraining, how_far: float | None) -> LocalTraining:
-    """What a straggler completes of ``training``: some epochs; all where they do not count it."""
+    """Return the part of ``training`` that a straggler completes, in whole epochs.
+
+    A client that does not straggle (``how_far`` is None), and training that epochs do not count,
+    stay as they are.
+    """
     if how_far is None or training.epochs < 2:
         return training
     return replace(training, epochs=1 + math.floor(how_far * (training.epochs - 1)))

@@ -1,4 +1,4 @@
-"""DP-Ditto's planner: how many rounds to run, how much to personalise for a budget. NumPy only."""
+"""DP-Ditto's planner: the number of rounds and the share of personalisation for a budget."""
 
 from typing import TYPE_CHECKING
 

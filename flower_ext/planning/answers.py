@@ -1,4 +1,4 @@
-"""(T*, λ*) for a privacy budget, as published and provable: what ``flower-ext plan`` answers."""
+"""(T*, λ*) for a privacy budget, as published and provable: the answers of ``flower-ext plan``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_n
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyBudget:
-    """(ε, δ) for one record of a client, and what bounds that record."""
+    """(ε, δ) for one record of a client, and the bounds on that record's influence."""
 
     epsilon: float
     delta: float
@@ -32,7 +32,7 @@ class PrivacyBudget:
     steps: ClippedSteps | None = None
 
     def noise_stddev(self, rounds: int, basis: Basis) -> float:
-        """σ_u that the budget asks of an upload in each of ``rounds`` rounds."""
+        """Return the σ_u that the budget asks of an upload in each of ``rounds`` rounds."""
         if basis == "published":
             return dp_ditto_noise_stddev(
                 epsilon=self.epsilon,
@@ -50,9 +50,9 @@ class PrivacyBudget:
         return min(ball, self.steps.upload_stddev(step))
 
     def epsilons(self, noise_stddev: float, rounds: int) -> dict[str, float]:
-        """What uploads with σ_u give: as published, at worst, and with records' gradients clipped.
+        """Return ε of uploads with σ_u: as published, at worst, and with clipped gradients.
 
-        At worst is Algorithm 1, which clips models but no gradients.
+        The worst case is Algorithm 1, which clips models but no gradients.
         """
         published, provable = dp_ditto_guarantees(
             OutputPerturbation(clipping_norm=self.clipping_norm, noise_stddev=noise_stddev),
@@ -71,7 +71,7 @@ class PrivacyBudget:
 
     @property
     def provable_source(self) -> str:
-        """What the provable noise rests on."""
+        """The bound that the provable noise rests on, in words."""
         ball = self.noise_stddev(1, "provable")
         alone = PrivacyBudget(**{**vars(self), "steps": None}).noise_stddev(1, "provable")
         if self.steps is None or ball >= alone:
@@ -84,9 +84,9 @@ class PrivacyBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The schedule of one basis, the noise it needs, and what that noise gives by every accounting.
+    """The schedule of one basis, the noise it needs, and the ε of that noise by every accounting.
 
-    With T* = 0 nothing is released, and there is neither noise nor ε.
+    With T* = 0 nothing is released, so there is neither noise nor ε.
     """
 
     basis: Basis
@@ -96,7 +96,7 @@ class Answer:
     not_met: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready form."""
         return {
             "basis": self.basis,
             "rounds": self.schedule.rounds,
@@ -109,7 +109,7 @@ class Answer:
 
 
 def finite_or_none(bound: float) -> float | None:
-    """JSON has no word for infinity."""
+    """Return None for infinity, which JSON cannot represent."""
     return bound if math.isfinite(bound) else None
 
 
@@ -121,7 +121,7 @@ def answers(
     global_weight: float | None = None,
     fairness: LinearFairness | None = None,
 ) -> list[Answer]:
-    """One answer for each basis; the published bound is left out where G₀ or M is unknown.
+    """Return one answer for each basis, without the published one if G₀ or M is unknown.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def answers(
         A parameter is out of range, or not exactly one of λ and the fairness problem is given.
     """
     if (global_weight is None) == (fairness is None):
-        raise InvalidValue("expected either a λ or what the fairest λ is computed from")
+        raise InvalidValue("expected either a λ or the fairness problem that determines it")
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")
@@ -162,12 +162,12 @@ def answers(
 
 
 def _one_full_step(steps: ClippedSteps | None) -> Condition:
-    """What Theorem 1 asks of a round."""
+    """Return the condition of Theorem 1 on a round."""
     if steps is None:
         return Condition("one full-gradient step a round", True)
     batch = steps.batch_size or steps.num_examples
     return Condition(
         f"one full-gradient step a round (K = {steps.local_steps}, B = {batch} of "
-        f"{steps.num_examples} records): h speaks of that, the noise of what was asked",
+        f"{steps.num_examples} records): h assumes one such step, the noise covers all steps",
         steps.local_steps == 1 and batch == steps.num_examples,
     )

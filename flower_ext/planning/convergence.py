@@ -1,4 +1,4 @@
-"""How far personal models are from their optimum after T noisy rounds: DP-Ditto, Section IV.
+"""Distance of personal models from their optimum after T noisy rounds: DP-Ditto, Section IV.
 
 ====================  =====================================================
 paper                 here
@@ -10,7 +10,7 @@ G₀, M                 ``gradient_bound``, ``model_spread``
 η_G, η_L              ``learning_rate``, ``personal_learning_rate``
 ε_G, ε_L              ``global_rate``, ``personal_rate``
 (1 + λ²) η_L² G, β    ``residual``, ``coupling``
-φ_L                   ``noise``: what one planned round adds to every round
+φ_L                   ``noise``: the noise that one planned round adds to every round
 h(T, λ), T′           ``ConvergenceBound.after``, ``.search_limit``
 ====================  =====================================================
 
@@ -19,13 +19,13 @@ of the personal one,
 
     e_{t+1} ≤ ε_G e_t + φ_L T        a_{t+1} ≤ ε_L a_t + residual + β e_t
 
-and the noise is calibrated for T rounds, so that more rounds mean more noise in each.
+The noise is calibrated for T rounds, so more rounds mean more noise in each.
 
-Lemma 1, the second recursion, is printed with a step (37c) that fails for 0 < λ < 1 and without the
-limit on η_L that it needs. Where that limit, η_L ≤ 2/(m + ℓ) with m = (1 − λ/2) μ + λ and
-ℓ = (1 − λ/2) L + λ, is kept, a gradient step contracts by 1 − η_L m and a better recursion holds:
-ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges whatever λ, needs neither G₀ nor M,
-and is ``provable`` here. `docs/errata-dp-ditto.md` has both derivations.
+Lemma 1 is the second recursion. Its published proof has a step (37c) that fails for 0 < λ < 1, and
+it lacks a limit on η_L that it needs. Let m = (1 − λ/2) μ + λ and ℓ = (1 − λ/2) L + λ. If
+η_L ≤ 2/(m + ℓ), a gradient step contracts by 1 − η_L m and a better recursion holds:
+ε_L = 1 − η_L m, no residual, β = 2 η_L λ²/(μ m). It converges for every λ and needs neither G₀ nor
+M. This module calls it ``provable``. `docs/errata-dp-ditto.md` has both derivations.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Basis, Condition
 
 LARGEST_WEIGHT = 2.0
-"""λ at which a personal model is the global one."""
+"""λ at which a personal model equals the global one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DittoProblem:
-    """What the bound has to know of the losses and the training.
+    """Constants of the losses and the training that enter the bound.
 
-    Theorem 1 speaks of one full-gradient step a round, on both models, that no clipping changes.
+    Theorem 1 covers one full-gradient step a round, on both models, without clipping.
 
     Parameters
     ----------
@@ -105,11 +105,11 @@ class DittoProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """h(T) = (h1 + h2 T + h3 T²) ε_L^T + (h4 + h5 T) ε_G^T + h6 T + h7, Eqns 16 and 18 in one.
+    """h(T) = (h1 + h2 T + h3 T²) ε_L^T + (h4 + h5 T) ε_G^T + h6 T + h7, for Eqns 16 and 18.
 
-    Where the rates differ, h3 is 0 and the paper's H₁…H₆ are h1, h2, h4, h5, h6, h7. Where they are
-    equal, h4 and h5 are 0 and its ℋ₁, ℋ₂, ℋ₃ are h1, h2, h3; its ℋ₄ is misprinted, and its proof
-    gives h6 T + h7.
+    If the rates differ, h3 is 0 and the paper's H₁…H₆ are h1, h2, h4, h5, h6, h7. If they are
+    equal, h4 and h5 are 0 and the paper's ℋ₁, ℋ₂, ℋ₃ are h1, h2, h3. Its ℋ₄ is misprinted; its
+    proof gives h6 T + h7.
     """
 
     h1: float
@@ -125,7 +125,7 @@ class Coefficients:
 class ConvergenceBound:
     """Theorem 1 at one λ: both recursions, unrolled.
 
-    ``conditions`` are those of the lemma behind it, with whether they hold.
+    ``conditions`` are the conditions of the lemma behind it; each says whether it holds.
     """
 
     personal_rate: float
@@ -139,13 +139,14 @@ class ConvergenceBound:
 
     @property
     def converges(self) -> bool:
-        """Whether both recursions contract."""
+        """True if both recursions contract."""
         return 0 <= self.personal_rate < 1 and 0 <= self.global_rate < 1
 
     def after(self, rounds: ArrayLike) -> NDArray[np.float64]:
-        """h(T, λ) for each T >= 0, one number or many.
+        """Return h(T, λ) for each T >= 0, one number or many.
 
-        Infinite where it is beyond any number, or a negative ``personal_rate`` bounds no square.
+        The result is infinite where h overflows, or ``personal_rate`` is negative and thus bounds
+        no square.
         """
         T = np.asarray(rounds, dtype=np.float64)
         if (T < 0).any():
@@ -164,12 +165,12 @@ class ConvergenceBound:
 
     @property
     def coefficients(self) -> Coefficients:
-        """H₁…H₆ of Eqn 16b, or ℋ₁… of Eqn 18b put right where both rates are equal.
+        """H₁…H₆ of Eqn 16b, or for equal rates the corrected ℋ₁… of Eqn 18b.
 
         Raises
         ------
         ValueError
-            A rate is not in (0, 1), where the sums have no such form.
+            A rate is not in (0, 1); the sums then have no such form.
         """
         a, b = self.personal_rate, self.global_rate
         if not (0 < a < 1 and 0 <= b < 1):
@@ -200,9 +201,9 @@ class ConvergenceBound:
 
     @property
     def lower_bound(self) -> tuple[float, float]:
-        """Intercept and slope of a line below h: Eqn 17, and its like for equal rates.
+        """Intercept and slope of a line below h: Eqn 17, and its counterpart for equal rates.
 
-        Eqn 19 as printed is no line, tends to a constant and so bounds no search.
+        Eqn 19 as printed is no line but tends to a constant, so it limits no search.
         """
         c, a, b = self.coefficients, self.personal_rate, self.global_rate
         least = (
@@ -216,16 +217,16 @@ class ConvergenceBound:
 
     @property
     def search_limit(self) -> float:
-        """T′: above it, h exceeds h(0). Infinite where noise or coupling are 0, or h diverges."""
+        """T′, above which h exceeds h(0). Infinite if noise or coupling is 0, or h diverges."""
         if not (self.converges and self.personal_rate > 0):
             return math.inf
         intercept, slope = self.lower_bound
         return (self.initial_distance - intercept) / slope if slope > 0 else math.inf
 
     def best_rounds(self, max_rounds: int) -> int:
-        """T*: the number of rounds, at most ``max_rounds``, with the smallest h.
+        """Return T*, the number of rounds up to ``max_rounds`` with the smallest h.
 
-        0 says that no number of rounds improves the bound on the start.
+        0 means that no number of rounds improves on the start.
         """
         require_at_least_one("max_rounds", max_rounds)
         limit = int(min(max_rounds, max(1.0, self.search_limit)))
@@ -239,17 +240,17 @@ def convergence_bound(
     variance_per_round: float,
     basis: Basis = "provable",
 ) -> ConvergenceBound:
-    """h(·, λ) of a problem under noise that is calibrated for the rounds it will run.
+    """Return h(·, λ) of a problem, with noise calibrated for the rounds that will run.
 
     Parameters
     ----------
     global_weight : float
         λ in [0, 2].
     variance_per_round : float
-        σ_u²/T, the variance of the noise on each weight of an upload over the planned rounds; both
-        calibrations make it a constant.
+        σ_u²/T: the variance of the noise on each weight of an upload, divided by the planned
+        rounds. Both calibrations make it a constant.
     basis : {"provable", "published"}
-        Which form of Lemma 1.
+        The form of Lemma 1.
 
     Raises
     ------
@@ -284,7 +285,7 @@ def convergence_bound(
         raise InvalidValue(f"basis={basis!r}: expected published or provable")
     return ConvergenceBound(
         personal_rate=rate,
-        global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # below 0 by rounding only
+        global_rate=max(0.0, 1 - 2 * mu * eta_G + mu * L * eta_G**2),  # rounding may go below 0
         residual=residual,
         coupling=coupling,
         noise=problem.dimension * L * variance_per_round / (2 * problem.num_clients),
@@ -301,21 +302,23 @@ def check_global_weight(global_weight: float) -> None:
 
 
 def _gradient_square(problem: DittoProblem, weight: float) -> float:
-    """G of Lemma 1."""
+    """Return G of Lemma 1."""
     G0, M = problem.gradient_bound, problem.model_spread
     for name, value in (("gradient_bound", G0), ("model_spread", M)):
         if math.isinf(value):
-            raise InvalidValue(f"{name}={value!r}: the published bound needs a finite number")
+            raise InvalidValue(
+                f"{name}={value!r}: expected a finite number, as the published bound needs it"
+            )
     return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
 
 
 def _sum_of_powers(rate: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Σ_{x<T} rate^x."""
+    """Return Σ_{x<T} rate^x."""
     return T.copy() if rate == 1 else (1 - rate**T) / (1 - rate)
 
 
 def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Σ_{x<T} a^x b^(T−1−x), without cancellation where a and b are close."""
+    """Return Σ_{x<T} a^x b^(T−1−x), without cancellation where a and b are close."""
     large, small = max(a, b), min(a, b)
     if large == small:
         return np.where(T > 0, T * large ** np.maximum(T - 1, 0), 0.0)
@@ -325,5 +328,5 @@ def _crossed(a: float, b: float, T: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _largest_term(rate: float, power: int) -> float:
-    """The maximum of T^power rate^T over T >= 0, for a rate below 1."""
+    """Return the maximum of T^power rate^T over T >= 0, for a rate below 1."""
     return 0.0 if rate == 0 else float((power / (math.e * -math.log(rate))) ** power)

@@ -1,4 +1,4 @@
-"""How evenly personal models serve their clients, and the λ that is fairest: DP-Ditto, Section V.
+"""Fairness of personal models, and the fairest λ: DP-Ditto, Section V.
 
 Personalised Bayesian linear regression: u_n* = w* + N(0, ζ² I), Y_n = X_n u_n* + N(0, σ² I) and
 X_nᵀX_n = ρI. The server sees û_n + z_n; a personal model is (1 − α₀) û_n + α₀ times their mean.
@@ -15,14 +15,15 @@ G₁, G₂ − G₁²          ``mean_deviation``, ``deviation_variance``
 R                     ``unfairness``: variance over clients of ‖u_n* − v_n‖²
 ====================  =====================================================
 
-Theorem 2 has the form, with x = α₀, q = σ_u²/N and s = S₁ − x/N,
+With x = α₀, q = σ_u²/N and s = S₁ − x/N, Theorem 2 has the form
 
     R = const + D q x² + 4 G₁ s² (W + q x²) + (G₂ − G₁²) s⁴
 
-As published, D = 2d and W = σ_w². The 2d σ_B² that this comes from is the variance 2d σ_B⁴ of
-σ_B² χ²_d with its square lost, and the errors B_n are taken for independent over clients, where all
-share the same noise and the same error in w*. What the clients share moves all losses alike and
-costs no fairness. Put right, D = 4 (1 − 1/N) d τ² and W = σ_w² − τ²/N, with τ² = σ²ζ²/(σ² + ρζ²).
+As published, D = 2d and W = σ_w². Both contain an error. The term 2d σ_B² stands for the variance
+of σ_B² χ²_d, which is 2d σ_B⁴: the square is lost. And the errors B_n are taken as independent over
+clients, although all clients share the same noise and the same error in w*. A shared error moves
+all losses alike and costs no fairness. Corrected, D = 4 (1 − 1/N) d τ² and W = σ_w² − τ²/N, with
+τ² = σ²ζ²/(σ² + ρζ²).
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class LinearFairness:
     Parameters
     ----------
     num_examples : int
-        b, of every client.
+        Number of examples b of every client.
     feature_energy : float
-        ρ: the diagonal of XᵀX. Features of unit variance give about b.
+        ρ, the diagonal of XᵀX. Features of unit variance give about b.
     label_variance, model_variance : float
-        σ² of the labels' noise and ζ² between the clients' true models.
+        σ² of the noise in labels, and ζ² between the clients' true models.
     mean_deviation : float
         G₁ = N² times the mean of ‖û_n − ū‖².
     deviation_variance : float
@@ -89,7 +90,7 @@ class LinearFairness:
         label_variance: float,
         model_variance: float,
     ) -> Self:
-        """From the clients' own estimates û_n, one row a client."""
+        """Return the fairness of clients' own estimates û_n, one row per client."""
         models = np.atleast_2d(np.asarray(local_models, dtype=np.float64))
         clients, dimension = models.shape
         squares = np.square(clients * (models - models.mean(axis=0))).sum(axis=1)
@@ -115,7 +116,7 @@ class LinearFairness:
         label_variance: float,
         model_variance: float,
     ) -> Self:
-        """Before any model is known: both moments at their mean over the world's û_n."""
+        """Return the fairness before any model is known: both moments at their mean over û_n."""
         N, d = num_clients, dimension
         spread = label_variance / feature_energy + model_variance
         return cls(
@@ -130,13 +131,13 @@ class LinearFairness:
         )
 
     def interpolation(self, global_weight: float) -> float:
-        """α₀(λ): the share of the global model in a personal one."""
+        """Return α₀(λ), the share of the global model in a personal one."""
         check_global_weight(global_weight)
         pull = self.num_examples * global_weight
         return pull / ((LARGEST_WEIGHT - global_weight) * self.feature_energy + pull)
 
     def global_weight(self, interpolation: float) -> float:
-        """The inverse of `interpolation`."""
+        """Return the λ of an α₀; the inverse of `interpolation`."""
         if not 0 <= interpolation <= 1:
             raise InvalidValue(f"interpolation={interpolation!r}: expected a number in [0, 1]")
         pull = self.feature_energy * interpolation
@@ -144,38 +145,38 @@ class LinearFairness:
 
     @property
     def shrinkage(self) -> float:
-        """N S₁: the share of the mean in the best guess of a client's true model, without noise."""
+        """N S₁: the mean's share in the best estimate of a client's true model, without noise."""
         noise = self.label_variance
         return noise / (noise + self.feature_energy * self.model_variance)
 
     @property
     def own_variance(self) -> float:
-        """τ²: what is left to know of a client's true model when w* is known."""
+        """τ²: the variance of a client's true model that remains when w* is known."""
         return self.shrinkage * self.model_variance
 
     @property
     def shared_variance(self) -> float:
-        """The error in w* that reaches every client's estimate: σ_w² − τ²."""
+        """σ_w² − τ²: the error in w* that reaches every client's estimate."""
         spread = self.label_variance / self.feature_energy + self.model_variance
         return self.shrinkage**2 * spread / self.num_clients
 
     def unfairness(
         self, global_weight: ArrayLike, *, upload_variance: float, basis: Basis = "provable"
     ) -> NDArray[np.float64]:
-        """R(λ) of Theorem 2, for one λ or many."""
+        """Return R(λ) of Theorem 2, for one λ or many."""
         weights = np.asarray(global_weight, dtype=np.float64)
         shares = np.vectorize(self.interpolation, otypes=[float])(weights)
         return np.asarray(self._quartic(upload_variance, basis)(shares))
 
     def cubic(self, *, upload_variance: float, basis: Basis = "provable") -> NDArray[np.float64]:
-        """Eqn 32: dR/dα₀ as coefficients of α₀³, α₀², α₀ and 1."""
+        """Return dR/dα₀ (Eqn 32) as coefficients of α₀³, α₀², α₀ and 1."""
         slope = np.zeros(4)
         found = np.polyder(self._quartic(upload_variance, basis)).coeffs
         slope[4 - len(found) :] = found
         return slope
 
     def best_global_weight(self, *, upload_variance: float, basis: Basis = "provable") -> float:
-        """λ* of Theorem 3: among the real roots of the cubic and both ends, the fairest."""
+        """Return λ* of Theorem 3: the fairest of the cubic's real roots and both ends."""
         roots = np.roots(self.cubic(upload_variance=upload_variance, basis=basis))
         real = roots[np.abs(roots.imag) < 1e-7].real
         shares = np.concatenate([[0.0, 1.0], real[(real > 0) & (real < 1)]])
@@ -183,10 +184,10 @@ class LinearFairness:
         return self.global_weight(float(shares[np.argmin(values)]))
 
     def uniqueness(self, *, clipping_norm: float, basis: Basis = "provable") -> Condition:
-        """Theorem 3's sufficient condition that R has one minimum, whatever the noise.
+        """Return Theorem 3's sufficient condition that R has one minimum, whatever the noise.
 
-        R is convex in α₀ where D > 2 G₁ S₁²; models of norm at most C have G₁ ≤ N² C². As
-        published, with G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
+        R is convex in α₀ if D > 2 G₁ S₁², and models of norm at most C have G₁ ≤ N² C². The
+        published condition uses G₁ ≤ 4 N² C²: C < √d / (2 N S₁).
         """
         require_positive("clipping_norm", clipping_norm)
         N, d = self.num_clients, self.dimension
@@ -195,13 +196,13 @@ class LinearFairness:
         else:
             limit = math.sqrt(2 * (1 - 1 / N) * d * self.own_variance) / self.shrinkage
         return Condition(
-            f"R has one minimum whatever the noise, sure where C < {limit:.4g} "
+            f"R has one minimum whatever the noise, which is certain if C < {limit:.4g} "
             f"(C = {clipping_norm:.4g})",
             clipping_norm < limit,
         )
 
     def _quartic(self, upload_variance: float, basis: Basis) -> np.poly1d:
-        """R as a polynomial in α₀."""
+        """Return R as a polynomial in α₀."""
         if not 0 <= upload_variance < math.inf:
             raise InvalidValue(f"upload_variance={upload_variance!r}: expected a number >= 0")
         N, d = self.num_clients, self.dimension
@@ -214,7 +215,7 @@ class LinearFairness:
         else:
             raise InvalidValue(f"basis={basis!r}: expected published or provable")
         noise = upload_variance / N
-        # A NumPy scalar on the left would turn the polynomials into arrays.
+        # With a NumPy scalar on the left, the polynomials would become arrays.
         x, gap = np.poly1d([1.0, 0.0]), np.poly1d([-1.0 / N, self.shrinkage / N])
         squared = gap * gap
         return np.poly1d(

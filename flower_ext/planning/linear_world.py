@@ -10,7 +10,8 @@ v_n*(λ)               ``personal_models``
 ====================  =====================================================
 
 Every loss F_n(u) = ‖X_n u − Y_n‖²/b has the curvature 2ρ/b in all directions, and its gradients are
-cheap and exact: theory and pilot runs can be checked on it. ``flower-ext plan --worlds`` does.
+cheap and exact. Theory and pilot runs can therefore be checked on it, as ``flower-ext plan
+--worlds`` does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class LinearWorld:
-    """One draw; arrays run over clients first."""
+    """One drawn federation; the first axis of every array runs over clients."""
 
     true_models: Array
     features: Array
@@ -51,12 +52,12 @@ class LinearWorld:
         label_variance: float,
         model_variance: float,
     ) -> Self:
-        """A federation whose features are orthogonal: X_nᵀX_n = ρI.
+        """Draw a federation whose features are orthogonal: X_nᵀX_n = ρI.
 
         Raises
         ------
         ValueError
-            Fewer examples than dimensions, for which no such features exist.
+            There are fewer examples than dimensions, so no such features exist.
         """
         if num_examples < dimension:
             raise InvalidValue(f"num_examples={num_examples!r}: expected at least {dimension}")
@@ -73,29 +74,29 @@ class LinearWorld:
 
     @property
     def curvature(self) -> float:
-        """μ = L = 2ρ/b of every client's loss."""
+        """μ = L = 2ρ/b, the same for every client's loss."""
         return 2 * self.feature_energy / int(self.targets.shape[1])
 
     @property
     def local_models(self) -> Array:
-        """û_n of Eqn 25: each client's least squares."""
+        """û_n of Eqn 25: each client's least-squares solution."""
         products = np.einsum("nbd,nb->nd", self.features, self.targets)
         return np.asarray(products / self.feature_energy)
 
     def losses(self, models: Array) -> Array:
-        """F_n of one model for all clients, or of one row a client."""
+        """Return F_n, of one model for all clients or of one row per client."""
         rows = np.broadcast_to(models, self.true_models.shape)
         residuals = np.einsum("nbd,nd->nb", self.features, rows) - self.targets
         return np.asarray(np.square(residuals).mean(axis=1))
 
     def gradients(self, models: Array) -> Array:
-        """∇F_n of one model for all clients, or of one row a client."""
+        """Return ∇F_n, of one model for all clients or of one row per client."""
         return self.curvature * (
             np.broadcast_to(models, self.true_models.shape) - self.local_models
         )
 
     def personal_models(self, global_weight: float, noise: Array) -> Array:
-        """v_n*(λ) of Eqn 29, when client n uploads û_n + noise_n. More leading axes are draws."""
+        """Return v_n*(λ) of Eqn 29 for uploads û_n + noise_n; more leading axes are draws."""
         check_global_weight(global_weight)
         local, shared = self.local_models, (self.local_models + noise).mean(axis=-2, keepdims=True)
         own = (LARGEST_WEIGHT - global_weight) / 2 * self.curvature
@@ -110,23 +111,23 @@ def drawn_unfairness(
     worlds: int,
     rng: np.random.Generator,
 ) -> tuple[Array, Array]:
-    """R(λ) as drawn federations show it, for each λ, and its standard error.
+    """Return R(λ) measured on drawn federations, for each λ, and its standard error.
 
     Parameters
     ----------
     fairness : LinearFairness
-        Says what federations are drawn; its two moments are not used.
+        Describes the federations to draw; its two moments are not used.
     global_weights : Sequence[float]
         Each λ, in [0, 2].
     upload_stddev : float
         σ_u of the noise on every upload.
     worlds : int
-        How many federations, at least 2.
+        Number of federations, at least 2.
 
     Raises
     ------
     ValueError
-        Too few worlds, or fewer examples than dimensions.
+        There are too few worlds, or fewer examples than dimensions.
     """
     if worlds < 2:
         raise InvalidValue(f"worlds={worlds!r}: expected an integer >= 2")

@@ -1,7 +1,7 @@
-"""μ, L, G₀, M, Ψ₁ and Ψ₂ as a short run without noise shows them.
+"""Estimates of μ, L, G₀, M, Ψ₁ and Ψ₂ from a short run without noise.
 
-They are estimates. A pilot sees the losses along its own path: the true L can only be larger, the
-true μ only smaller, and G₀ and M as well can only be larger elsewhere.
+A pilot sees the losses only along its own path. The true L may be larger, the true μ smaller, and
+G₀ and M may be larger elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flower_ext.errors import InvalidValue
 
 @dataclass(frozen=True, kw_only=True)
 class PilotEstimates:
-    """Named as in `DittoProblem`: it takes them as ``DittoProblem(**asdict(estimates), ...)``."""
+    """Estimates, named as in `DittoProblem`: ``DittoProblem(**asdict(estimates), ...)``."""
 
     strong_convexity: float
     smoothness: float
@@ -30,17 +30,17 @@ class PilotEstimates:
     initial_distance: float
 
     def save(self, path: Path, *, dimension: int) -> None:
-        """Write the estimates, and d, as JSON; ``flower-ext plan --pilot`` reads it."""
+        """Write the estimates and d as JSON, which ``flower-ext plan --pilot`` reads."""
         path.write_text(json.dumps({**asdict(self), "dimension": dimension}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> tuple[Self, int]:
-        """What `save` wrote: the estimates, and d.
+        """Return the estimates and d that `save` wrote.
 
         Raises
         ------
         ValueError
-            The file is missing or holds something else.
+            The file is missing or has other content.
         """
         names = [field.name for field in fields(cls)]
         try:
@@ -65,33 +65,33 @@ def estimate_problem(
     local_optima: ArrayLike,
     smallest_step: float = 1e-9,
 ) -> PilotEstimates:
-    """Constants of the bound from a pilot run of the global model.
+    """Estimate the constants of the bound from a pilot run of the global model.
 
     Parameters
     ----------
     models : ArrayLike
-        w⁰, w¹, …: rounds × weights. The last stands for w*.
+        w⁰, w¹, …: shape (rounds, weights). The last one stands for w*.
     gradients : ArrayLike
-        ∇F_n(wᵗ): rounds × clients × weights.
+        ∇F_n(wᵗ): shape (rounds, clients, weights).
     losses : ArrayLike
-        F(wᵗ), the mean over clients: one a round.
+        F(wᵗ), the mean over clients: shape (rounds,).
     local_optima : ArrayLike
-        u_n*: clients × weights, for instance after training each client alone.
+        u_n*: shape (clients, weights), for instance from training each client alone.
     smallest_step : float
-        Rounds that moved the model less than this (L2) say nothing about curvature.
+        Rounds that move the model less than this (L2) are ignored for curvature.
 
     Returns
     -------
     PilotEstimates
         μ and L are the extreme curvatures ⟨Δg, Δw⟩/‖Δw‖² and ‖Δg‖/‖Δw‖ between any two rounds,
-        over clients; Ψ₂ is the largest squared distance of w⁰ to w* or to a u_n*, between which
+        over clients. Ψ₂ is the largest squared distance of w⁰ to w* or to a u_n*, between which
         the personal optima lie.
 
     Raises
     ------
     ValueError
-        Shapes that do not fit, numbers that are not finite, a model that never moved, or a loss
-        that is not convex along the path.
+        Shapes do not fit, a number is not finite, the model never moved, or a loss is not convex
+        along the path.
     """
     w, g = np.asarray(models, dtype=np.float64), np.asarray(gradients, dtype=np.float64)
     f, u = np.asarray(losses, dtype=np.float64), np.asarray(local_optima, dtype=np.float64)
@@ -114,17 +114,17 @@ def estimate_problem(
             slopes = np.linalg.norm(changes[moved], axis=2) / lengths[moved, None]
             highest = max(highest, float(slopes.max()))
     if not np.isfinite(lowest):
-        raise InvalidValue("models: expected a run in which the model moves")
+        raise InvalidValue("models: expected a run in which the model moves; train longer")
     if lowest <= 0:
         raise InvalidValue(
             f"strong_convexity={lowest:.4g} along the path, expected a number > 0: the losses are "
-            "not strongly convex there, so Theorem 1 does not speak of them; take a convex model "
+            "not strongly convex there, so Theorem 1 does not cover them; choose a convex model "
             "(logistic regression), or find T and λ by short runs (flower-ext search)"
         )
     optima = np.vstack([u, w[-1:]])
     return PilotEstimates(
         strong_convexity=lowest,
-        smoothness=max(lowest, highest),  # which rounding may swap
+        smoothness=max(lowest, highest),  # rounding may swap the two
         gradient_bound=float(np.linalg.norm(g, axis=2).max()),
         model_spread=float(np.linalg.norm(u - w[-1], axis=1).max()),
         initial_gap=max(0.0, float(f[0] - f[-1])),

@@ -1,11 +1,11 @@
-"""How many rounds, and how much of the global model: DP-Ditto, Sections V-B and V-C.
+"""Search for the number of rounds and the weight of the global model: DP-Ditto, V-B and V-C.
 
-Where R(λ) is known, Eqn 33: for every T the fairest λ*(T) under the noise that T rounds need, then
-the T whose bound h(T, λ*(T)) is smallest. Where it is not, searches over T and over λ take turns,
-each on short runs.
+If R(λ) is known, Eqn 33 applies: find for every T the fairest λ*(T) under the noise that T rounds
+need, then the T whose bound h(T, λ*(T)) is smallest. If it is not known, searches over T and over
+λ alternate, each on short runs.
 
-h measures the distance to v_n*(λ), an optimum that itself moves with λ: it says how many rounds a λ
-needs, not which λ serves best. That is what R is for.
+h measures the distance to v_n*(λ), an optimum that moves with λ. It therefore says how many rounds
+a λ needs, not which λ serves best; R says that.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from flower_ext.privacy.guarantee import Basis
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """(T*, λ*) and the curves it was read from.
+    """(T*, λ*) and the curves that it was read from.
 
     Parameters
     ----------
     rounds : int
-        T*; 0 where no number of rounds improves the bound on the start.
+        T*; 0 if no number of rounds improves on the start.
     global_weight : float
         λ*.
     bound : ConvergenceBound
-        At λ*.
+        The bound at λ*.
     candidates : NDArray
         Every T that was compared.
     convergence, global_weights : NDArray
-        h(T, λ(T)) and λ(T) for each of them.
+        h(T, λ(T)) and λ(T) for each candidate.
     """
 
     rounds: int
@@ -64,7 +64,7 @@ def best_rounds(
     max_rounds: int,
     basis: Basis = "provable",
 ) -> Schedule:
-    """T* for a λ that is given."""
+    """Return T* for a given λ."""
     bound = convergence_bound(
         problem, global_weight=global_weight, variance_per_round=variance_per_round, basis=basis
     )
@@ -87,14 +87,14 @@ def joint_search(
     max_rounds: int,
     basis: Basis = "provable",
 ) -> Schedule:
-    """(T*, λ*) of Eqn 33, among 1 to ``max_rounds`` rounds.
+    """Return (T*, λ*) of Eqn 33, among 1 to ``max_rounds`` rounds.
 
-    The bound T′ of Section IV holds for one λ only, so all T are compared.
+    The search compares every T, because the limit T′ of Section IV holds for a single λ only.
 
     Raises
     ------
     ValueError
-        A parameter is out of range, or both problems differ in clients or dimension.
+        A parameter is out of range, or the two problems differ in clients or dimension.
     """
     for name in ("num_clients", "dimension"):
         ours, theirs = getattr(problem, name), getattr(fairness, name)
@@ -126,7 +126,7 @@ def joint_search(
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a short run showed: mean training loss and its spread over clients; lower is better."""
+    """Result of a short run: mean training loss, and its spread over clients; lower is better."""
 
     loss: float
     unfairness: float
@@ -136,8 +136,8 @@ class Outcome:
 class EmpiricalSchedule:
     """(T*, λ*) from runs.
 
-    ``settled`` says that neither search wanted to move any more; where they go round in a circle,
-    the point on it with the smallest loss is taken. ``outcomes`` has every run that was made.
+    ``settled`` is true if both searches came to rest. If they cycle, the result is the point of the
+    cycle with the smallest loss. ``outcomes`` has every run that was made.
     """
 
     rounds: int
@@ -153,22 +153,22 @@ def alternating_search(
     global_weights: Sequence[float],
     start: float | None = None,
 ) -> EmpiricalSchedule:
-    """T by loss and λ by fairness in turns, until both stay: Section V-C.
+    """Search T by loss and λ by fairness in turns, until both stay: Section V-C.
 
     Parameters
     ----------
     run : Callable[[int, float], Outcome]
-        Trains for T rounds at λ under the noise that T rounds need. Asked once for each pair; a run
-        that diverged may answer with NaN or infinity, and is never chosen over another.
+        Trains for T rounds at λ under the noise that T rounds need. Called once for each pair. It
+        may return NaN or infinity for a run that diverged, which then loses every comparison.
     rounds, global_weights : Sequence
-        What is tried. Of equals, the first is taken.
+        Candidates. The first of equal ones wins.
     start : float, optional
         The first λ; by default the first of ``global_weights``.
 
     Raises
     ------
     ValueError
-        Nothing to try, or a candidate out of range.
+        There is no candidate, or one is out of range.
     """
     if not rounds or min(rounds) < 1:
         raise InvalidValue(f"rounds={list(rounds)!r}: expected at least one integer, all >= 1")

@@ -1,9 +1,10 @@
-"""From what was released to (ε, δ), through dp-accounting.
+"""Account for releases: compute (ε, δ) of what was released, through dp-accounting.
 
-The least of the upper bounds that apply: mostly PLD's; RDP's where δ or the number of rounds is
-beyond what Fourier transforms resolve; unamplified, where sampling hides nothing. dp-accounting 0.6
-reads replace-one differently in its two accountants (PLD doubles a Gaussian's sensitivity, RDP does
-not), so replace-one is encoded here as sensitivity 2, and no accountant is asked to double it.
+The result is the least of the upper bounds that apply. That is mostly PLD's; RDP's where δ or the
+number of rounds is beyond what Fourier transforms resolve; and the bound without amplification
+where sampling hides nothing. dp-accounting 0.6 reads replace-one differently in its two
+accountants: PLD doubles a Gaussian's sensitivity, RDP does not. This module therefore encodes
+replace-one as sensitivity 2 and asks no accountant to double it.
 
 =========================  =======================  ====================================
 sampling                   relation                 accounted as
@@ -14,7 +15,7 @@ Poisson                    any other                refused: no accountant cover
 fixed size                 replace-one              sub-sampled without replacement, RDP
                                                     (or unamplified, if that is smaller)
 fixed size                 replace-special          Gaussian composition, no amplification
-fixed size                 add-or-remove-one        refused: one displaces another, at 2C
+fixed size                 add-or-remove-one        refused: a new unit displaces another (2C)
 everyone                   any                      Gaussian composition
 =========================  =======================  ====================================
 """
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +33,9 @@ import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.loss import PrivacyLoss as PrivacyLoss  # known by this name
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
+from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import (
     FixedSizeSampling,
     PoissonSampling,
@@ -42,13 +45,13 @@ from flower_ext.privacy.sampling import (
 )
 from flower_ext.privacy.units import NeighboringRelation
 
-if TYPE_CHECKING:  # its import takes a second, which clients need not spend: see the functions
+if TYPE_CHECKING:  # the import takes a second, which clients should not pay: functions import it
     import dp_accounting
 
 Accountant = Literal["pld", "rdp"]
 
 EXACT_GAUSSIAN = "exact Gaussian composition"
-"""Balle and Wang (2018), Theorem 8: no accountant's slack where every release is a Gaussian."""
+"""Balle and Wang (2018), Theorem 8: tight, since every release is a Gaussian."""
 
 
 RDP_ORDERS = (
@@ -56,17 +59,17 @@ RDP_ORDERS = (
     *map(float, range(11, 64)),
     *(80.0, 96.0, 128.0, 192.0, 256.0, 512.0, 1024.0),
 )
-"""Of Gaussians, sub-sampled by Poisson's draws or not at all."""
+"""Orders α for Gaussians, sub-sampled by Poisson draws or not sub-sampled."""
 _WITHOUT_REPLACEMENT_ORDERS = [*range(2, 64), 80, 96, 128, 192, 256, 512, 1024]
 
 _MOST_NOISE, _LARGEST_GRID_EPSILON = 1e7, 1e6
-"""Noise beyond is accounted as this much, where RDP is still a number; an ε beyond is for no grid
-of privacy losses, which would not fit into memory: what is left of sampling there is nothing."""
+"""Limits of accounting. More noise is accounted as this much, where RDP is still a number. Beyond
+this ε a grid of privacy losses would not fit into memory, and sampling no longer amplifies."""
 
 _ROUNDING = 1e-15
-"""What Fourier transforms may lose of δ in each composed step; measured, a tenth of that."""
+"""Bound on the δ that Fourier transforms lose in each composed step: 10 times the measured loss."""
 FINEST_INTERVAL, WIDEST_INTERVAL = 1e-5, 100.0
-"""Of a grid of privacy losses: below, δ is lost in rounding; the exponential must be a number."""
+"""Limits of a grid interval: a finer one loses δ to rounding, a wider one overflows exp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +80,22 @@ class Release:
     ----------
     sampling : Sampling
     noise_multiplier : float
-        Standard deviation of the noise on the sum, over the norm bound of one contribution;
-        whatever the relation.
+        Standard deviation of the noise on the sum, divided by the norm bound of one
+        contribution. It does not depend on the relation.
     relation : NeighboringRelation
+    residue : float
+        How far the sum may be from the exact one, or one unit move it though it was not drawn, in
+        standard deviations of the noise (see `with_residue`).
     """
 
     sampling: Sampling
     noise_multiplier: float
     relation: NeighboringRelation
+    residue: float = 0.0
 
     def __post_init__(self) -> None:
         require_not_negative("noise_multiplier", self.noise_multiplier)
+        require_not_negative("residue", self.residue)
         poisson = isinstance(self.sampling, PoissonSampling)
         if poisson and self.relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
@@ -97,14 +105,14 @@ class Release:
         drawn = isinstance(self.sampling, FixedSizeSampling)
         if drawn and self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise InvalidValue(
-                f"relation={self.relation.value!r} with fixed-size sampling: who is added takes "
+                f"relation={self.relation.value!r} with fixed-size sampling: an added unit takes "
                 "another's place, which moves a sum by 2C; expected 'replace-one', or Poisson "
                 "sampling"
             )
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """This release as a dp-accounting event, replace-one already encoded as sensitivity 2."""
+        """Express the release as a dp-accounting event; replace-one is encoded as sensitivity 2."""
         import dp_accounting
 
         gaussian = dp_accounting.GaussianDpEvent(
@@ -123,30 +131,23 @@ class Release:
         return gaussian
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready form, which `from_dict` reads."""
         return {
             "sampling": sampling_to_dict(self.sampling),
             "noise_multiplier": self.noise_multiplier,
             "relation": self.relation.value,
+            **({"residue": self.residue} if self.residue else {}),
         }
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Release:
-        """A release from its JSON form."""
+        """Return the release that `to_dict` wrote."""
         return cls(
             sampling=sampling_from_dict(facts["sampling"]),
             noise_multiplier=float(facts["noise_multiplier"]),
             relation=NeighboringRelation(facts["relation"]),
+            residue=float(facts.get("residue", 0.0)),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyLoss:
-    """An (ε, δ) upper bound and the accountant that gave it."""
-
-    epsilon: float
-    delta: float
-    accountant: str
 
 
 def privacy_loss_of(
@@ -155,24 +156,24 @@ def privacy_loss_of(
     delta: float,
     accountant: Accountant = "pld",
 ) -> PrivacyLoss:
-    """(ε, δ) of a whole run, an upper bound.
+    """Return an upper bound on (ε, δ) of a whole run.
 
-    Takes some 50 ms for a hundred sub-sampled rounds with PLD; repeated questions are cached.
+    With PLD this takes some 50 ms for a hundred sub-sampled rounds. Results are cached.
 
     Parameters
     ----------
     releases : Mapping[Release, int] | Iterable[Release]
-        Releases with their numbers, or one by one. An empty cohort is a release.
+        Each release with its count, or all releases one by one. An empty cohort is a release.
     delta : float
         In (0, 1).
     accountant : {"pld", "rdp"}
-        "pld" is the least of all that apply, and RDP for sampling without replacement; the result
-        names what was used.
+        "pld" takes the least of all bounds that apply (RDP for sampling without replacement).
+        The result names the accountant that gave it.
 
     Raises
     ------
     ValueError
-        ``delta`` outside (0, 1), or releases under different relations.
+        ``delta`` is outside (0, 1), or the releases have different relations.
     """
     require_delta(delta)
     counts = Counter(dict(releases)) if isinstance(releases, Mapping) else Counter(releases)
@@ -181,9 +182,24 @@ def privacy_loss_of(
     if len(relations) > 1:
         raise InvalidValue(
             f"releases under different relations {sorted(r.value for r in relations)} "
-            "do not compose: account each relation for itself"
+            "do not compose: account for each relation separately"
         )
-    return _loss(tuple(counts.items()), delta, accountant)
+    exact: Counter[Release] = Counter()
+    for release, count in counts.items():
+        exact[replace(release, residue=0.0)] += count
+    return with_residue(
+        lambda left: _loss(tuple(exact.items()), left, accountant), residue_of(counts), delta
+    )
+
+
+def residue_of(releases: Mapping[Release, int]) -> float:
+    """Return how far all sums together may be from exact ones, for `with_residue`."""
+    return math.sqrt(
+        sum(
+            count * (release.relation.sensitivity_factor * release.residue) ** 2
+            for release, count in releases.items()
+        )
+    )
 
 
 def privacy_loss(
@@ -195,7 +211,7 @@ def privacy_loss(
     relation: NeighboringRelation,
     accountant: Accountant = "pld",
 ) -> PrivacyLoss:
-    """(ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
+    """Return (ε, δ) after ``rounds`` equal releases (see `privacy_loss_of`)."""
     require_count("rounds", rounds)
     release = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
     return privacy_loss_of({release: rounds}, delta=delta, accountant=accountant)
@@ -208,15 +224,15 @@ def participations_loss(
     relation: NeighboringRelation,
     delta: float,
 ) -> PrivacyLoss:
-    """(ε, δ) against an adversary who sees who took part: no amplification by sampling.
+    """Return (ε, δ) for an adversary who sees who took part, so that sampling amplifies nothing.
 
     Parameters
     ----------
     noise_multiplier : float
-        Of one release.
+        Noise multiplier of one release.
     participations : float
-        The most releases in which any one unit took part, each weighted by (σ/σ_t)² where its
-        noise was another σ_t; must not depend on anybody's data.
+        The largest number of releases in which any one unit took part. A release whose noise was
+        σ_t instead of σ counts (σ/σ_t)² times. This number must not depend on anybody's data.
     """
     return gaussian_loss(
         noise_multiplier / relation.sensitivity_factor, releases=participations, delta=delta
@@ -224,14 +240,14 @@ def participations_loss(
 
 
 def gaussian_loss(noise_multiplier: float, *, releases: float, delta: float) -> PrivacyLoss:
-    """(ε, δ) of Gaussian releases, exactly (Balle and Wang 2018, Theorem 8).
+    """Return (ε, δ) of Gaussian releases, exactly (Balle and Wang 2018, Theorem 8).
 
     Parameters
     ----------
     noise_multiplier : float
-        Standard deviation of the noise over how far neighbours can be apart (L2).
+        Standard deviation of the noise, divided by the largest L2 distance of neighbours.
     releases : float
-        Their number, or the sum of their weights.
+        Number of releases, or the sum of their weights.
     """
     if releases == 0:
         return PrivacyLoss(epsilon=0.0, delta=delta, accountant=EXACT_GAUSSIAN)
@@ -272,7 +288,7 @@ def _least(*losses: PrivacyLoss) -> PrivacyLoss:
 
 
 def _without_amplification(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """Gaussians of multipliers σ_i compose to one of (Σ σ_i⁻²)^(−1/2), exactly."""
+    """Compose Gaussians of multipliers σ_i to one of (Σ σ_i⁻²)^(−1/2), which is exact."""
     precision = sum(
         count * (release.relation.sensitivity_factor / release.noise_multiplier) ** 2
         for release, count in counts
@@ -292,7 +308,10 @@ def _one_gaussian(noise_multiplier: float, delta: float) -> PrivacyLoss:
 
 
 def _renyi(counts: Iterable[tuple[Release, int]], delta: float) -> PrivacyLoss:
-    """At the best order; a divergence is above 0 at each, so that none is mistaken for no loss."""
+    """Return the bound at the best order.
+
+    The divergence is above 0 at every order, so rounding cannot turn a loss into none.
+    """
     from dp_accounting import rdp
 
     curve = np.zeros(len(RDP_ORDERS))
@@ -319,7 +338,7 @@ def _without_replacement(counts: Iterable[tuple[Release, int]], delta: float) ->
 
 @lru_cache(maxsize=256)
 def _renyi_without_replacement(release: Release) -> np.ndarray:
-    """Return the divergences of one release; a search asks for many numbers of the same one."""
+    """Return the divergences of one release; cached because a search asks for many counts of it."""
     import dp_accounting
     from dp_accounting import rdp
 
@@ -329,10 +348,11 @@ def _renyi_without_replacement(release: Release) -> np.ndarray:
 
 
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
-    """Width of a grid of privacy losses that adds about a thousandth to ε, guessed roughly.
+    """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
 
-    Many steps are nearly one Gaussian: with a shift of μ it loses μ²/2 + μ √(2 log 1/δ), with
-    variance μ². A grid of width w adds w²/4 at most to the variance, in every step.
+    Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
+    at δ, and its loss has variance μ². A grid of width w adds at most w²/4 to the variance in
+    every step.
     """
     log = -math.log(delta)
     shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))
@@ -343,7 +363,7 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 def pld_epsilon(
     events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float, *, interval: float
 ) -> float:
-    """Upper bound from a pessimistic discretisation; infinite where rounding could hide δ."""
+    """Return ε from a pessimistic discretisation; infinite where rounding could hide δ."""
     from dp_accounting import pld
 
     resolved = delta - _ROUNDING * sum(count for _, count in events)

@@ -1,4 +1,4 @@
-"""Bound what one unit contributes; carry the bound with the value.
+"""Bound each unit's contribution, and carry the bound together with the value.
 
 Arrays may be NumPy or torch, on any device: they are handled through the array API, without
 importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
@@ -10,10 +10,10 @@ array                  outcome
 zero                   stays zero
 huge                   clipped; the norm cannot overflow
 NaN, infinite          `NonFiniteUpdate`
-0-d                    clipped like any other
+0-d                    clipped like any other array
 half precision         clipped; the bound holds after rounding
-integer, bool, complex `TypeError`: has no place in a bounded sum
-empty (no elements)    kept, adds nothing; an update of nothing but these: `ValueError`
+integer, bool, complex `TypeError`: such an array has no place in a bounded sum
+empty (no elements)    kept, adds nothing; `ValueError` if all arrays are empty
 =====================  ==========================================================
 """
 
@@ -43,9 +43,9 @@ from flower_ext.privacy.updates import (
 )
 
 _MARGIN = 1.0 - 1e-9
-"""Room for rounding in float64, whatever the order of summation: of the norm of up to 10⁷ numbers
-(2⁻⁵⁴ each), and of a sum in which one unit changes how all others are rounded, of up to a thousand
-units of one length (2⁻⁵² n² in all)."""
+"""Room for rounding in float64, whatever the order of summation. It covers the norm of up to 10⁷
+numbers (2⁻⁵⁴ each). It also covers a sum in which one unit changes how all others are rounded, for
+up to a thousand units of equal length (2⁻⁵² n² in all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,29 +61,29 @@ class BoundedUpdate:
 
     @property
     def clipped(self) -> bool:
-        """Whether clipping changed the update."""
+        """True if clipping changed the update."""
         return self.norm > self.bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedSum(Summed):
-    """Sum of ``count`` updates, one a unit, each of L2 norm at most ``bound``.
+    """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
 
     Guarantees
     ----------
-    Adding, removing or zeroing one unit moves ``value`` by at most ``bound``; replacing one, by
-    at most ``2 * bound``.
+    Adding, removing or zeroing one unit moves ``value`` by at most ``bound``. Replacing one
+    moves it by at most ``2 * bound``.
     """
 
     bound: float
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
-        """How far one unit can move ``value`` (L2)."""
+        """Return the largest L2 distance by which one unit can move ``value``."""
         return self.bound * relation.sensitivity_factor
 
 
 def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
-    """Scale an update onto the ball of radius ``clipping_norm``, if it lies outside.
+    """Scale an update onto the ball of radius ``clipping_norm`` if it lies outside.
 
     Guarantees
     ----------
@@ -92,7 +92,7 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `l2_norm`; or ``clipping_norm`` is not a finite number above zero.
+        As `l2_norm`; also if ``clipping_norm`` is not a finite number above zero.
     """
     require_positive("clipping_norm", clipping_norm)
     check_arrays(update)
@@ -108,17 +108,17 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         value = {name: _times(array, factor) for name, array in update.items()}
         if l2_norm(value) <= target:
             return BoundedUpdate(value=value, bound=clipping_norm, norm=norm)
-        factor *= 1.0 - slack  # rounding overshot: step back, further each time
+        factor *= 1.0 - slack  # rounding overshot: step back, a longer step each time
         slack = min(2 * slack, 0.5)
 
 
 def sum_clipped(
     updates: Iterable[Update | Summed], clipping_norm: float, *, like: Update
 ) -> BoundedSum:
-    """Return the sum in float64 of `clip` of every update.
+    """Clip every update and return the sum, in float64.
 
-    Updates are clipped and added as they come, so none has to be kept. Sums of some of them that
-    are bounded already are added as well.
+    Each update is clipped and added as it comes, and then dropped. A `BoundedSum` of some of them
+    is added in their place.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def sum_clipped(
     require_positive("clipping_norm", clipping_norm)
     layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
-    with np.errstate(over="ignore", invalid="ignore"):  # of squares; `clip` then looks closer
+    with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
         for update in updates:
             if isinstance(update, Summed):
                 _check_bound(update, clipping_norm)
@@ -141,7 +141,7 @@ def sum_clipped(
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
             if 1e-100 < norm < 1e100:
                 wide *= _MARGIN / max(norm, _MARGIN)
-            else:  # squares that overflow or vanish
+            else:  # squares overflow or underflow
                 bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
                 write_numbers(bounded, like, layout, wide)
             summed += wide
@@ -161,33 +161,31 @@ def _check_bound(part: Summed, clipping_norm: float) -> None:
 def sum_clipped_rows(
     rows: Update, clipping_norm: float, weights: Sequence[float] | None = None
 ) -> BoundedSum:
-    """Sum in float64 of `clip` of every row, times its weight.
+    """Clip every row, weigh it, and return the sum, in float64.
 
     Guarantees
     ----------
     Adding or removing the unit of row k moves the sum by at most ``weights[k] * clipping_norm``.
-    A unit with rows in several such sums moves their sum by at most ``clipping_norm`` if its
-    weights add up to 1 or less.
+    If a unit has rows in several such sums and its weights add up to at most 1, it moves the
+    total of the sums by at most ``clipping_norm``.
 
     Parameters
     ----------
     rows : Mapping[str, array]
-        Each of shape (units, …): row k of all arrays together is one unit's update.
+        Arrays of shape (units, …); row k of all arrays together is the update of unit k.
     clipping_norm : float
     weights : Sequence[float], optional
-        One a unit, in [0, 1]; all 1 by default.
+        One per unit, in [0, 1]; all 1 by default.
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip`; or weights of another number, or outside [0, 1].
+        As `clip`; also if the number of weights differs from the rows', or one is outside [0, 1].
     """
     require_positive("clipping_norm", clipping_norm)
     check_arrays(rows)
     count = len(next(iter(rows.values())))
-    shares = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
-        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    shares = [1.0] * count if weights is None else checked_weights(weights, count)
     flat = _flat_rows(rows)
     factors = _row_factors(flat, clipping_norm)
     if factors is not None:
@@ -197,7 +195,7 @@ def sum_clipped_rows(
             name: namespace.reshape(factors @ flat[name], array.shape[1:])
             for name, array in rows.items()
         }
-    else:  # squares that overflow or vanish: with more care, one after the other
+    else:  # squares overflow or underflow: clip row by row
         value = {name: as_float64(array[:0, ...]).sum(axis=0) for name, array in rows.items()}
         for number, share in enumerate(shares):
             row = clip({name: array[number, ...] for name, array in rows.items()}, clipping_norm)
@@ -206,8 +204,22 @@ def sum_clipped_rows(
     return BoundedSum(value=value, bound=clipping_norm, count=count)
 
 
+def checked_weights(weights: Sequence[float], count: int) -> list[float]:
+    """Return weights of ``count`` units as floats.
+
+    Raises
+    ------
+    InvalidValue
+        They are of another number, or outside [0, 1].
+    """
+    shares = [float(weight) for weight in weights]
+    if len(shares) != count or not all(0 <= share <= 1 for share in shares):
+        raise InvalidValue(f"weights={weights!r}: expected {count} numbers in [0, 1]")
+    return shares
+
+
 def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
-    """What `clip` makes of every row, in float64; rows stay apart, each array of shape (units, …).
+    """Clip every row in float64; keep the rows apart, each array of shape (units, …).
 
     Guarantees
     ----------
@@ -238,7 +250,7 @@ def clip_each_row(rows: Update, clipping_norm: float) -> dict[str, Any]:
 
 
 def _flat_rows(rows: Update) -> dict[str, Any]:
-    """In float64, each of shape (units, numbers)."""
+    """Return the arrays in float64, each of shape (units, numbers)."""
     return {
         name: api.array_namespace(array).reshape(
             as_float64(array), (array.shape[0], math.prod(array.shape[1:]))
@@ -248,7 +260,7 @@ def _flat_rows(rows: Update) -> dict[str, Any]:
 
 
 def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
-    """What to multiply each row by, or None where simple arithmetic could not be trusted."""
+    """Return the factor of each row, or None if simple arithmetic could overflow or underflow."""
     namespace = api.array_namespace(*flat.values())
     with np.errstate(over="ignore", invalid="ignore"):
         squares = sum(map(_squares, flat.values()))
@@ -262,7 +274,7 @@ def _row_factors(flat: Mapping[str, Any], clipping_norm: float) -> Any | None:
 
 
 def _squares(rows: Any) -> Any:
-    """Sum of squares of each row, in the way that is fastest where the array comes from."""
+    """Return the sum of squares of each row, by the array library's fastest way."""
     namespace = api.array_namespace(rows)
     if api.is_numpy_array(rows):
         return namespace.vecdot(rows, rows)

@@ -1,17 +1,18 @@
-"""From a target (ε, δ) to the noise, the rounds or the sampling rate. Never overshoots.
+"""Find the noise, the number of rounds or the sampling rate that meets a target (ε, δ).
 
-Every search keeps the side on which the accountant's ε is at most the target and returns from it,
-so ``privacy_loss(...)`` of the result is never above the target.
+Every search returns a value from the side on which the accountant's ε is at most the target, so
+``privacy_loss(...)`` of the result never exceeds the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import Accountant, privacy_loss
+from flower_ext.privacy.accounting import Accountant, Release, privacy_loss, privacy_loss_of
 from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -24,7 +25,7 @@ class TargetOutOfReach(InvalidValue):
 
 
 def default_relation(sampling: Sampling) -> NeighboringRelation:
-    """The relation that amplification by this sampling is proved for."""
+    """Return the relation for which amplification by this sampling is proved."""
     fixed = isinstance(sampling, FixedSizeSampling)
     return NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -38,22 +39,29 @@ def calibrate_noise_multiplier(
     relation: NeighboringRelation | None = None,
     accountant: Accountant = "pld",
     tolerance: float = 1e-3,
+    besides: Mapping[Release, int] | None = None,
 ) -> float:
-    """Smallest noise multiplier (within ``tolerance``, relative) whose ε is at most the target.
+    """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
+
+    Parameters
+    ----------
+    besides : Mapping[Release, int], optional
+        Other releases of the same run, with their numbers: the ε is that of all together.
 
     Raises
     ------
     TargetOutOfReach
-        Even an absurd amount of noise does not reach the target.
+        The target needs more noise than `MAX_NOISE_MULTIPLIER`.
     ValueError
-        ``epsilon`` not above 0, ``delta`` outside (0, 1), ``rounds`` below 1.
+        ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
     _check_target(epsilon, rounds)
-    facts = _facts(sampling, relation, delta, accountant)
+    relation = relation or default_relation(sampling)
 
     def fits(noise_multiplier: float) -> bool:
-        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
-        return loss.epsilon <= epsilon
+        one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
+        releases = Counter({one: rounds}) + Counter(besides or {})
+        return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
 
     safe = 1.0
     while not fits(safe):
@@ -78,9 +86,9 @@ def calibrate_rounds(
     relation: NeighboringRelation | None = None,
     accountant: Accountant = "pld",
 ) -> int:
-    """Largest number of rounds whose ε is at most the target; 0 if not even one fits.
+    """Return the largest number of rounds that meets the target; 0 if not even one does.
 
-    Where more than half of `MAX_ROUNDS` fit, the search ends: more may.
+    The search ends where more than half of `MAX_ROUNDS` fit; the true number may then be larger.
     """
     _check_target(epsilon, rounds=1)
     facts = _facts(sampling, relation, delta, accountant)
@@ -110,12 +118,12 @@ def calibrate_sampling_rate(
     accountant: Accountant = "pld",
     tolerance: float = 1e-3,
 ) -> float:
-    """Largest Poisson sampling rate (within ``tolerance``, relative) whose ε is at most the target.
+    """Return the largest Poisson sampling rate, to a relative ``tolerance``, that meets the target.
 
     Raises
     ------
     TargetOutOfReach
-        Not even an expected cohort of a thousandth of one unit meets the target.
+        Even an expected cohort of a thousandth of one unit exceeds the target.
     """
     _check_target(epsilon, rounds)
 
@@ -132,7 +140,7 @@ def calibrate_sampling_rate(
         if safe * population < 1e-3:
             raise TargetOutOfReach(
                 f"epsilon={epsilon!r} at delta={delta!r} is out of reach with "
-                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise the noise"
+                f"noise_multiplier={noise_multiplier!r} over {rounds} rounds; raise it"
             )
     return _bisect(fits, safe=safe, unsafe=unsafe, tolerance=tolerance)
 
@@ -140,7 +148,7 @@ def calibrate_sampling_rate(
 def _facts(
     sampling: Sampling, relation: NeighboringRelation | None, delta: float, accountant: Accountant
 ) -> dict[str, Any]:
-    """Return what every step of a search accounts by."""
+    """Return the arguments that every step of a search passes to the accountant."""
     return {
         "sampling": sampling,
         "relation": relation or default_relation(sampling),

@@ -4,20 +4,35 @@ A client clips its update to C and rounds it to whole multiples of a cell g, a p
 it rounds to has a norm of at most C again, as whole numbers tell without error. So one client moves
 the sum of all by at most C, as before rounding: the sensitivity does not grow by √d · g/2, which
 plain rounding of d coordinates would add. See `discrete_gaussian` for the noise.
+
+A silo of Uldp-FL does so with each user's part of its sum (`sum_rows_in_cells`): with weight w the
+part has a norm of at most w C. Whole numbers add up without error, so a user whose weights over all
+silos are at most 1 in sum moves the sum by at most C. A user's whole numbers follow from that
+user's row alone, whatever rows lie beside it: every step either works on single numbers, or adds
+up in an order that follows from the number of columns, or adds whole numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import array_api_compat as api
 import numpy as np
 
 from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.bounds import clip
-from flower_ext.privacy.updates import Update, check_arrays, check_like, in_float64
+from flower_ext.privacy.bounds import checked_weights, clip
+from flower_ext.privacy.updates import (
+    NonFiniteUpdate,
+    Update,
+    as_float64,
+    check_arrays,
+    check_like,
+    in_float64,
+)
 
 _PER_STDDEV = 16
 """Binary logarithm of the cells in a stddev of the sum's noise."""
@@ -26,9 +41,61 @@ _MOST_CELLS = 2.0**30
 _ROOM = 4
 """Cells by which a norm is brought below its bound, against the chance of rounding."""
 _TRIES = 8
+_MARGIN = 1.0 - 1e-9
+"""Room for rounding in float64, of a weight and of a norm; what is left is checked exactly."""
+_TOGETHER = 2**18
+"""Numbers of rows that are rounded at a time, so that memory stays bounded."""
 
 Cells = Mapping[str, np.ndarray]
 """Whole numbers by name, as int64: an update or a sum in cells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellSum:
+    """Sum of ``count`` units' updates in whole numbers of cells, each bounded and then rounded.
+
+    Guarantees
+    ----------
+    Adding, removing or zeroing a unit of weight w moves ``value`` by at most ``w * bound / cell``
+    (L2), exactly; no other unit's part of it changes.
+
+    Parameters
+    ----------
+    value : Mapping[str, ndarray]
+        Of int64.
+    bound : float
+        The clipping norm.
+    cell : float
+        Width of a cell, a power of two.
+    count : int
+    """
+
+    value: Cells
+    bound: float
+    cell: float
+    count: int
+
+    def __add__(self, other: CellSum) -> CellSum:
+        """Return the sum over the units of both, which have one bound and one cell.
+
+        Raises
+        ------
+        InvalidValue
+            Another bound or cell.
+        """
+        if (self.bound, self.cell) != (other.bound, other.cell):
+            raise InvalidValue(
+                f"a sum with bound={other.bound:g} and cell={other.cell:g}: expected "
+                f"{self.bound:g} and {self.cell:g}"
+            )
+        summed = {name: array + other.value[name] for name, array in self.value.items()}
+        return CellSum(
+            value=summed, bound=self.bound, cell=self.cell, count=self.count + other.count
+        )
+
+    def in_numbers(self) -> dict[str, np.ndarray]:
+        """Return the sum in float64 instead of cells."""
+        return {name: array * self.cell for name, array in self.value.items()}
 
 
 def cell_of(stddev: float) -> float:
@@ -94,6 +161,59 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
     return {name: np.trunc(array).astype(np.int64) for name, array in exact.items()}
 
 
+def sum_rows_in_cells(
+    rows: Update, clipping_norm: float, cell: float, weights: Sequence[float]
+) -> CellSum:
+    """Clip every row, weigh it, round it to whole numbers of cells, and return the rows' sum.
+
+    Guarantees
+    ----------
+    Row k's part of the sum has a norm of at most ``weights[k] * clipping_norm / cell``, and so has
+    the sum of a unit's parts in several such sums if its weights add up to 1 + 1e-10 or less. A
+    row's part depends on no other row in any bit.
+
+    Parameters
+    ----------
+    rows : Mapping[str, array]
+        Each of shape (units, …): row k of all arrays together is one unit's update.
+    clipping_norm : float
+    cell : float
+        A power of two.
+    weights : Sequence[float]
+        One a unit, in [0, 1].
+
+    Raises
+    ------
+    NonFiniteUpdate, TypeError, ValueError
+        As `bounds.clip` and `check_cell`; or weights of another number, or outside [0, 1].
+    """
+    require_positive("clipping_norm", clipping_norm)
+    check_cell(cell, clipping_norm)
+    check_arrays(rows)
+    count = len(next(iter(rows.values())))
+    shares = np.asarray(checked_weights(weights, count), dtype=np.float64)
+    namespace = api.array_namespace(*rows.values())
+    sizes = [math.prod(array.shape[1:]) for array in rows.values()]
+    summed = np.zeros(sum(sizes), dtype=np.int64)
+    step = max(1, _TOGETHER // max(1, sum(sizes)))
+    for start in range(0, count, step):
+        some = [array[start : start + step, ...] for array in rows.values()]
+        wide = [
+            namespace.reshape(as_float64(array), (array.shape[0], size))
+            for array, size in zip(some, sizes, strict=True)
+        ]
+        whole = _rows_in_cells(
+            namespace.concat(wide, axis=1), clipping_norm, cell, shares[start : start + step]
+        )
+        summed += _plain(namespace.sum(whole, axis=0))
+    parts = np.split(summed, np.cumsum(sizes)[:-1])
+    value = {
+        name: part.reshape(array.shape[1:])
+        for (name, array), part in zip(rows.items(), parts, strict=True)
+    }
+    return CellSum(value=value, bound=clipping_norm, cell=cell, count=count)
+
+
 def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarray]:
     """Return whole numbers of cells as float64, in the order and shapes of ``like``.
 
@@ -113,3 +233,55 @@ def _rounded(exact: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _squared_norm(whole: Cells) -> int:
     return sum(int(np.vdot(array, array)) for array in whole.values())
+
+
+def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
+    """Return rows of float64, of shape (units, numbers), clipped, weighed and in cells, as int64.
+
+    ``exact`` is overwritten.
+    """
+    namespace = api.array_namespace(exact)
+
+    def column(values: np.ndarray) -> Any:
+        return namespace.asarray(values[:, None], device=api.device(exact))
+
+    def rounded(values: Any) -> tuple[Any, np.ndarray]:
+        whole = namespace.astype(namespace.round(values), namespace.int64)
+        return whole, _plain(namespace.sum(whole * whole, axis=1))
+
+    largest = _plain(namespace.max(namespace.abs(exact), axis=1))
+    if not np.isfinite(largest).all():
+        raise NonFiniteUpdate("a row holds NaN or infinite values")
+    # By a power of two, without error: squares then neither overflow nor vanish.
+    scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
+    exact /= column(scale)
+    norms = np.sqrt(_plain(_squared_norms(exact)))
+    limits = shares * (clipping_norm / cell) * _MARGIN
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        clipped = np.where(norms > 0, limits / norms, 0.0)
+        exact *= column(np.minimum(shares * scale / cell, clipped))
+    whole, squares = rounded(exact)
+    bounds = np.floor(limits).astype(np.int64)
+    for _ in range(_TRIES):
+        if not (longer := np.flatnonzero(squares > bounds**2)).size:
+            return whole
+        factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
+        exact[longer] = exact[longer] * column(factors)
+        whole[longer], squares[longer] = rounded(exact[longer])
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # so few cells for so many numbers
+        whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
+    return whole
+
+
+def _squared_norms(rows: Any) -> Any:
+    """Return each row's sum of squares, added up in an order that columns alone decide."""
+    squares = rows * rows
+    while (width := squares.shape[1]) > 1:
+        half = (width + 1) // 2
+        squares[:, : width - half] += squares[:, half:]
+        squares = squares[:, :half]
+    return squares[:, 0]
+
+
+def _plain(array: Any) -> np.ndarray:
+    return np.asarray(api.to_device(array, "cpu"))

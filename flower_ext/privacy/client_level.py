@@ -1,13 +1,18 @@
-"""Provable guarantees of one client that uploads once a round, against each adversary."""
+"""Provable guarantees of a client that uploads once a round, against each adversary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import PrivacyLoss, participations_loss, privacy_loss_of
+from flower_ext.privacy.accounting import (
+    PrivacyLoss,
+    Release,
+    participations_loss,
+    privacy_loss_of,
+)
 from flower_ext.privacy.assumptions import (
     DISCRETE,
     HIDDEN_DRAW,
@@ -31,42 +36,44 @@ _ALWAYS = (
     "the population and the planned rounds are public",
     "clients' answers, and their absence, depend on no other client's data",
 )
-_HIDDEN_PLACES = f"who was drawn is not known to the adversary: {TELLS}"
+_HIDDEN_PLACES = f"the adversary does not know who was drawn: {TELLS}"
 _DRAWN = "cohorts are drawn by a cryptographic generator keyed by the operating system"
 _MEMORY = (
-    "clients remember something (a personal head), or may (a ClientApp of somebody else), and what "
-    "one sends does not tell who was drawn before: not proven for cohorts of fixed size"
+    "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
+    "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
 )
-_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which the clients receive"
 
 
 def client_level_guarantees(
     plan: NoisedSum,
     participations: Participations,
     *,
+    releases: Mapping[Release, int] | None = None,
     secure_noise: bool = True,
     secure_cohorts: bool = True,
     not_covered: Sequence[str] = (),
     memory: bool = False,
 ) -> list[Guarantee]:
-    """What is provable against each adversary for a run of ``plan``, one guarantee a view.
+    """Return the provable guarantees of a run of ``plan``, one for each adversary.
 
-    Cohorts and noise drawn from a seed (``secure_cohorts``, ``secure_noise``) are named as such.
-    Where clients remember something between rounds (``memory``), what they send depends on the
-    rounds that they were drawn in. With a fixed cohort size these tell something of who else was
-    drawn, which the amplification of each round by itself does not see: it is then assumed not to
-    matter. Under Poisson sampling clients are drawn independently.
-
-    * Released models: amplified by sampling, since who took part stays secret, and how many unless
-      their number is fixed.
-    * Sums only: no amplification; Gaussian composition over the realised participations, each
-      with the noise that clients really supplied (the server knows what it topped up itself).
+    * Released models: amplified by sampling, because it stays secret who took part, and how many
+      did unless their number is fixed.
+    * Sums only: no amplification. Gaussian composition over the realised participations, each
+      with the noise that clients really supplied; the server knows any noise that it added.
     * Each upload: one client's share of the noise alone, σ/√cohort.
+
+    A guarantee says so if cohorts or noise were drawn from a seed (``secure_cohorts``,
+    ``secure_noise``). If clients keep memory between rounds (``memory``), what they send depends
+    on the rounds in which they were drawn. With a fixed cohort size that reveals something about
+    who else was drawn, which the amplification of single rounds does not cover; the guarantee
+    then lists it as an assumption. Under Poisson sampling clients are drawn independently.
+    ``releases`` are all releases of the run, evaluations included; by default its rounds.
 
     Raises
     ------
     ValueError
-        The plan is not one of clients with one upload each (see `check_client_plan`).
+        The plan does not have clients as units with one upload each (see `check_client_plan`).
     """
     check_client_plan(plan)
     sums = plan.secure_aggregation
@@ -74,7 +81,9 @@ def client_level_guarantees(
     by_clients = plan.noise_placement == "client"
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
     relation = plan.release.relation
-    loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
+    made = {plan.release: participations.rounds} if releases is None else releases
+    loss = privacy_loss_of(made, delta=plan.delta)
+    scored = f", {participations.evaluations} evaluations" if participations.evaluations else ""
     hidden: tuple[str, ...] = ()
     if not isinstance(plan.sampling, FullParticipation):
         fixed = isinstance(plan.sampling, FixedSizeSampling)  # how many is public
@@ -90,6 +99,7 @@ def client_level_guarantees(
         relation=relation,
         source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds"
+        + scored
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         assumptions=(
             *common,
@@ -102,7 +112,7 @@ def client_level_guarantees(
     )
     if not by_clients:
         nothing = PrivacyLoss(epsilon=math.inf, delta=plan.delta, accountant="none")
-        source = "the server adds the noise, after it has seen what it protects"
+        source = "the server adds the noise after it has seen the uploads"
         views = (AdversaryView.SUM_ONLY, AdversaryView.EACH_UPLOAD)
         return [models, *(_guarantee(plan, view, nothing, source=source) for view in views)]
 
@@ -121,12 +131,12 @@ def client_level_guarantees(
             plan,
             AdversaryView.SUM_ONLY,
             seen(participations.in_sums),
-            source=f"most exposed client: {participations.in_sums:.4g} sums' worth"
+            source=f"most exposed client: {participations.in_sums:.4g} sums' worth{scored}"
             + (", colluders' noise not counted" if sums else ""),
             assumptions=(
                 *common,
                 *honest_clients,
-                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else _of_secure_sum(plan, sums)),
+                *((WHOLE_UPLOADS, NO_SECURE_SUM) if sums is None else of_secure_sum(plan, sums)),
             ),
             not_covered=tuple(not_covered),
         ),
@@ -136,16 +146,16 @@ def client_level_guarantees(
             seen(participations.in_uploads),
             source=f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
             "single upload; most exposed client: "
-            f"{participations.in_uploads:.4g} sums' worth"
-            + (", should its masks fall" if sums else ""),
+            f"{participations.in_uploads:.4g} sums' worth{scored}"
+            + (", if its masks fall" if sums else ""),
             assumptions=(*common, *honest_clients),
             not_covered=tuple(not_covered),
         ),
     ]
 
 
-def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
-    """Return what is assumed of a secure sum, for a server that sees what it shows."""
+def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
+    """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
     found = plan.sum_parameters
     return (
         SECURE_SUM,
@@ -158,17 +168,17 @@ def _of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
 
 
 def check_client_plan(plan: NoisedSum) -> None:
-    """Refuse a plan of other units, or of clients that have a part in several uploads.
+    """Refuse a plan whose units are not clients, or whose clients make several uploads.
 
     Raises
     ------
     ValueError
-        Names the setting.
+        The message names the setting.
     """
     if plan.unit is not PrivacyUnit.CLIENT:
         raise InvalidValue(
-            f"unit={plan.unit.value!r} of the plan: expected 'client', as each client's update is "
-            "bounded as a whole"
+            f"unit={plan.unit.value!r} of the plan: expected 'client', because it bounds each "
+            "client's update as a whole"
         )
     if plan.sensitivity != 1:
         raise InvalidValue(

@@ -1,8 +1,8 @@
-"""Protection of one record of a client that uploads its whole local model in every round.
+"""Protection of one record if a client uploads its whole local model in every round.
 
-Either the noise of the upload alone, or each record's gradient clipped inside the local steps, with
-or without noise in each of them. Gaussians compose without amplification, as everyone takes part in
-every round and the server sees each upload.
+Noise of the upload alone protects the record, or the local steps clip each record's gradient, with
+or without noise in each step. Gaussians compose without amplification, because every client takes
+part in every round and the server sees each upload.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedSteps:
-    """The local steps of one client in one round, each record's gradient clipped.
+    """The local steps of one client in one round, which clip each record's gradient.
 
-    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. With noise in
-    every step, the whole round is protected; without, the two neighbouring models may run apart
+    A step is u ← u − η (1/B) Σ clip(∇F̂(u; record), G), the sum being over B records. Noise in
+    every step protects the whole round. Without it, the two neighbouring models may move apart
     from the second step on.
 
     Parameters
     ----------
     learning_rate : float
-        η_G.
+        Learning rate η_G.
     gradient_clipping_norm : float
-        G, of a single record's gradient.
+        Norm bound G of one record's gradient.
     num_examples : int
-        |D_n|, public.
+        |D_n|, which is public.
     local_steps : int
     batch_size : int, optional
-        B; by default all records. Smaller batches run through the records in passes, in an order
-        that does not depend on them, and each round begins a new pass.
+        Records per step, B; by default all. Smaller batches run through the records in passes, in
+        an order that does not depend on them, and each round begins a new pass.
     """
 
     learning_rate: float
@@ -62,7 +62,7 @@ class ClippedSteps:
             )
 
     def require_examples(self, num_examples: int) -> None:
-        """Refuse another number of examples than the steps are over."""
+        """Refuse a number of examples other than the one that the steps are planned for."""
         if num_examples != self.num_examples:
             raise InvalidValue(
                 f"num_examples={num_examples!r}: expected {self.num_examples}, as in the clipped "
@@ -71,28 +71,28 @@ class ClippedSteps:
 
     @property
     def sensitivity(self) -> float:
-        """How far replacing one record moves a step that uses it (L2): 2ηG/B."""
+        """Largest L2 distance by which replacing one record moves a step that uses it: 2ηG/B."""
         return self._step * 2 / (self.batch_size or self.num_examples)
 
     @property
     def uses_per_round(self) -> int:
-        """The most steps of a round that use any one record."""
+        """The largest number of steps of a round that use any one record."""
         per_pass = math.ceil(self.num_examples / (self.batch_size or self.num_examples))
         return math.ceil(self.local_steps / per_pass)
 
     @property
     def upload_sensitivity(self) -> float:
-        """How far replacing one record moves the uploaded model, without noise in the steps (L2).
+        """Largest L2 distance by which replacing one record moves the upload, without step noise.
 
-        One step is `sensitivity`. After it nothing keeps the neighbours together, but no step moves
-        a model further than ηG.
+        After a single step it is `sensitivity`. Later steps start from different models, so nothing
+        keeps these together, but no step moves a model further than ηG.
         """
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 
     def upload_stddev(self, step_stddev: float) -> float:
-        """Standard deviation of each weight of the upload when every step adds ``step_stddev``.
+        """Return the standard deviation of each weight of the upload if steps add ``step_stddev``.
 
-        Later steps on a convex loss only shrink what earlier ones added.
+        On a convex loss later steps only shrink the noise of earlier ones.
         """
         return math.sqrt(self.local_steps) * step_stddev
 
@@ -104,9 +104,9 @@ class ClippedSteps:
 def composed_noise_stddev(
     *, sensitivity: float, epsilon: float, delta: float, releases: int
 ) -> float:
-    """Noise of each of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
+    """Return the noise of each of ``releases`` Gaussians that one record moves by ``sensitivity``.
 
-    Exact composition, no amplification; never less than the target needs.
+    Composition is exact and without amplification; the noise is never less than the target needs.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def composed_noise_stddev(
 def composed_epsilon(
     *, sensitivity: float, noise_stddev: float, delta: float, releases: int
 ) -> float:
-    """ε of ``releases`` Gaussians of ``noise_stddev`` that one record moves by ``sensitivity``.
+    """Return ε of ``releases`` Gaussians that one record moves by ``sensitivity`` (L2).
 
     Raises
     ------
@@ -137,7 +137,7 @@ def composed_epsilon(
 def clipped_steps_noise_stddev(
     steps: ClippedSteps, *, epsilon: float, delta: float, rounds: int
 ) -> float:
-    """Noise that every local step must add to each weight for (ε, δ) over ``rounds`` rounds."""
+    """Return the noise that every local step must add to each weight to meet (ε, δ)."""
     check_target(epsilon, delta, rounds)
     releases = rounds * steps.uses_per_round
     return composed_noise_stddev(
@@ -148,7 +148,7 @@ def clipped_steps_noise_stddev(
 def clipped_steps_epsilon(
     steps: ClippedSteps, *, noise_stddev: float, delta: float, rounds: int
 ) -> float:
-    """ε of ``rounds`` rounds in which every local step adds ``noise_stddev`` to each weight."""
+    """Return ε of ``rounds`` rounds whose local steps add ``noise_stddev`` to each weight."""
     check_target(1.0, delta, rounds)
     releases = rounds * steps.uses_per_round
     return composed_epsilon(
@@ -165,7 +165,7 @@ def clipped_steps_guarantee(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> Guarantee:
-    """What protects one record when every clipped local step adds its own noise."""
+    """Return the guarantee for one record if every clipped local step adds its own noise."""
     epsilon = clipped_steps_epsilon(steps, noise_stddev=noise_stddev, delta=delta, rounds=rounds)
     source = (
         f"{rounds} rounds of {steps.local_steps} noised steps, {steps.uses_per_round} of them with "
@@ -182,7 +182,7 @@ def record_guarantee(
     not_covered: Sequence[str],
     *assumed: str,
 ) -> Guarantee:
-    """Return what is provable for one record before a server that sees each upload."""
+    """Return the provable guarantee for one record; the server sees each upload."""
     return Guarantee(
         unit=PrivacyUnit.RECORD,
         relation=NeighboringRelation.REPLACE_ONE,
@@ -193,8 +193,8 @@ def record_guarantee(
         accountant=EXACT_GAUSSIAN,
         source=source,
         assumptions=(
-            "clients train, clip and add noise as told",
-            "personal models, and whatever else depends on a client's records, stay on the client",
+            "clients train, clip and add noise as instructed",
+            "personal models, and all else that depends on a client's records, stay on the client",
             "the planned rounds and each client's number of examples are public",
             "arithmetic in floating point stays within the margins of clipping",
             *assumed,
@@ -208,7 +208,7 @@ def record_guarantee(
 
 @lru_cache(maxsize=1024)
 def _one_gaussian(epsilon: float, delta: float) -> float:
-    """Noise multiplier of one Gaussian release of sensitivity 1."""
+    """Return the noise multiplier of one Gaussian release of sensitivity 1."""
     return calibrate_noise_multiplier(
         epsilon=epsilon,
         delta=delta,
@@ -220,7 +220,7 @@ def _one_gaussian(epsilon: float, delta: float) -> float:
 
 
 def check_target(epsilon: float, delta: float, rounds: int) -> None:
-    """Refuse a target, or a number of rounds, that is out of range."""
+    """Refuse a target or a number of rounds that is out of range."""
     require_positive("epsilon", epsilon)
     require_delta(delta)
     require_at_least_one("rounds", rounds)

@@ -1,4 +1,4 @@
-"""Silos that protect records by DP-SGD: the plan of ULDP-GROUP-k."""
+"""The plan of ULDP-GROUP-k: silos protect records by DP-SGD."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flower_ext.privacy.theorems.uldp_group import uldp_group_guarantees
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan(PlainAverage):
-    """ULDP-GROUP-k: silos protect records by DP-SGD; what they send is averaged as it is.
+    """ULDP-GROUP-k: silos protect records by DP-SGD, and the server averages what they send.
 
     Parameters
     ----------
     sampling : FullParticipation
-        Of silos.
+        All silos, in every round.
     one_round : DpSgd
-        What every silo does in a round.
+        The DP-SGD of every silo in one round.
     delta : float
         δ at which the run reports ε.
     """
 
-    tells_sizes = False  # histograms have told
+    tells_sizes = False  # the server knows sizes from the histograms
 
     sampling: FullParticipation
     one_round: DpSgd
@@ -38,7 +38,7 @@ class GroupPlan(PlainAverage):
         require_delta(self.delta)
 
     def describe(self) -> str:
-        """For the log."""
+        """Describe the plan in words, for the log."""
         one = self.one_round
         return (
             f"{self.sampling.describe()} · DP-SGD, {one.steps} steps at rate "
@@ -46,11 +46,11 @@ class GroupPlan(PlainAverage):
         )
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """None but the noise of the steps, which the silo's own training adds."""
+        """Return the protection by training: each silo's own steps add the noise."""
         return ProtectedByTraining()
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """`uldp_group_guarantees` after the rounds so far; none before k is known."""
+        """Return `uldp_group_guarantees` for the rounds so far; empty before k is known."""
         rounds = run.participations.rounds
         if rounds == 0 or run.group_size is None:
             return []

@@ -1,9 +1,9 @@
-"""From one record to all records of a user: group privacy of DP-SGD in several silos.
+"""Group privacy of DP-SGD in several silos: from one record to all records of a user.
 
 Every silo trains by DP-SGD on its own records; a user has at most ``group_size`` records in all
-silos together. `group_loss` bounds (ε, δ) of adding or removing all of them tightly: k records
-taken with rate γ move a step by Binomial(k, γ) clipping norms, a mixture of Gaussians (Ganesh
-2024), accounted by PLD.
+silos together. `group_loss` bounds (ε, δ) of adding or removing all of them. The bound is tight:
+k records sampled with rate γ move a step by Binomial(k, γ) clipping norms, which is a mixture of
+Gaussians (Ganesh 2024), accounted by PLD.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from flower_ext.privacy.accounting import (
 )
 
 _NEGLIGIBLE = 1e-30
-"""Probability below which a step's outcome is counted as the largest one instead."""
+"""Outcomes of a step with a smaller probability are counted as the largest outcome."""
 _COMPONENTS = 128
-"""Of a mixture at most: where there are more, several numbers of records count as their largest."""
+"""Most components of a mixture; with more, neighbouring counts are merged into their largest."""
 _NO_PRIVACY = 1e4
-"""ε of a single step above which sampling is no longer counted: no grid holds such numbers."""
+"""ε of a single step above which sampling is ignored, because no grid holds such losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgd:
-    """What accounting needs of one silo's DP-SGD over the whole run.
+    """Facts of one silo's DP-SGD over the whole run, for accounting.
 
     Parameters
     ----------
     noise_multiplier : float
         Standard deviation of a step's noise over the clipping norm of one record's gradient.
     sampling_rate : float
-        Probability with which a step takes each record, independently (Poisson).
+        Probability with which a step samples each record, independently (Poisson).
     steps : int
-        In all rounds together.
+        Number of steps in all rounds together.
     """
 
     noise_multiplier: float
@@ -64,16 +64,16 @@ class DpSgd:
 
 
 def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
-    """(ε, δ) of at most ``group_size`` records, in whatever silos they lie.
+    """Return (ε, δ) of at most ``group_size`` records, whichever silos they lie in.
 
-    All silos' releases of one step are one vector with noise in every coordinate. Sampled records
-    move it by at most their number of clipping norms, which is Binomial(k, γ) at the highest rate;
-    silos are counted with the least noise, the highest rate and the most steps of any.
+    All silos' releases of one step form one vector with noise in every coordinate. Sampled records
+    move it by at most as many clipping norms as there are; that number is Binomial(k, γ) at the
+    highest rate. The bound takes the least noise, the highest rate and the most steps of any silo.
 
     Raises
     ------
     ValueError
-        No silo, ``group_size`` below 1, or ``delta`` outside (0, 1).
+        There is no silo, ``group_size`` is below 1, or ``delta`` is outside (0, 1).
     """
     check_group(silos, group_size, delta)
     worst = DpSgd(
@@ -86,9 +86,9 @@ def group_loss(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> Priv
 
 @lru_cache(maxsize=256)
 def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
-    import dp_accounting  # here and below: clients, who need none of it, start faster
+    import dp_accounting  # here and below: clients do not need it and start faster without
 
-    # Were all records in every step, it would be a Gaussian: never less than the mixture.
+    # With all records in every step the release is one Gaussian, which loses at least as much.
     plain = gaussian_loss(silo.noise_multiplier / group_size, releases=silo.steps, delta=delta)
     one_step = (group_size * silo.sampling_rate / silo.noise_multiplier) ** 2 / 2
     if plain.epsilon == 0 or silo.sampling_rate == 1 or one_step > _NO_PRIVACY:
@@ -107,9 +107,10 @@ def _group_loss(silo: DpSgd, group_size: int, delta: float) -> PrivacyLoss:
 
 
 def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
-    """Values and probabilities that are Binomial(count, rate), or larger values in their place.
+    """Return values and probabilities that dominate Binomial(count, rate).
 
-    A mixture over larger shifts loses no less. Negligible large values become ``count``.
+    Some values stand for smaller ones, because a mixture over larger shifts loses no less. Values
+    of negligible probability become ``count``.
     """
     from scipy import stats
 
@@ -120,7 +121,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
     probabilities[-1] += probabilities[~kept].sum()
     values, probabilities = values[kept], probabilities[kept]
     width = math.ceil(len(values) / _COMPONENTS)
-    # Counted from the largest down, so that every group ends in its largest value.
+    # Groups are formed from the largest value down, so that every group ends in its largest value.
     starts = np.arange((len(values) - 1) % width + 1 - width, len(values), width).clip(0)
     ends = np.append(starts[1:], len(values)) - 1
     chosen = np.add.reduceat(probabilities, starts)
@@ -128,7 +129,7 @@ def _binomial(count: int, rate: float) -> tuple[list[float], list[float]]:
 
 
 def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
-    """A rough ε, for the grid only: many steps are nearly one Gaussian. 0 may be too small."""
+    """Return a rough ε, to choose the grid only: many steps are nearly one Gaussian. May be 0."""
     exponent = silo.noise_multiplier**-2
     if exponent > 100:
         return math.inf
@@ -137,7 +138,7 @@ def _by_central_limit(silo: DpSgd, group_size: int, delta: float) -> float:
 
 
 def check_group(silos: Sequence[DpSgd], group_size: int, delta: float) -> None:
-    """Refuse what no group bound can be computed for."""
+    """Refuse arguments for which no group bound exists."""
     if not silos:
         raise InvalidValue("silos=[]: expected the training of at least one silo")
     require_at_least_one("group_size", group_size)

@@ -1,6 +1,6 @@
-"""What ε means: every guarantee names its unit, relation, view, δ, accountant and assumptions.
+"""Guarantees: an ε with its unit, relation, view, δ, accountant and assumptions.
 
-Published claims and provable ones have one form; where they disagree, reports print both.
+Published and provable claims have the same form; where they disagree, reports print both.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Basis = Literal["published", "provable"]
 
 
 def epsilon_text(epsilon: float) -> str:
-    """ε with three significant digits, rounded up: what is printed is never less than was spent."""
+    """Return ε with three significant digits, rounded up so that no text understates the spend."""
     if math.isinf(epsilon):
         return "none"
     return _rounded_up(epsilon)
 
 
 LARGE_DELTA = 1e-3
-"""Above it a guarantee says that δ is large, as 1/N is for few clients."""
+"""δ above which a guarantee warns; δ = 1/N exceeds it for few clients."""
 
 
 def large_delta(delta: float, unit: PrivacyUnit) -> str | None:
-    """Return what to think of a δ that is large; None of others."""
+    """Return a warning about a large δ; None for others."""
     if delta <= LARGE_DELTA:
         return None
     return (
-        f"δ = {_rounded_up(delta)} is large: with that probability all of one {unit.value} may "
-        f"show; usual is far below 1 / number of {unit.value}s."
+        f"δ = {_rounded_up(delta)} is large: with that probability all of one {unit.value}'s data "
+        f"may be revealed; choose δ far below 1 / number of {unit.value}s."
     )
 
 
@@ -47,19 +47,19 @@ def _rounded_up(value: float) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """A precondition of a theorem and whether this run meets it."""
+    """A precondition of a theorem, and the answer to whether this run meets it."""
 
     text: str
     holds: bool
 
 
 class PreconditionFailed(InvalidValue):
-    """A theorem says nothing about this setting; the message lists what would have to change."""
+    """A theorem does not cover this setting; the message lists the conditions that fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """An ε with everything it needs to mean something.
+    """An ε together with every fact that gives it a meaning.
 
     ``epsilon`` is infinite where nothing is promised.
     """
@@ -78,16 +78,16 @@ class Guarantee:
 
     @property
     def conditions_hold(self) -> bool:
-        """Whether every precondition is met."""
+        """True if the run meets every precondition."""
         return all(condition.holds for condition in self.conditions)
 
     @property
     def large_delta(self) -> str | None:
-        """What to think of δ, where it is large."""
+        """A warning about δ if it is large, else None."""
         return None if math.isinf(self.epsilon) else large_delta(self.delta, self.unit)
 
     def statement(self) -> str:
-        """The guarantee as one paragraph."""
+        """Return the guarantee as one paragraph."""
         if math.isinf(self.epsilon):
             promise = "No (ε, δ) is promised"
         else:
@@ -109,17 +109,17 @@ class Guarantee:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; an infinite ε becomes null."""
+        """Return a JSON-ready form, in which an infinite ε is null."""
         facts = asdict(self)
         facts["epsilon"] = None if math.isinf(self.epsilon) else self.epsilon
         return {name: list(v) if isinstance(v, tuple) else v for name, v in facts.items()}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Guarantee:
-        """A guarantee from its JSON form."""
+        """Return the guarantee that `to_dict` wrote."""
         known = {field.name for field in fields(cls)}
         if unknown := set(facts) - known:
-            raise InvalidValue(f"unknown fields {sorted(unknown)} in a guarantee")
+            raise InvalidValue(f"unknown fields {sorted(unknown)} in a guarantee: remove them")
         values = dict(facts)
         return cls(
             **{

@@ -1,8 +1,8 @@
-"""A durable account of what was released: append-only, fsynced, hash-chained.
+"""A durable account of releases: append-only, fsynced, hash-chained.
 
-`Ledger.reserve` writes the spend to disk *before* the release happens. What is reserved is spent,
-whatever follows: after a crash at any byte the ledger may count a release that did not happen,
-never miss one that did.
+`Ledger.reserve` writes the spend to disk *before* the release happens, and a reserved spend stays
+spent whatever follows. After a crash at any byte the ledger may count a release that did not
+happen; it never misses one that did.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flower_ext.errors import FlowerExtError, InvalidValue
 from flower_ext.privacy.accounting import Accountant, PrivacyLoss, Release, privacy_loss_of
 
 GENESIS = "0" * 64
-"""What the first line names as its predecessor's hash."""
+"""Hash that the first line names as its predecessor's."""
 _OWN_NAMES = {"seq", "kind", "round", "identity", "release", "reason", "prev", "hash"}
 
 
@@ -33,12 +33,12 @@ class BudgetExhausted(FlowerExtError, RuntimeError):
 class LedgerCorrupt(FlowerExtError, RuntimeError):
     """A line was changed, removed from the middle, or reordered.
 
-    Whole lines removed from the end leave no trace here: keep the last hash elsewhere.
+    Whole lines removed from the end leave no trace in the file, so keep the last hash elsewhere.
     """
 
 
 class LedgerLocked(FlowerExtError, RuntimeError):
-    """Another run writes to this ledger."""
+    """Another run is writing to this ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Budget:
     ----------
     epsilon, delta : float
     ledger : Path, optional
-        Account that all runs on one population share: the budget is then that of all of them
+        Account that all runs on one population share. The budget then holds for all of them
         together (see `privacy.shared_ledger`).
     """
 
@@ -64,36 +64,36 @@ class Budget:
 
 
 class Reservation:
-    """A reserved release; what is noted on it is written when it closes."""
+    """A reserved release; its notes are written when it closes."""
 
     def __init__(self) -> None:
         self.notes: dict[str, Any] = {}
         self.discarded: str | None = None
 
     def note(self, **facts: Any) -> None:
-        """Facts to keep with the release, e.g. how many answered.
+        """Keep facts with the release, such as the number of replies.
 
         Raises
         ------
         ValueError
-            A name that the ledger uses itself.
+            A fact has a name that the ledger itself uses.
         """
         if taken := _OWN_NAMES & set(facts):
             raise InvalidValue(f"{sorted(taken)}: names the ledger uses itself; choose others")
         self.notes.update(facts)
 
     def discard(self, reason: str) -> None:
-        """Nothing was released after all. The spend stays: clients may have uploaded."""
+        """Record that nothing was released. The spend stays, because clients may have uploaded."""
         self.discarded = reason
 
 
 class Ledger:
-    """The releases of one run, one JSON object a line.
+    """The releases of one run, one JSON object per line.
 
     Parameters
     ----------
     path : Path
-        Made if it is not there; else verified and continued.
+        Created if it does not exist; otherwise verified and continued.
     budget : Budget, optional
         `reserve` refuses a release that would exceed it.
     accountant : {"pld", "rdp"}
@@ -101,7 +101,7 @@ class Ledger:
     Raises
     ------
     LedgerLocked
-        Another process has it open.
+        Another process has the ledger open.
     LedgerCorrupt
         The hash chain is broken; the message names the file and the line.
     """
@@ -112,7 +112,7 @@ class Ledger:
         if budget is not None and budget.ledger is not None:
             raise InvalidValue(
                 f"budget.ledger={str(budget.ledger)!r}: expected None, as this is the account of "
-                "one run; give the strategy budget=Budget(ledger=...)"
+                "one run; for an account of several runs give the strategy Budget(ledger=...)"
             )
         self.path = Path(path)
         self.budget = budget
@@ -140,23 +140,23 @@ class Ledger:
     def reserve(
         self, release: Release, *, round: int, identity: int | None = None
     ) -> Iterator[Reservation]:
-        """Make a spend durable, then let the body release.
+        """Write a spend durably, then let the body of the ``with`` block release.
 
         Parameters
         ----------
         release : Release
         round : int
         identity : int, optional
-            Of all that the release follows from, where it would be the same, bit for bit. Done
-            again, once, after this ledger was opened anew, it tells nothing new, and is noted
-            without being counted. None under secure noise, which makes every release another one.
+            Identifies everything that determines the release, where a repetition would be the same
+            bit for bit. The first repetition after this ledger was reopened reveals nothing new; it
+            is noted without being counted. None under secure noise, which makes every release new.
 
         Raises
         ------
         BudgetExhausted
-            Before anything is written.
+            The release would exceed the budget; nothing was written.
         RuntimeError
-            The ledger was closed, or could not be written: nothing may be released.
+            The ledger is closed or could not be written; nothing may be released.
         """
         self._check_usable()
         facts = {"round": round, **({} if identity is None else {"identity": identity})}
@@ -182,29 +182,30 @@ class Ledger:
 
     @property
     def releases(self) -> int:
-        """How many releases were reserved."""
+        """Number of releases that were reserved."""
         return len(self._reserved)
 
     def check_holds(self, releases: int) -> None:
-        """Refuse a ledger that lacks releases which were made.
+        """Refuse a ledger that lacks some of the releases that the run made.
 
         Raises
         ------
         LedgerCorrupt
-            Says how many are missing.
+            The message says how many are missing.
         """
         if self.releases < releases:
             raise LedgerCorrupt(
-                f"{self.path} holds {self.releases} releases of a run that made {releases}: lines "
-                "are missing, and with them what was spent; put the ledger back, or begin a new run"
+                f"{self.path} holds {self.releases} releases of a run that made {releases}: some "
+                "lines and the spend in them are missing; restore the file from a copy, or begin a "
+                "new run"
             )
 
     def spent(self, delta: float) -> PrivacyLoss:
-        """(ε, δ) of everything reserved so far."""
+        """Return (ε, δ) of everything reserved so far."""
         return privacy_loss_of(self._reserved, delta=delta, accountant=self.accountant)
 
     def close(self) -> None:
-        """Release the lock; nothing can be reserved any more."""
+        """Release the lock; afterwards nothing can be reserved."""
         if self._unusable == "was closed":
             self._check_usable()
         self._unusable = "was closed"
@@ -216,7 +217,7 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """Verified entries of a ledger, without locking it; a torn last line is left out.
+        """Return a ledger's verified entries without locking it; a torn last line is left out.
 
         Raises
         ------
@@ -247,8 +248,8 @@ class Ledger:
             self._unusable = "could not be written"
             raise OSError(
                 error.errno,
-                f"{error.strerror or error}: the ledger cannot be written, so nothing more is "
-                "released",
+                f"{error.strerror or error}: the ledger cannot be written, so the run releases "
+                "nothing more; free space or restore access, then resume the run",
                 str(self.path),
             ) from error
         self._next += 1
@@ -263,7 +264,7 @@ class Ledger:
             ) from None
 
     def _recover(self) -> list[dict[str, Any]]:
-        """Verified entries. A torn last line never became durable, so its release never began."""
+        """Return verified entries. A torn last line was not durable, so its release never began."""
         entries, whole = parse_chain(self.path.read_bytes(), self.path)
         if os.fstat(self._file).st_size > whole:
             os.ftruncate(self._file, whole)
@@ -274,7 +275,7 @@ class Ledger:
 def chained(
     number: int, kind: str, facts: dict[str, Any], previous: str
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the entry that follows the one of hash ``previous``, and its line."""
+    """Return the entry that follows the entry with hash ``previous``, and its line."""
     entry = {"seq": number, "kind": kind, **facts, "prev": previous}
     entry["hash"] = _digest(entry)
     return entry, (json.dumps(entry, sort_keys=True) + "\n").encode()
@@ -286,7 +287,7 @@ def _digest(entry: dict[str, Any]) -> str:
 
 
 def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the entries of all whole lines of a ledger at ``path``, and how many bytes they take.
+    """Return the entries of all whole lines of a ledger at ``path``, and their size in bytes.
 
     Raises
     ------
@@ -308,7 +309,7 @@ def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
             sound = False
         if not sound:
             raise LedgerCorrupt(
-                f"{path}: line {number + 1} was changed, or one before it removed; "
+                f"{path}: line {number + 1} was changed, or a line before it was removed; "
                 "restore the file from a copy, or begin a new run"
             )
         entries.append(entry)
@@ -317,14 +318,14 @@ def parse_chain(content: bytes, path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_durably(file: int, line: bytes) -> None:
-    """Write a whole line, and wait until it is on the disk."""
+    """Write a whole line and wait until it is on the disk."""
     while line:
         line = line[os.write(file, line) :]
     os.fsync(file)
 
 
 def sync_directory(folder: Path) -> None:
-    """Make a new file's name durable."""
+    """Make the name of a new file in this folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

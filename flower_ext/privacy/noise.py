@@ -1,29 +1,29 @@
 """Noise that protects: Gaussian for sums, gamma-direction for objective perturbation.
 
-A sum of two floats lies on a grid that depends on the value's own low-order bits, so that it tells
-which value was noised (Mironov 2012). `NoiseSource.add_gaussian` therefore releases whole multiples
-of a public grid g, a power of two. The argument:
+A sum of two floats lies on a grid that depends on the low-order bits of the value. It therefore
+reveals which value was noised (Mironov 2012). `NoiseSource.add_gaussian` instead releases whole
+multiples of a public grid g, a power of two. The argument:
 
-1. Let v be the value, as it is, and Z a real Gaussian of the stddev σ asked for.
-2. What is released is g·round((v + Z)/g), a function of v + Z and of the public g alone.
-3. So it is post-processing of the Gaussian mechanism, and v's sensitivity is what it was.
-4. v/g is split into a whole number and a rest of at most one half, both without error, as g is a
-   power of two; only the rest meets the noise before that is rounded.
+1. Let v be the value, as it is, and Z a real Gaussian of the requested stddev σ.
+2. The release is g·round((v + Z)/g), a function of v + Z and of the public g alone.
+3. It is thus post-processing of the Gaussian mechanism, and the sensitivity of v is unchanged.
+4. v/g is split into a whole number and a rest of at most one half. Both are exact, because g is a
+   power of two. Only the rest meets the noise before rounding.
 5. Whole numbers below 2⁵³ add up without error in float64; a value above 2⁵² g is refused.
-6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public; where shares of σ differ from round to round
-   with the cohort, whose size may be secret, g stays that of the whole σ.
+6. g is 2⁻¹⁹ to 2⁻¹⁸ of the run's σ, which is public. Where shares of σ change from round to round
+   with the size of the cohort, which may be secret, g still follows the whole σ.
 7. Z is NumPy's: 256 layers of 2⁵² equidistant points, at least 2³¹ of a layer in each cell of the
-   grid, so every cell has its Gaussian probability to a relative 2⁻²⁹ (in the tails less, but these
+   grid. So every cell has its Gaussian probability to a relative 2⁻²⁹ (less in the tails, but these
    hold too little to matter), and d numbers are within 2⁻²⁹ √(d/2) of ideal ones in total variation
-   (Pinsker; 4·10⁻⁶ at d = 10⁷, at the very worst); this is assumed, not counted.
-8. A sum of m noised values on one grid is, up to exp(−2π²s²/g²) for shares s of at least 16 g
-   (Poisson's summation formula), the rounded sum of the v's, a Gaussian of the shares' variances
-   together, and m − 1 independent uniforms of width g: post-processing again, so that who sees sums
-   only faces the whole noise.
-9. That somebody was drawn or not shows in these uniforms by 2⁻³⁶/12 of the variance at most, which
-   is less than statement 7 leaves.
-10. Rounding to an array's own precision comes last, and is post-processing; float32 has all
-    multiples of g up to 2²⁴ g, above 32 σ, so that sums of uploads stay sums on the grid.
+   (Pinsker; at worst 4·10⁻⁶ at d = 10⁷). The guarantee assumes this; it does not count it.
+8. Let m noised values lie on one grid, with shares s of at least 16 g. Their sum is, up to
+   exp(−2π²s²/g²) (Poisson's summation formula), the rounded total of three parts: the sum of the
+   v's, a Gaussian with the shares' variances added up, and m − 1 independent uniforms of width g.
+   That is post-processing again, so an adversary who sees only sums faces the whole noise.
+9. These uniforms reveal whether somebody was drawn, by at most 2⁻³⁶/12 of the variance. That is
+   less than the gap that statement 7 leaves.
+10. Rounding to an array's own precision comes last, and is post-processing. float32 represents all
+    multiples of g up to 2²⁴ g, above 32 σ, so sums of uploads stay sums on the grid.
 
 Nothing here hides how long a draw takes.
 """
@@ -46,38 +46,39 @@ from flower_ext.privacy.randomness import secure_generator, seeded_generator
 from flower_ext.privacy.updates import NonFiniteUpdate, Update, check_arrays
 
 IMPROBABLE = 1e-12
-"""Probability with which noise may exceed what it is expected to stay within."""
+"""Probability with which noise may exceed the bound that honest noise is assumed to keep."""
 _CELLS_PER_STDDEV = 18
-"""Binary logarithm of how fine a grid is: fine enough that rounding adds nothing to the noise, and
-coarse enough that the generator's own points are far closer together."""
+"""Binary logarithm of the grid's cells per stddev. The grid is fine enough that rounding adds
+nothing to the noise, and coarse enough that the generator's own points are far closer together."""
 _FINEST, _COARSEST = 2.0**-32, 2.0**-4
-"""Of a grid that is asked for, in stddevs."""
+"""Limits of a grid that a caller requests, in stddevs."""
 _MOST_CELLS = 2.0**52
-"""Larger values have no room for noise within whole numbers that are exact in float64."""
+"""Largest value in cells: above it, noise does not fit into whole numbers exact in float64."""
 _TOGETHER = 2**15
-"""Numbers that are noised at a time, so that they stay in the caches."""
+"""Numbers that are noised at a time, so that they stay in the processor's caches."""
 
 
 def noise_grid(stddev: float) -> float:
-    """The grid on which values with noise of ``stddev`` are released: 2⁻¹⁹ to 2⁻¹⁸ of it.
+    """Return the grid for releases with noise of ``stddev``: 2⁻¹⁹ to 2⁻¹⁸ of it.
 
-    A power of two that depends on ``stddev`` alone, so that it tells nothing of a value.
+    The grid is a power of two. It depends on ``stddev`` alone, so it reveals nothing of a value.
     """
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
 
 
 def largest_noised_norm(bound: float, stddev: float, numbers: int) -> float:
-    """What ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most, if ‖x‖₂ ≤ bound.
+    """Return a norm that ‖x + N(0, stddev² I)‖₂ exceeds with probability `IMPROBABLE` at most.
 
-    A norm is 1-Lipschitz in the noise, so it exceeds its mean by t·stddev with probability
-    exp(−t²/2) at most; its mean is at most √(bound² + numbers · stddev²).
+    Here ‖x‖₂ ≤ ``bound``, over ``numbers`` elements. A norm is 1-Lipschitz in the noise, so it
+    exceeds its mean by t·stddev with probability exp(−t²/2) at most; its mean is at most
+    √(bound² + numbers · stddev²).
     """
     tail = math.sqrt(2 * math.log(1 / IMPROBABLE))
     return math.sqrt(bound**2 + numbers * stddev**2) + tail * stddev
 
 
 class NoiseSource(ABC):
-    """Adds noise to arrays, from NumPy generators; subclasses say where one comes from."""
+    """A source of noise from NumPy generators; subclasses choose the generator."""
 
     is_secure: bool
     """True where nobody can reproduce the noise."""
@@ -89,7 +90,7 @@ class NoiseSource(ABC):
     def add_gaussian(
         self, update: Update, stddev: float, *, grid: float | None = None
     ) -> dict[str, Any]:
-        """``update`` + N(0, stddev² I), each array in its own type, precision and device.
+        """Return ``update`` + N(0, stddev² I), each array in its own type, precision and device.
 
         Guarantees
         ----------
@@ -99,16 +100,16 @@ class NoiseSource(ABC):
         Parameters
         ----------
         grid : float, optional
-            A power of two from 2⁻³² to 2⁻⁴ of ``stddev``, public; by default `noise_grid`. Name it
-            where ``stddev`` follows from something secret, or where noised values will be added up.
+            A public power of two, from 2⁻³² to 2⁻⁴ of ``stddev``; by default `noise_grid`. Name it
+            if ``stddev`` depends on a secret, or if noised values will be added up.
 
         Raises
         ------
         NonFiniteUpdate
             An array holds NaN or infinite values, before or after, or values that absorb the noise.
         TypeError, ValueError
-            An array is not floating-point; ``stddev`` is not a finite number >= 0, or too small for
-            a grid; ``grid`` is none for it.
+            An array is not floating-point; ``stddev`` is not a finite number >= 0, or is too small
+            for a grid; or ``grid`` does not suit ``stddev``.
         """
         require_not_negative("stddev", stddev)
         check_arrays(update)
@@ -120,12 +121,12 @@ class NoiseSource(ABC):
         return {name: _noised(name, array, stddev, chosen, rng) for name, array in update.items()}
 
     def gaussian(self, like: Update, stddev: float) -> dict[str, Any]:
-        """N(0, stddev² I) in float64, on no grid: for whoever rounds it to a public one.
+        """Return N(0, stddev² I) in float64, on no grid; the caller must round to a public one.
 
         Parameters
         ----------
         like : Mapping[str, array]
-            Says which names, shapes and devices.
+            Gives names, shapes and devices.
         """
         require_not_negative("stddev", stddev)
         check_arrays(like)
@@ -135,14 +136,14 @@ class NoiseSource(ABC):
     def add_discrete_gaussian(
         self, cells: Mapping[str, np.ndarray], stddev: float
     ) -> dict[str, np.ndarray]:
-        """``cells`` + N_Z(0, stddev²), the discrete Gaussian, in every whole number.
+        """Return ``cells`` + N_Z(0, stddev²): add discrete Gaussian noise to every whole number.
 
         Parameters
         ----------
         cells : Mapping[str, ndarray]
-            Of int64.
+            Arrays of int64.
         stddev : float
-            In whole numbers.
+            Standard deviation in whole numbers.
 
         Raises
         ------
@@ -156,10 +157,10 @@ class NoiseSource(ABC):
         }
 
     def gamma_direction(self, dimension: int, scale: float) -> np.ndarray:
-        """A vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
+        """Return a vector of shape (dimension,) with density ∝ exp(−‖b‖₂ / scale).
 
-        Its direction is uniform and its norm Gamma(dimension, scale) distributed: the noise of
-        objective perturbation (Chaudhuri, Monteleoni, Sarwate 2011).
+        Its direction is uniform and its norm Gamma(dimension, scale) distributed. Objective
+        perturbation uses this noise (Chaudhuri, Monteleoni, Sarwate 2011).
         """
         require_at_least_one("dimension", dimension)
         require_positive("scale", scale)
@@ -170,7 +171,7 @@ class NoiseSource(ABC):
 
 
 class SecureNoise(NoiseSource):
-    """Noise under a fresh key of the operating system for every release: the default."""
+    """Noise under a fresh key from the operating system for every release: the default."""
 
     is_secure = True
 
@@ -179,9 +180,9 @@ class SecureNoise(NoiseSource):
 
 
 class SeededNoise(NoiseSource):
-    """Reproducible noise, for simulation only: whoever knows the seed can take it off again.
+    """Reproducible noise, for simulation only: anybody who knows the seed can subtract it.
 
-    One object gives one stream; successive releases from it differ.
+    One object yields one stream, so its successive releases differ.
     """
 
     is_secure = False
@@ -204,7 +205,7 @@ def _check_grid(grid: float, stddev: float) -> None:
 
 
 def _normal(like: Any, shape: Any, rng: np.random.Generator) -> Any:
-    """Standard normal numbers in float64, where ``like`` is."""
+    """Draw standard normal numbers in float64, on the device of ``like``."""
     drawn = rng.standard_normal(tuple(shape))
     return api.array_namespace(like).asarray(drawn, device=api.device(like))
 
@@ -213,26 +214,27 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
     namespace = api.array_namespace(array)
     flat = namespace.reshape(array, (-1,))
     noised = namespace.empty_like(flat)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+    with np.errstate(over="ignore", invalid="ignore"):  # non-finite results are refused below
         for start in range(0, flat.shape[0], _TOGETHER):
             rest = namespace.astype(flat[start : start + _TOGETHER], namespace.float64)
             rest *= 1 / grid
             if not float(namespace.max(namespace.abs(rest))) <= _MOST_CELLS:
                 raise NonFiniteUpdate(
                     f"{name!r} is not finite, or so large that noise of stddev {stddev:g} is lost "
-                    "in it"
+                    "in it; clip it first"
                 )
             whole = namespace.round(rest)
             rest -= whole
             noise = _normal(array, rest.shape, rng)
             noise *= stddev / grid
-            noise += rest  # at most half a cell: what the value leaves of one is noised as well
+            noise += rest  # at most half a cell: the value's fraction of a cell is noised as well
             namespace.round(noise, out=noise)
             noise += whole
             noise *= grid
             noised[start : start + _TOGETHER] = noise
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
-            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"
+            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}; "
+            "use a wider precision or less noise"
         )
     return namespace.reshape(noised, array.shape)

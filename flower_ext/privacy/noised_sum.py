@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from flower_ext.checks import require_at_least_one, require_delta, require_one_of, require_positive
+from flower_ext.checks import (
+    require_at_least_one,
+    require_delta,
+    require_not_negative,
+    require_one_of,
+    require_positive,
+)
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.accounting import Release
 from flower_ext.privacy.bounds import sum_clipped
@@ -51,12 +57,15 @@ class NoisedSum(PrivacyPlan):
     dropout_policy: DropoutPolicy = "top-up"
     unit: PrivacyUnit = PrivacyUnit.CLIENT
     sensitivity: float = 1.0
+    residue: float = 0.0
     secure_aggregation: SecureSum | None = None
+    silos: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_multiplier", self.noise_multiplier)
         require_positive("sensitivity", self.sensitivity)
+        require_not_negative("residue", self.residue)
         require_at_least_one("rounds", self.rounds)
         require_delta(self.delta)
         require_one_of("noise_placement", self.noise_placement, ("client", "server"))
@@ -67,17 +76,26 @@ class NoisedSum(PrivacyPlan):
                 "server sees no upload that it could clip"
             )
         if self.secure_aggregation is not None:
-            if isinstance(self.sampling, PoissonSampling):
-                raise InvalidValue(
-                    "secure_aggregation with Poisson sampling: expected cohorts of a fixed size "
-                    "(FixedSizeSampling), as a sum's noise would show how many were drawn, which "
-                    "amplification takes for secret"
-                )
             check_cell(self.cell, self.clipping_norm)
-            _ = self.sum_bits  # refuses a cohort that has no secure sum
+            self._check_members()
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
         _ = self.release  # refuses a relation that does not go with the sampling
+
+    def _check_members(self) -> None:
+        """Refuse members of a secure sum who are too few, or whose number would be a secret.
+
+        Users are no members: their silos are, however many users are drawn (`silos`).
+        """
+        if self.silos is None and self.unit is PrivacyUnit.USER:
+            return  # the strategy of the silos looks again, once it has said how many they are
+        if self.silos is None and isinstance(self.sampling, PoissonSampling):
+            raise InvalidValue(
+                "secure_aggregation with Poisson sampling: expected cohorts of a fixed size "
+                "(FixedSizeSampling), as a sum's noise would show how many were drawn, which "
+                "amplification takes for secret"
+            )
+        _ = self.sum_bits  # refuses a cohort that has no secure sum
 
     @property
     def release(self) -> Release:
@@ -87,6 +105,7 @@ class NoisedSum(PrivacyPlan):
             sampling=self.sampling,
             noise_multiplier=self.noise_multiplier / self.sensitivity,
             relation=self.relation,
+            residue=self.residue / self.noise_multiplier,
         )
 
     @property
@@ -121,8 +140,13 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def cohort_size(self) -> int:
-        """Number of clients that each secure sum is of, the same in every round."""
-        return round(self.sampling.expected_cohort_size)
+        """Number of clients that each secure sum is of, the same in every round.
+
+        With `silos` these are all silos. Nothing then depends on how many users are drawn: neither
+        who is asked, nor a silo's share of the noise, nor the noise of a sum. So users may be drawn
+        by Poisson sampling, whose amplification takes their number for secret.
+        """
+        return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
 
     @property
     def sum_parameters(self) -> SumParameters:
@@ -141,9 +165,10 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def sum_bits(self) -> int:
-        """Bits of the ring in which secure sums are taken."""
+        """Bits of the ring in which secure sums are taken: enough for all units that there are."""
         noise = self.cells_protection.share_stddev / self.cell * math.sqrt(self.cohort_size)
-        return ring_bits(self.cohort_size * self.clipping_norm / self.cell, noise)
+        units = self.cohort_size if self.silos is None else self.sampling.population
+        return ring_bits(units * self.clipping_norm / self.cell, noise)
 
     def aggregate_sum(
         self, cells: Cells, *, answered: int, noise: NoiseSource, like: Update

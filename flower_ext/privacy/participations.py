@@ -1,7 +1,7 @@
-"""Who took part in which round: what an adversary who sees the cohorts can use.
+"""Participations of each unit in rounds: the view of an adversary who sees the cohorts.
 
 Cohorts are drawn from public or secret randomness, never from data, so a guarantee may be stated
-for the schedule that really happened.
+for the schedule that was realised.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from flower_ext.errors import InvalidValue
 
 
 class Participations:
-    """Counts, for each unit, the releases it went into and how well each was noised.
+    """Counts of the releases that each unit went into, weighted by how well each was noised.
 
-    Weights are in units of one fully noised sum: a Gaussian of noise σ/√w counts w times as much
-    as one of noise σ (their precisions add up).
+    A weight is measured in fully noised sums: a Gaussian of noise σ/√w counts w times as much as
+    one of noise σ, because their precisions add up.
     """
 
     def __init__(self) -> None:
         self.rounds = 0
+        self.evaluations = 0
+        """Evaluations whose scores were released as noised sums."""
         self.uploads: Counter[int] = Counter()
-        """How often each unit was asked for an upload."""
+        """Number of uploads that each unit was asked for."""
         self._in_sums: defaultdict[int, float] = defaultdict(float)
         self._in_uploads: defaultdict[int, float] = defaultdict(float)
 
     def record(self, cohort: Sequence[int], answered: int, *, asked: int | None = None) -> None:
         """Add a round.
 
-        With noise from the clients, a sum in which ``answered`` of the ``asked`` shares arrived
-        carries only that fraction of the noise, and a single upload 1/asked of it. Uploads that
-        were refused or came too late were seen all the same.
+        If the clients add the noise, a sum in which ``answered`` of the ``asked`` shares arrived
+        carries only that fraction of the noise, and a single upload carries 1/asked of it. Uploads
+        that were refused or came too late count as seen.
 
         Parameters
         ----------
         cohort : Sequence[int]
             Units whose data went into the round.
         answered, asked : int
-            Uploads that arrived, and those asked for: by default one a unit.
+            Uploads that arrived, and uploads asked for; by default one per unit was asked for.
         """
         asked = len(cohort) if asked is None else asked
         if not 0 <= answered <= asked:
@@ -53,20 +55,27 @@ class Participations:
             if answered > 0:
                 self._in_sums[unit] += asked / answered
 
+    def record_evaluation(self, units: Iterable[int], *, in_sum: float, in_upload: float) -> None:
+        """Add an evaluation of ``units``, with its weights for those who see its sum or uploads."""
+        self.evaluations += 1
+        for unit in units:
+            self._in_sums[unit] += in_sum
+            self._in_uploads[unit] += in_upload
+
     @property
     def in_sums(self) -> float:
-        """Largest weight of any unit for one who sees each round's clients' sum."""
+        """Largest weight of any unit for an adversary who sees the sum of each round's clients."""
         return max(self._in_sums.values(), default=0.0)
 
     @property
     def in_uploads(self) -> float:
-        """Largest weight of any unit for one who sees each upload."""
+        """Largest weight of any unit for an adversary who sees each upload."""
         return max(self._in_uploads.values(), default=0.0)
 
     def level(self, units: Iterable[int]) -> None:
-        """Count for each of ``units`` what counts for the one that took part most.
+        """Give each of ``units`` the counts of the unit that took part most.
 
-        For when it is no longer known which of them is which.
+        For units whose own counts are lost: nobody knows any more which of them is which.
         """
         units = list(units)
         most = max(self.uploads.values(), default=0)
@@ -76,20 +85,22 @@ class Participations:
         self._in_uploads = defaultdict(float, dict.fromkeys(units, in_uploads))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for `from_dict`."""
+        """Return everything as plain values, which `from_dict` reads."""
         return {
             "rounds": self.rounds,
+            "evaluations": self.evaluations,
             "units": [
-                [unit, count, self._in_sums.get(unit), self._in_uploads[unit]]
-                for unit, count in self.uploads.items()
+                [unit, self.uploads[unit], self._in_sums.get(unit), self._in_uploads[unit]]
+                for unit in sorted({*self.uploads, *self._in_uploads})
             ],
         }
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Participations:
-        """Undo `to_dict`."""
+        """Return the participations that `to_dict` wrote."""
         found = cls()
         found.rounds = facts["rounds"]
+        found.evaluations = facts.get("evaluations", 0)
         for unit, count, in_sums, in_uploads in facts["units"]:
             found.uploads[unit] = count
             found._in_uploads[unit] = in_uploads
@@ -99,7 +110,7 @@ class Participations:
 
     @classmethod
     def worst_case(cls, rounds: int, cohort_size: int) -> Participations:
-        """Before a run: one unit in every round, in cohorts of ``cohort_size`` that all answer."""
+        """Return the schedule of a unit in every round, in cohorts that all answer."""
         schedule = cls()
         schedule.rounds = rounds
         schedule._in_sums[0] = float(rounds)

@@ -1,4 +1,4 @@
-"""Perturb a client's whole local model before it leaves: its weights, or what it is trained for."""
+"""Perturb a client's whole local model before it leaves: its weights, or its training objective."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flower_ext.privacy.updates import Update, check_arrays, in_float64, in_prec
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPerturbation:
-    """Clip the whole local model to norm τ, add N(0, σ² I).
+    """Clip the whole local model to norm τ and add N(0, σ² I).
 
     Parameters
     ----------
     clipping_norm : float
         τ > 0, the L2 norm over all arrays together.
     noise_stddev : float
-        σ > 0: a standard deviation, in the unit of the weights.
+        σ > 0, a standard deviation in the unit of the weights.
     """
 
     clipping_norm: float
@@ -40,14 +40,12 @@ class OutputPerturbation:
         )
 
     def apply(self, model: Update, noise: NoiseSource) -> dict[str, Any]:
-        """The model as it may leave the client.
-
-        It is clipped and noised in float64, whatever its precision, and rounded to that afterwards.
+        """Clip and noise a model in float64, then round the result to the model's own precision.
 
         Raises
         ------
         NonFiniteUpdate, TypeError, ValueError
-            As `clip`; or what is released is too large for the model's precision.
+            As `clip`; also if the result is too large for the model's precision.
         """
         check_arrays(model)
         bounded = clip(in_float64(model), self.clipping_norm).value
@@ -74,7 +72,7 @@ class ObjectivePerturbation:
         return f"objective perturbation: rate {self.rate:g}"
 
     def direction(self, like: Update, noise: NoiseSource) -> dict[str, np.ndarray]:
-        """n as float64 arrays of the names and shapes of ``like``."""
+        """Draw n, as float64 arrays with the names and shapes of ``like``."""
         check_arrays(like)
         sizes = [math.prod(array.shape) for array in like.values()]
         parts = np.split(noise.gamma_direction(sum(sizes), 1 / self.rate), np.cumsum(sizes)[:-1])
@@ -85,4 +83,4 @@ class ObjectivePerturbation:
 
 
 Perturbation = OutputPerturbation | ObjectivePerturbation
-"""What a client does to its model before it leaves."""
+"""A client's perturbation of its model before the model leaves."""

@@ -1,4 +1,4 @@
-"""Local models that each client perturbs: record-level privacy from a server that sees them all."""
+"""The plan of perturbed local models: record-level privacy from a server that sees every upload."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flower_ext.privacy.theorems.upcycled import epsilons, perturbation_guarante
 
 @dataclass(frozen=True, kw_only=True)
 class PerturbationPlan(PlainAverage):
-    """Who takes part and how each local model is perturbed before it is averaged as it is.
+    """A plan in which each client perturbs its local model; the server takes the plain mean.
 
-    Privacy unit: one record of one client. The server sees every upload and who sent it, so the
+    Privacy unit: one record of one client. The server sees every upload and its sender, so the
     sampling of clients amplifies nothing.
 
     Parameters
@@ -32,14 +32,14 @@ class PerturbationPlan(PlainAverage):
     perturbation : Perturbation
         Output or objective perturbation.
     objective : LocalObjective
-        What the theorems need to know of the local problem.
+        Known facts about the local problem, for the theorems.
     delta : float
         In (0, 1).
     """
 
     client_protects = True
     bounds_models = True  # the whole local model is perturbed
-    needs_sizes = True  # sensitivity falls with the number of records
+    needs_sizes = True  # sensitivity falls as the number of records grows
 
     perturbation: Perturbation
     objective: LocalObjective = field(default_factory=LocalObjective)
@@ -49,11 +49,11 @@ class PerturbationPlan(PlainAverage):
         require_delta(self.delta)
 
     def describe(self) -> str:
-        """For the log."""
+        """Describe the plan in words, for the log."""
         return f"{self.sampling.describe()} · {self.perturbation}"
 
     def objective_in(self, run: RunFacts) -> LocalObjective:
-        """The local problem, with what the method's training makes of it."""
+        """Return the facts of the local problem, completed by the method's training."""
         weight = run.proximal_weight
         tolerances = [training.tolerance for training in run.training.values()]
         exact = weight > 0 and all(tolerances)
@@ -66,10 +66,10 @@ class PerturbationPlan(PlainAverage):
         )
 
     def _rounding(self, sent: Mapping[str, Any]) -> float:
-        """What a trained model loses in the precision of the one that was sent, in clipping norms.
+        """Return the loss of rounding a trained model to its precision, in clipping norms.
 
-        Half of eps of each number; half of the smallest one above zero, where numbers are below
-        what is normal.
+        Each number loses half of eps, relatively. A subnormal number loses half of the smallest
+        positive one.
         """
         own = self.perturbation
         norm = own.clipping_norm if isinstance(own, OutputPerturbation) else math.inf
@@ -80,7 +80,7 @@ class PerturbationPlan(PlainAverage):
         return max(relative, 2.0**-24) + math.sqrt(numbers) * least / norm
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """How each client perturbs."""
+        """Return the perturbation that each client applies."""
         own = self.perturbation
         if isinstance(own, OutputPerturbation):
             return ClipModel(clipping_norm=own.clipping_norm, noise_stddev=own.noise_stddev)
@@ -88,14 +88,14 @@ class PerturbationPlan(PlainAverage):
         return PerturbObjective(rate=own.rate, least_examples=least)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Of output perturbation; objective perturbation bounds no model."""
+        """Return the bound for output perturbation; objective perturbation bounds no model."""
         own = self.perturbation
         if not isinstance(own, OutputPerturbation):
             return math.inf
         return largest_noised_norm(own.clipping_norm, own.noise_stddev, numbers)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """Published and provable ε, each the largest of any client."""
+        """Return the published and the provable guarantee; ε is the largest of any client."""
         return perturbation_guarantees(
             **self._facts(run),
             secure_noise=run.secure_noise,
@@ -103,7 +103,7 @@ class PerturbationPlan(PlainAverage):
         )
 
     def _facts(self, run: RunFacts) -> dict[str, Any]:
-        """Return what the theorems ask for."""
+        """Return the arguments of the theorems."""
         return {
             "perturbation": self.perturbation,
             "objective": self.objective_in(run),
@@ -113,7 +113,7 @@ class PerturbationPlan(PlainAverage):
         }
 
     def spent(self, run: RunFacts) -> dict[str, float]:
-        """Mean ε over clients (the paper's ε̄) and largest ε, published and provable."""
+        """Return the mean ε over clients (the paper's ε̄) and the largest, if they are finite."""
         by_client = epsilons(**self._facts(run))
         published, provable = (
             np.asarray(list(by_client.values()), dtype=np.float64).reshape(-1, 2).T

@@ -1,4 +1,4 @@
-"""The base of all plans: a round need not know which kind it runs under."""
+"""The base class of all plans, through which a round runs under any of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flower_ext.privacy.updates import Summed, Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
-    """Replies are missing, their noise with them, and the plan says to release nothing."""
+    """Too few replies arrived; their noise is missing, so the plan releases nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate:
-    """A released average and how it came about."""
+    """A released average, the number of replies in it, and the noise that the server added."""
 
     value: dict[str, Any]
     answered: int
@@ -34,17 +34,17 @@ class Aggregate:
 
 
 class PrivacyPlan(ABC):
-    """A plan: the sampling of a round, and the protection of those who take part.
+    """A plan: the sampling of a round, and the protection of the units that take part.
 
-    A plan is frozen. It knows of a run what `RunFacts` say, and nothing else. What it does not
-    define is that of a plan that takes any method and any training, and protects nobody.
+    A plan is frozen. It knows about a run only what `RunFacts` say. The defaults of this class
+    accept any method and any training, and protect nobody.
 
     Attributes
     ----------
     sampling : Sampling
         Draws the cohorts.
     delta : float, optional
-        δ at which ε is reported; None where nothing is promised.
+        δ at which ε is reported; None where the plan promises nothing.
     """
 
     sampling: Sampling
@@ -52,48 +52,54 @@ class PrivacyPlan(ABC):
 
     @property
     def planned_rounds(self) -> int | None:
-        """The number of rounds that the noise was chosen for, where it was."""
+        """The number of rounds for which the noise was chosen; None if it was chosen otherwise."""
         return None
 
     @property
     def release(self) -> Release | None:
-        """What one round is for accountant and ledger, where it releases one noised sum.
+        """The release of one round, for accountant and ledger; None without a noised sum.
 
-        Nothing but that sum may then show in the model, and cohorts have to be secret.
+        Where a plan names one, nothing but that sum may show in the model, and cohorts must stay
+        secret.
         """
         return None
 
     @property
+    def evaluation_release(self) -> Release | None:
+        """What one evaluation is, where it releases a noised sum of scores."""
+        return None
+
+    @property
     def client_protects(self) -> bool:
-        """Whether a ClientApp has to bound or noise what it sends."""
+        """True if a ClientApp must bound or noise what it sends."""
         return False
 
     @property
     def bounds_models(self) -> bool:
-        """Whether a client's whole model is bounded, and not its update."""
+        """True if a client's whole model is bounded instead of its update."""
         return False
 
     @property
     def tells_sizes(self) -> bool:
-        """Whether clients tell how many examples they have."""
+        """True if clients tell the server how many examples they have."""
         return False
 
     @property
     def needs_sizes(self) -> bool:
-        """Whether ε depends on them."""
+        """True if ε depends on the clients' numbers of examples."""
         return False
 
     @property
     def weighs_examples(self) -> bool:
-        """Whether an upload counts in the mean as often as its client has examples, which it tells.
+        """True if each upload counts in the mean by its client's number of examples.
 
-        Never under a plan that protects: how many they are is data.
+        Plans that protect never do so, because that number is private data.
         """
         return False
 
     @abstractmethod
     def describe(self) -> str:
-        """For the log."""
+        """Describe the plan in words, for the log."""
 
     def check(self, method: MethodTraits) -> None:  # noqa: B027 - by default any
         """Refuse a method whose uploads the plan does not protect.
@@ -101,33 +107,33 @@ class PrivacyPlan(ABC):
         Raises
         ------
         ValueError
-            Says why not.
+            The message gives the reason.
         """
 
     def check_training(self, run: RunFacts) -> None:  # noqa: B027 - by default any
-        """Refuse local training that the plan does not speak of.
+        """Refuse local training that the plan does not cover.
 
         Raises
         ------
         ValueError
-            Names the setting and what the plan expects.
+            The message names the setting and the value that the plan expects.
         """
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """What each client of a cohort does to its upload."""
+        """Return the protection that each client of a cohort applies to its upload."""
         return None
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """L2 norm above which no honest upload is, but with probability `IMPROBABLE`.
+        """Return an L2 norm that an honest upload exceeds with probability `IMPROBABLE` at most.
 
         Parameters
         ----------
         cohort_size : int
-            How many were asked.
+            Number of clients that were asked.
         numbers : int
-            Of the upload.
+            Number of elements in the upload.
         norms : float
-            How many clipping norms an upload may have before noise: more where it is a sum.
+            Largest norm of an upload before noise, in clipping norms; above 1 if it is a sum.
         """
         return math.inf
 
@@ -156,31 +162,31 @@ class PrivacyPlan(ABC):
         Parameters
         ----------
         uploads : Iterable[Update | Summed]
-            At most one a client, or sums that `part` made of some; each is added as it comes, and
-            not kept.
+            At most one per client, or sums that `part` made of some; each is added as it comes and
+            then dropped.
         cohort_size : int
-            How many were asked.
+            Number of clients that were asked.
         like : Update
             Names, shapes and dtypes of the result.
 
         Raises
         ------
         RoundDiscarded
-            Too few answered.
+            Too few clients answered.
         """
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """What protects people after a run's rounds so far."""
+        """Return the guarantees that hold after the rounds so far."""
         return []
 
     def spent(self, run: RunFacts) -> dict[str, float]:
-        """ε so far, for the log and the report's figures; what is infinite is left out."""
+        """Return ε so far, by basis, for the log and the report's figures."""
         return {f"epsilon_{one.basis}": one.epsilon for one in self.guarantees(run)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAverage(PrivacyPlan):
-    """The mean of those who answer, as it is; promises nothing unless a plan adds it."""
+    """A plan that takes the mean of the replies; it promises nothing unless a subclass does."""
 
     tells_sizes = True
 
@@ -194,22 +200,22 @@ class PlainAverage(PrivacyPlan):
         noise: NoiseSource,
         like: Update,
     ) -> Aggregate:
-        """Mean of the uploads; ``noise`` is not used.
+        """Return the mean of the uploads; ``noise`` is not used.
 
         Raises
         ------
         RoundDiscarded
-            Nobody answered.
+            No client answered.
         """
         summed = self.part(uploads, like=like)
         if not summed.count:
-            raise RoundDiscarded(f"none of {cohort_size} clients answered")
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
         mean = divided(summed.value, summed.count, like)
         return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
 
 
 def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
-    """Return an average in the precision of ``like``, from a sum."""
+    """Divide a sum; return the average in the precision of ``like``."""
     return {
         name: api.array_namespace(array).astype(array / by, like[name].dtype)
         for name, array in summed.items()
@@ -218,16 +224,16 @@ def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class NonPrivatePlan(PlainAverage):
-    """Plain averaging, without clipping or noise: promises nothing.
+    """Plain averaging without clipping or noise. It promises nothing.
 
-    For the comparison of a private method with itself.
+    Use it to compare a private method with the same method without privacy.
 
     Parameters
     ----------
     sampling : Sampling
     weighting : {"clients", "examples"}
-        In the mean all clients count alike, as under every plan that protects, or each by the
-        number of its training examples, as in FedAvg.
+        "clients" gives all clients the same weight in the mean, as every plan that protects does.
+        "examples" weighs each client by its number of training examples, as FedAvg does.
     """
 
     weighting: Literal["clients", "examples"] = "clients"
@@ -240,35 +246,35 @@ class NonPrivatePlan(PlainAverage):
 
     @property
     def weighs_examples(self) -> bool:
-        """As ``weighting`` says."""
+        """True if ``weighting`` is "examples"."""
         return self.weighting == "examples"
 
     def check(self, method: MethodTraits) -> None:
-        """Refuse weights where the server does not take the mean.
+        """Refuse weights if the server does not take the mean of the updates.
 
         Raises
         ------
         ValueError
-            The method makes something else of the single updates.
+            The method combines the single updates in another way.
         """
         if self.weighs_examples and method.needs_each_update:
             raise InvalidValue(
-                f"weighting='examples': expected 'clients', as {method.name} weighs single "
+                f"weighting='examples': expected 'clients', because {method.name} weighs single "
                 "updates by a rule of its own"
             )
 
     def describe(self) -> str:
-        """For the log."""
+        """Describe the plan in words, for the log."""
         by = ", weighted by examples" if self.weighs_examples else ""
         return f"{self.sampling.describe()} · no privacy{by}"
 
 
 _SIZE = "number of examples"
-"""Name of what is summed beside the uploads of a weighted mean; no parameter has a name like it."""
+"""Name of the number that is summed beside the uploads; no parameter has a name like it."""
 
 
 def times_examples(upload: Update, size: float) -> dict[str, Any]:
-    """Return an upload times its client's number of examples, and that number, to be summed."""
+    """Return an upload times its client's number of examples, together with that number."""
     first = next(iter(upload.values()))
     namespace, device = api.array_namespace(first), api.device(first)
     summed = {name: as_float64(array) * size for name, array in upload.items()}
@@ -281,7 +287,7 @@ def weighted_mean(aggregate: Callable[[Update], Aggregate], like: Update) -> Agg
     Parameters
     ----------
     aggregate : Callable[[Update], Aggregate]
-        Takes names and shapes, and returns the plain mean of what `times_examples` makes.
+        Returns the plain mean of uploads made by `times_examples`, given their names and shapes.
     """
     mean = aggregate(times_examples(like, 1.0))
     size = float(mean.value[_SIZE])

@@ -1,7 +1,7 @@
-"""Protections of an upload before it leaves its client: one class a mechanism.
+"""Protections that a client applies to its upload before it leaves: one class per mechanism.
 
-A class knows its numbers and what it does to arrays of any library. How its numbers travel is in
-`federation.protection`; what acts during training, the training itself applies.
+A class holds its parameters and applies them to arrays of any library. `federation.protection`
+writes the parameters into messages. The local training applies what acts during training.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flower_ext.privacy.bounds import clip
-from flower_ext.privacy.cells import in_cells
+from flower_ext.privacy.cells import Cells, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.perturbation import OutputPerturbation
 
 
 class Protection:
-    """A mechanism on the client; by default, nothing is done to the upload."""
+    """A mechanism that a client applies to its upload; by default it does nothing."""
 
     bounds_models: ClassVar[bool] = False
-    """The client's whole model is bounded and noised, and not what it changed."""
+    """True if the client bounds and noises its whole model instead of its update."""
     bounds_uploads: ClassVar[bool] = True
-    """The upload as a whole is bounded: nothing that another client does may move it."""
+    """True if the whole upload is bounded, so that no other client's behaviour may move it."""
     num_examples: int | None = None
-    """The only number of training examples that the guarantee speaks of, where there is one."""
+    """The only number of training examples that the guarantee covers; None if it covers all."""
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the client's own noise, in clipping norms; 0 where none is."""
+        """Standard deviation of the client's own noise, in clipping norms; 0 without noise."""
         return 0.0
 
     def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
-        """Return the upload as it leaves the client: an update, or a model if `bounds_models`.
+        """Return the upload as it leaves the client: an update, or a model with `bounds_models`.
 
         Raises
         ------
@@ -44,17 +44,17 @@ class Protection:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipUpdate(Protection):
-    """Clip the whole update, add a share of the sum's noise (a `ReleasePlan`'s).
+    """Clip the whole update and add a share of the sum's noise (for a `ReleasePlan`).
 
     Parameters
     ----------
     clipping_norm : float
-        C.
+        Norm bound C.
     noise_stddev : float
         Standard deviation of this client's share.
     noise_grid : float, optional
-        What noised uploads are whole multiples of, in all clients and rounds alike; by default the
-        share's own.
+        Noised uploads are whole multiples of it, the same in all clients and rounds. By default
+        the grid of the share.
     """
 
     clipping_norm: float
@@ -71,7 +71,7 @@ class ClipUpdate(Protection):
         return self.noised(clip(upload, self.clipping_norm).value, noise)
 
     def noised(self, bounded: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
-        """Return what is bounded already with noise."""
+        """Add noise to an update that is already bounded."""
         return noise.add_gaussian(bounded, self.noise_stddev, grid=self.noise_grid)
 
 
@@ -79,12 +79,12 @@ class ClipUpdate(Protection):
 class ClipToCells(Protection):
     """Clip the whole update, round it to cells of a public grid, and add discrete Gaussian noise.
 
-    What leaves the client is a vector of whole numbers, for a secure sum (see `privacy.cells`).
+    The upload is a vector of whole numbers, for a secure sum (see `privacy.cells`).
 
     Parameters
     ----------
     clipping_norm : float
-        C.
+        Norm bound C.
     share_stddev : float
         Standard deviation of this client's share of the noise.
     cell : float
@@ -107,19 +107,28 @@ class ClipToCells(Protection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipUnitsToCells(ClipToCells):
+    """The same where the upload is a sum over units, each clipped and rounded by the method."""
+
+    def noised(self, cells: Cells, noise: NoiseSource) -> Cells:
+        """Return what is bounded and in cells already with noise."""
+        return noise.add_discrete_gaussian(cells, self.share_stddev / self.cell)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipUnits(ClipUpdate):
-    """The same where the upload is a sum over units, each of them clipped by the method."""
+    """Noise a sum over units, each of which the method clips; otherwise as `ClipUpdate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipModel(Protection):
-    """Clip the whole local model, add noise of its own (output perturbation).
+    """Clip the whole local model and add noise to it (output perturbation).
 
     Parameters
     ----------
     clipping_norm, noise_stddev : float
     num_examples : int, optional
-        The only number of training examples that the guarantee speaks of.
+        The only number of training examples that the guarantee covers.
     """
 
     bounds_models = True
@@ -142,18 +151,18 @@ class ClipModel(Protection):
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSteps(Protection):
-    """Clip each record's gradient and add noise in every local step; clip the model at the end.
+    """Clip each record's gradient and noise every local step; clip the model at the end.
 
     Parameters
     ----------
     clipping_norm : float
-        Of the model.
+        Norm bound of the model.
     gradient_clipping_norm : float
-        Of a record's gradient.
+        Norm bound of one record's gradient.
     noise_stddev : float
-        Of the weights, in each step.
+        Noise of each weight in each step.
     num_examples : int, optional
-        The only number of training examples that the guarantee speaks of.
+        The only number of training examples that the guarantee covers.
     """
 
     bounds_models = True
@@ -168,7 +177,7 @@ class ClipSteps(Protection):
         return self.noise_stddev / self.gradient_clipping_norm
 
     def released(self, upload: Mapping[str, Any], noise: NoiseSource) -> Mapping[str, Any]:
-        """Return the clipped model: every step that led to it is noised already."""
+        """Return the clipped model, whose steps were all noised during training."""
         return clip(upload, self.clipping_norm).value
 
 
@@ -179,9 +188,9 @@ class PerturbObjective(Protection):
     Parameters
     ----------
     rate : float
-        α of n's density.
+        α of the density of n.
     least_examples : int
-        Fewer are not protected.
+        Clients with fewer examples are not protected.
     """
 
     rate: float
@@ -190,11 +199,11 @@ class PerturbObjective(Protection):
 
 @dataclass(frozen=True)
 class ProtectedByServer(Protection):
-    """Nothing: the server bounds the update and adds all of the noise."""
+    """Leave the upload as it is; the server bounds the update and adds all of the noise."""
 
 
 @dataclass(frozen=True)
 class ProtectedByTraining(Protection):
-    """Nothing: the method's own training is noised already (DP-SGD)."""
+    """Leave the upload as it is; the method's own training is already noised (DP-SGD)."""
 
     bounds_uploads = False

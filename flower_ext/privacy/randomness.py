@@ -1,4 +1,4 @@
-"""Where random numbers come from: the operating system, or a seed that says so."""
+"""Random generators: cryptographic ones, and reproducible ones for simulation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flower_ext.checks import require_count
 
 
 def secure_generator() -> np.random.Generator:
-    """A cryptographic generator: ChaCha20 under a fresh 256-bit key of the operating system.
+    """Return a ChaCha20 generator under a fresh 256-bit key from the operating system.
 
-    Every call has its own key, so no two releases share a stream.
+    Every call draws a new key, so no two releases share a stream.
     """
-    from randomgen import ChaCha  # 35 modules, for who adds noise alone
+    from randomgen import ChaCha  # imports 35 modules, which only callers that add noise need
 
     return np.random.Generator(ChaCha(key=secrets.randbits(256), rounds=20))
 
 
 def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
-    """A reproducible generator, independent for every ``(seed, *path)``. Simulation only.
+    """Return a reproducible generator, independent for each ``(seed, *path)``. Simulation only.
 
     Examples
     --------
@@ -32,7 +32,7 @@ def seeded_generator(seed: int, *path: str | int) -> np.random.Generator:
 
 
 def derived_seed(seed: int, *path: str | int) -> int:
-    """A seed below 2^63 for another library's generator, independent for each ``(seed, *path)``."""
+    """Return a seed below 2^63 for another library's generator, one for each ``(seed, *path)``."""
     return int.from_bytes(_digest(seed, *path)[:8]) >> 1
 
 

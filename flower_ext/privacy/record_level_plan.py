@@ -1,4 +1,4 @@
-"""Everyone uploads a whole local model in every round: the plan of DP-Ditto and of its rivals."""
+"""The plan of DP-Ditto and its rivals: every client uploads a whole local model in every round."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from flower_ext.privacy.theorems.dp_ditto import dp_ditto_guarantees, dp_ditto_n
 
 @dataclass(frozen=True, kw_only=True)
 class RecordLevelPlan(PlainAverage):
-    """How each client clips and noises the local model that it uploads in every round.
+    """A plan in which each client clips and noises the local model that it uploads in every round.
 
     Privacy unit: one record of one client, replaced by another. The server sees every upload.
 
     Guarantees
     ----------
-    Without ``steps`` an upload is the local model, clipped to C, with N(0, σ² I): one record moves
+    Without ``steps`` an upload is the local model, clipped to C, plus N(0, σ² I). One record moves
     it by at most 2C, whatever the published theorem says. With ``steps`` each local step clips the
-    gradient of every record to G and adds N(0, σ² I) to the weights; the upload is what these steps
-    end in, clipped to C, which costs nothing more.
+    gradient of every record to G and adds N(0, σ² I) to the weights. The upload is the model after
+    these steps, clipped to C; clipping it costs no privacy.
 
     Parameters
     ----------
     sampling : FullParticipation
-        Nothing here is amplified, and the published theorem is about everyone.
+        No sampling amplifies this plan, and the published theorem assumes that everyone takes part.
     clipping_norm : float
-        C, of the whole local model.
+        Norm bound C of the whole local model.
     noise_stddev : float
         σ of each weight of an upload; with ``steps``, of each weight in each local step.
     num_examples : int
-        |D_n| of every client alike, public. A client with another number refuses to train.
+        |D_n|, public and the same for every client. A client with another number refuses to train.
     rounds : int
-        Planned T.
+        Planned number of rounds T.
     delta : float
     steps : ClippedSteps, optional
-        What bounds one record in each local step.
+        Bounds the influence of one record in each local step.
     """
 
     client_protects = True
@@ -90,7 +90,7 @@ class RecordLevelPlan(PlainAverage):
         basis: Basis = "provable",
         steps: ClippedSteps | None = None,
     ) -> RecordLevelPlan:
-        """The plan whose ε after ``rounds`` rounds is ``epsilon``, as published or provable.
+        """Return the plan whose ε after ``rounds`` rounds is ``epsilon``, as published or provable.
 
         Raises
         ------
@@ -126,11 +126,11 @@ class RecordLevelPlan(PlainAverage):
 
     @property
     def upload_stddev(self) -> float:
-        """σ_u of each weight of an upload; with ``steps`` as if nothing shrank what they add."""
+        """σ_u of each weight of an upload; with ``steps``, as if no step shrank earlier noise."""
         return self.noise_stddev * (1.0 if self.steps is None else self.steps.upload_stddev(1.0))
 
     def describe(self) -> str:
-        """For the log."""
+        """Describe the plan in words, for the log."""
         noise = f"noise stddev {self.noise_stddev:.4g}"
         if self.steps is not None:
             bound = self.steps.gradient_clipping_norm
@@ -141,19 +141,19 @@ class RecordLevelPlan(PlainAverage):
 
     @property
     def planned_rounds(self) -> int | None:
-        """T."""
+        """Number of rounds T."""
         return self.rounds
 
     def check(self, method: MethodTraits) -> None:
-        """Refuse noise in local steps where these alone do not lead to the upload."""
+        """Refuse noise in local steps if a record reaches the upload by another way as well."""
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
-                "steps, so that noise in them is not enough: take a plan without steps"
+                "steps, so noise in the steps does not protect it; choose a plan without steps"
             )
 
     def check_training(self, run: RunFacts) -> None:
-        """Refuse noised steps that are not those the plan accounts for."""
+        """Refuse local training that differs from the steps for which the plan accounts."""
         steps, size, phase = self.steps, self.num_examples, run.method.upload_phase
         if steps is None:
             return
@@ -175,7 +175,7 @@ class RecordLevelPlan(PlainAverage):
                 )
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """How each client clips and noises its model, or each local step."""
+        """Return the noise of each client's model, or of each local step."""
         if self.steps is None:
             return ClipModel(
                 clipping_norm=self.clipping_norm,
@@ -190,12 +190,12 @@ class RecordLevelPlan(PlainAverage):
         )
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Of a clipped model with its noise; with ``steps`` that is clipped last."""
+        """Return the bound for a clipped model and its noise; with ``steps`` clipping is last."""
         stddev = self.noise_stddev if self.steps is None else 0.0
         return largest_noised_norm(self.clipping_norm, stddev, numbers)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """As published, and provable; everyone uploads in every round."""
+        """Return the published and the provable guarantee; everyone uploads in every round."""
         facts: dict[str, Any] = {
             "rounds": run.participations.rounds,
             "delta": self.delta,
@@ -214,5 +214,5 @@ class RecordLevelPlan(PlainAverage):
         return [published, provable]
 
     def spent(self, run: RunFacts) -> dict[str, float]:
-        """ε after the rounds so far."""
+        """Return ε after the rounds so far."""
         return super().spent(run) if run.participations.rounds else {}

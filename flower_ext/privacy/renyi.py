@@ -2,9 +2,10 @@
 
 Source: Mironov, Talwar and Zhang, Rényi differential privacy of the sampled Gaussian mechanism
 (2019). With z ~ N(0, σ²) and u = γ (exp((2z - 1)/2σ²) - 1), the divergence of order α is
-log E[(1 + u)^α] / (α - 1). The expectation is 1 and a small remainder, which a sum that begins with
-the 1 loses, or makes negative, where noise is large. Since E[u] = 0, the remainder is the mean of
-(1 + u)^α - 1 - αu, which is never negative: added up alone it keeps its relative precision.
+log E[(1 + u)^α] / (α - 1). The expectation is 1 plus a remainder, which is tiny where noise is
+large. A sum that begins with the 1 would lose the remainder, or make it negative. Since E[u] = 0,
+the remainder is the mean of (1 + u)^α - 1 - αu. That is never negative, so adding it up alone
+keeps its relative precision.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ from functools import lru_cache
 import numpy as np
 
 _LEAST_NOISE = 0.2
-"""Below, the grid of fractional orders would be too coarse: integer orders bound them."""
+"""Least noise for which the grid is fine enough; below, integer orders bound fractional ones."""
 _STEP, _REACH = 1 / 8, 12.0
-"""Of the grid, in standard deviations: its rule loses some exp(-30) of the integral at most."""
+"""Step and reach of the grid, in standard deviations: a relative error of about exp(-30)."""
 _MARGIN = 1e-9
-"""Relative, above what rounding does to a sum of positive terms."""
+"""Relative margin, larger than the rounding error of a sum of positive terms."""
 
 
 @lru_cache(maxsize=1024)
 def sampled_gaussian_renyi(
     noise_multiplier: float, rate: float, orders: tuple[float, ...]
 ) -> np.ndarray:
-    """Return the divergence of one sum at each order, an upper bound within 1e-8 of it.
+    """Return an upper bound on the divergence of one sum at each order, tight to 1e-8.
 
-    Fractional orders under noise below 0.2 are bounded by the two integer ones about them: (α - 1)
-    times the divergence is convex.
+    For noise below 0.2 a fractional order is bounded by the integer orders on either side, because
+    (α - 1) times the divergence is convex in α.
 
     Parameters
     ----------
     noise_multiplier : float
-        σ > 0, over the norm of what one unit adds.
+        σ > 0, divided by the norm bound of one unit's contribution.
     rate : float
-        γ in (0, 1]: probability with which the unit is taken.
+        γ in (0, 1]: the probability that the unit is sampled.
     orders : tuple[float, ...]
-        α > 1, shape (n,).
+        Orders α > 1, shape (n,).
 
     Returns
     -------
     np.ndarray
-        Shape (n,), not to be written to.
+        Divergences, shape (n,); read-only.
     """
     alphas = np.asarray(orders, dtype=np.float64)
     if rate == 1:
@@ -69,7 +70,7 @@ def _log_moment(noise_multiplier: float, rate: float, order: float) -> float:
 
 
 def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float:
-    """log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), from Equation 9: a term each i ≥ 2."""
+    """Return log Σ_i Binomial(α, γ)(i) (exp((i² - i)/2σ²) - 1), summed as in Equation 9."""
     from scipy import special
 
     i = np.arange(2.0, order + 1)
@@ -82,7 +83,7 @@ def _remainder_by_sum(noise_multiplier: float, rate: float, order: int) -> float
 
 
 def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> float:
-    """log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, exponentially exact for such integrands.
+    """Return log E[(1 + u)^α - 1 - αu] by the trapezoidal rule, which converges exponentially here.
 
     The poles of the integrand are πσ² away from the real line; its mass lies in [0, max(α, 2)].
     """
@@ -98,11 +99,11 @@ def _remainder_by_grid(noise_multiplier: float, rate: float, order: float) -> fl
     small = np.abs(u) < 1e-2 / order
     log_value = np.empty_like(z)
     terms = (special.binom(order, j) * u[small] ** (j - 2) for j in range(2, 8))
-    with np.errstate(divide="ignore"):  # of u = 0
+    with np.errstate(divide="ignore"):  # log 0, where u = 0
         log_value[small] = 2 * np.log(np.abs(u[small])) + np.log(sum(terms))
     middle = ~small & (power < 30)
     log_value[middle] = np.log(np.expm1(power[middle]) - order * u[middle])
-    large = power >= 30  # 1 + αu = (1 + u) (α - (α - 1) / (1 + u)), of which u may overflow
+    large = power >= 30  # 1 + αu = (1 + u) (α - (α - 1) / (1 + u)), which avoids u: it may overflow
     logs = log_ratio[large]
     taken_off = logs + np.log(order - (order - 1) * np.exp(-logs)) - power[large]
     log_value[large] = power[large] + np.log1p(-np.exp(taken_off))

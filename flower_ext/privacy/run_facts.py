@@ -1,4 +1,4 @@
-"""All that a plan may know of the method that it protects, and of a run."""
+"""Facts about a method and about a run; a plan knows nothing else about them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from flower_ext.privacy.participations import Participations
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTraits:
-    """What a method declares of itself, so that a plan can refuse what it does not protect.
+    """Facts that a method declares, so that a plan can refuse a method that it does not protect.
 
     Parameters
     ----------
     name : str
     units_are_clients : bool
-        The privacy units are the clients, each of them with one upload a round.
+        The privacy units are the clients, and each makes one upload per round.
     bounds_units : bool
-        A client's upload is a sum over units, each of which the method bounds by itself.
+        A client's upload is a sum over units, and the method bounds each unit.
     needs_each_update : bool
         The server needs every single update, not only their noised sum.
     keeps_memory : bool
-        Clients remember something from round to round, which their updates depend on.
+        Clients keep memory from round to round, and their updates depend on it.
     memoryless : bool
-        Updates depend on no client memory.
+        Updates do not depend on any client memory.
     upload_phase : str, optional
-        The phase of training that alone leads to the upload.
+        The one phase of training that determines the upload.
     """
 
     name: str
@@ -40,59 +40,59 @@ class MethodTraits:
 
 
 class LocalSteps(Protocol):
-    """The settings of local training that plans speak of (see `training.LocalTraining`)."""
+    """Settings of local training that plans read (see `training.LocalTraining`)."""
 
     @property
     def learning_rate(self) -> float:
-        """η."""
+        """Learning rate η."""
 
     @property
     def batch_size(self) -> int:
-        """Most examples of a step."""
+        """Largest number of examples in a step."""
 
     @property
     def momentum(self) -> float:
-        """Of the steps; 0 for plain SGD."""
+        """Momentum of the steps; 0 for plain SGD."""
 
     @property
     def sam_radius(self) -> float:
-        """Of sharpness-aware steps; 0 for plain SGD."""
+        """Radius ρ of sharpness-aware steps; 0 for plain SGD."""
 
     @property
     def tolerance(self) -> float:
-        """Largest gradient norm at which a minimiser stops; 0 where steps of SGD are made."""
+        """Largest gradient norm at which a minimiser stops; 0 where SGD trains."""
 
     @property
     def optimizer(self) -> str:
         """``SGD``, or the name of another optimiser."""
 
     def num_steps(self, num_examples: int, /) -> int:
-        """Steps of one training."""
+        """Return the number of steps of one training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A run so far.
+    """Facts of a run so far.
 
     Parameters
     ----------
     method : MethodTraits
     participations : Participations
-        Whose data went into the rounds.
+        Counts of the rounds that each unit's data went into.
     num_examples : Mapping[int, int]
-        |D_i| by client, where it told.
+        |D_i| by client, for clients that reported it.
     training : Mapping[str, LocalSteps]
-        The phases of local training.
+        The phases of local training, by name.
     proximal_weight : float
-        μ of the proximal term around the received model that every local training has.
+        μ of the proximal term around the received model, the same in every local training.
     sent : Mapping[str, array]
-        The shared model that clients were sent last; nothing before that.
+        The shared model that the server sent last; empty before the first message.
     secure_noise, secure_cohorts : bool
-        Noise and cohorts come from the operating system's randomness, not from a seed.
+        True if noise, or cohorts, come from the operating system's randomness instead of a seed.
     not_covered : Sequence[str]
-        What leaves the clients outside the guarantee.
+        Values that leave the clients without being covered by the guarantee.
     group_size : int, optional
-        The most records of a user that are used, where a method limits them.
+        The largest number of a user's records that are used; None if the method sets no limit.
     """
 
     method: MethodTraits

@@ -1,4 +1,4 @@
-"""How a round's cohort is drawn. The same object draws and is accounted."""
+"""Samplers that draw each round's cohort; the accountant reads the same object."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class PoissonSampling:
 
     @property
     def sampling_rate(self) -> float:
-        """Probability that one unit takes part in a round."""
+        """The probability that one unit takes part in a round."""
         return self.rate
 
     @property
     def expected_cohort_size(self) -> float:
-        """Public constant by which a round's sum is divided."""
+        """The public constant by which a round's sum is divided."""
         return self.population * self.rate
 
     def draw(self, rng: np.random.Generator) -> list[int]:
-        """Indices of the cohort, ascending."""
+        """Draw a cohort; return its indices in ascending order."""
         return np.flatnonzero(rng.random(self.population) < self.rate).tolist()
 
     def describe(self) -> str:
-        """The sampler in words."""
+        """Describe the sampler in words."""
         return f"Poisson sampling at rate {self.rate:g} of {self.population}"
 
 
 @dataclass(frozen=True)
 class FixedSizeSampling:
-    """Exactly ``size`` of ``population`` units, uniformly, without replacement."""
+    """Draw exactly ``size`` of ``population`` units, uniformly, without replacement."""
 
     population: int
     size: int
@@ -62,26 +62,26 @@ class FixedSizeSampling:
 
     @property
     def sampling_rate(self) -> float:
-        """Probability that one unit takes part in a round."""
+        """The probability that one unit takes part in a round."""
         return self.size / self.population
 
     @property
     def expected_cohort_size(self) -> float:
-        """Public constant by which a round's sum is divided."""
+        """The public constant by which a round's sum is divided."""
         return float(self.size)
 
     def draw(self, rng: np.random.Generator) -> list[int]:
-        """Indices of the cohort, ascending."""
+        """Draw a cohort; return its indices in ascending order."""
         return sorted(rng.choice(self.population, self.size, replace=False).tolist())
 
     def describe(self) -> str:
-        """The sampler in words."""
+        """Describe the sampler in words."""
         return f"fixed-size sampling of {self.size} from {self.population}, without replacement"
 
 
 @dataclass(frozen=True)
 class FullParticipation:
-    """All ``population`` units, every round."""
+    """All ``population`` units take part in every round."""
 
     sampling_rate = 1.0
 
@@ -92,15 +92,15 @@ class FullParticipation:
 
     @property
     def expected_cohort_size(self) -> float:
-        """Public constant by which a round's sum is divided."""
+        """The public constant by which a round's sum is divided."""
         return float(self.population)
 
     def draw(self, rng: np.random.Generator) -> list[int]:
-        """Indices of the cohort, ascending; ``rng`` is not used."""
+        """Return all indices in ascending order; ``rng`` is not used."""
         return list(range(self.population))
 
     def describe(self) -> str:
-        """The sampler in words."""
+        """Describe the sampler in words."""
         return f"all {self.population} in every round"
 
 
@@ -114,18 +114,18 @@ _KINDS: dict[str, type[Sampling]] = {
 
 
 def sampling_to_dict(sampling: Sampling) -> dict[str, Any]:
-    """JSON-ready form, undone by `sampling_from_dict`."""
+    """Return a JSON-ready form, which `sampling_from_dict` reads."""
     kind = next(name for name, cls in _KINDS.items() if isinstance(sampling, cls))
     return {"kind": kind, **asdict(sampling)}
 
 
 def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
-    """A sampler from its JSON form.
+    """Return the sampler that `sampling_to_dict` wrote.
 
     Raises
     ------
     ValueError
-        Unknown kind or unfit numbers.
+        The kind is unknown, or a number is out of range.
     """
     fields = dict(facts)
     kind = fields.pop("kind", None)
@@ -135,5 +135,5 @@ def sampling_from_dict(facts: Mapping[str, Any]) -> Sampling:
 
 
 def size_for_rate(population: int, rate: float) -> int:
-    """Whole cohort size nearest to ``rate * population``, at least one."""
+    """Return the whole cohort size nearest to ``rate * population``, at least 1."""
     return max(1, math.floor(rate * population + 0.5))

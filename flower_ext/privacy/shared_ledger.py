@@ -1,12 +1,12 @@
-"""One account for people, not for folders: what all runs on one population spend together.
+"""One account for a population, not for a folder: the joint spend of all runs on it.
 
-Runs, pilots and searches share a file. Before a round is asked for, its run writes down what it
-will have spent after it, in the form of `Ledger`: append-only, fsynced, hash-chained, under a lock
-that is held while all that was spent is read, composed with the round, and held to the budget.
+Runs, pilots and searches share one file. Before a run asks for a round, it writes down its spend
+after that round. The file has the form of `Ledger`: append-only, fsynced, hash-chained. The run
+holds a lock while it reads all charges, composes them with the round and checks the budget.
 
-Releases compose exactly, whichever runs they are of; what is known by its ε alone is added up, with
-its δ (basic composition). Rounds are composed as if every run's plan had been fixed beforehand.
-What no ε covers is listed, never counted.
+Releases of Gaussian sums compose exactly, across runs. A spend known by its ε alone is added up
+together with its δ (basic composition). Rounds are composed as if every run's plan had been fixed
+beforehand. Data that no ε covers are listed, never counted.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ CHARGE, REPEAT, UNCOVERED = "charge", "repeat", "uncovered"
 
 
 class DoesNotCompose(InvalidValue):
-    """Another unit or relation than the account's: no one ε speaks of both."""
+    """The charge has another unit or relation than the account; no single ε covers both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """What one run will have spent after one more training round.
+    """The spend of one run after one more training round.
 
     Parameters
     ----------
     run, method : str
-        The run's id over all its starts, and what it trains with.
+        The run's id, the same after each restart, and the method that it trains.
     name : str
-        The run directory's, for people; empty where there is none.
+        Name of the run directory, for people; empty without one.
     training : int
-        Number of the round in the run, from 1.
+        Number of the round within the run, from 1.
     repeatable : bool
-        Done again, the round is the same, bit for bit, and tells nothing new.
+        A repetition of the round is the same, bit for bit, and reveals nothing new.
     unit : PrivacyUnit
     relation : NeighboringRelation
     epsilon, delta : float
-        Provable, of the whole run with this round, for itself.
+        Provable spend of the whole run including this round, apart from other runs.
     release : Release, optional
-        What the round releases, where that is all that its ε comes from.
+        The release of the round, if the spend follows from it alone.
     """
 
     run: str
@@ -75,7 +75,7 @@ class Charge:
     release: Release | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """Return a JSON-ready form."""
         release = None if self.release is None else self.release.to_dict()
         kinds = {"unit": self.unit.value, "relation": self.relation.value}
         return {**vars(self), **kinds, "release": release}
@@ -83,7 +83,7 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
-    """What one run has spent for itself; ``epsilon`` is None where no ε covers it."""
+    """The spend of one run apart from other runs; ``epsilon`` is None if no ε covers it."""
 
     run: str
     name: str
@@ -95,16 +95,17 @@ class RunSpend:
 
 
 def charge(path: Path, new: Charge, budget: Budget) -> None:
-    """Make a round's spend durable, before anything of it is released.
+    """Write a round's spend durably, before anything of the round is released.
 
-    A round that is charged again counts again, as its noise is new, unless it is ``repeatable``.
+    A round that is charged twice counts twice, because its noise is new, unless it is
+    ``repeatable``.
 
     Raises
     ------
     BudgetExhausted
-        All that was spent and this round exceed ``budget``; nothing was written.
+        The account and this round together exceed ``budget``; nothing was written.
     DoesNotCompose
-        The account is of another unit or relation.
+        The account has another unit or relation.
     LedgerCorrupt
         The hash chain is broken; the message names the line.
     """
@@ -116,7 +117,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
             if of != (new.unit, new.relation):
                 raise DoesNotCompose(
                     f"{path} counts units {of[0]!r} under {of[1]!r}, this run {new.unit.value!r} "
-                    f"under {new.relation.value!r}: no one ε speaks of both; keep an account for "
+                    f"under {new.relation.value!r}: no single ε covers both; keep an account for "
                     "each, or plan the run for that unit and relation"
                 )
         again = new.repeatable and any(
@@ -136,12 +137,12 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
 
 
 def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: str) -> None:
-    """Write down, once a run, that it shows something of people's data that no ε covers.
+    """Record, once per run, that the run reveals something about people's data beyond any ε.
 
     Parameters
     ----------
     what : str
-        In a line, as "a pilot of 20 rounds without noise".
+        Description in one line, such as "a pilot of 20 rounds without noise".
     """
     facts = {"run": run, "method": method, "name": name, "what": what}
     with _locked(path) as (file, entries):
@@ -150,12 +151,12 @@ def note_uncovered(path: Path, *, run: str, method: str, name: str = "", what: s
 
 
 def total_spent(entries: Sequence[dict[str, Any]], delta: float) -> float:
-    """ε at ``delta`` of all charges of an account; infinite where their δ's exceed it."""
+    """Return ε at ``delta`` of all charges; infinite if their δ's add up to more."""
     return _composed([entry for entry in entries if entry["kind"] == CHARGE], delta)
 
 
 def spent_by_run(entries: Sequence[dict[str, Any]]) -> list[RunSpend]:
-    """What each run on an account spent for itself, then what no ε covers, in order."""
+    """Return each run's own spend, then the entries that no ε covers, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
         if entry["kind"] == CHARGE:
@@ -200,10 +201,10 @@ def _composed(charges: Sequence[dict[str, Any]], delta: float) -> float:
 def _parts(
     charges: Sequence[dict[str, Any]],
 ) -> tuple[Counter[Release], list[tuple[float, float]]]:
-    """Releases with their numbers, and (ε, δ) of all else.
+    """Return releases with their counts, and (ε, δ) of all charges without a release.
 
-    Such a run's last charge stands for all its rounds. Where a number comes again, the run went on
-    from before it, under new noise: what was charged until then counts for itself.
+    The last charge of such a run covers all its rounds. If a round number comes again, the run
+    was resumed from before that round, under new noise; the earlier charges then count separately.
     """
     exact: Counter[Release] = Counter()
     stretches: list[list[dict[str, Any]]] = []
@@ -225,9 +226,9 @@ def _parts(
 
 def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str:
     if not charges:
-        return "the first round alone is too much; plan more noise"
+        return "the first round alone exceeds it; plan more noise"
     if math.isinf(epsilon):
-        return "each run's δ is added up here: plan runs with smaller ones, or allow a larger sum"
+        return "the account adds up each run's δ: plan runs with a smaller δ, or raise the budget's"
     runs = len({entry["run"] for entry in charges})
     spent = _composed(charges, delta)
     return f"{runs} run{'s' if runs > 1 else ''} spent {spent:.4g} so far"
@@ -235,13 +236,13 @@ def _why(charges: Sequence[dict[str, Any]], epsilon: float, delta: float) -> str
 
 @contextmanager
 def _locked(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The file under its lock, which other runs wait for, and its verified entries."""
+    """Lock the file, waiting for other runs; yield it and its verified entries."""
     path = Path(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         entries, whole = parse_chain(path.read_bytes(), path)
-        if os.fstat(file).st_size > whole:  # torn by a crash: its round never began
+        if os.fstat(file).st_size > whole:  # a crash tore the last line, so its round never began
             os.ftruncate(file, whole)
         yield file, entries
         sync_directory(path.parent)
@@ -250,7 +251,7 @@ def _locked(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 
 def _append(file: int, entries: Sequence[dict[str, Any]], kind: str, facts: dict[str, Any]) -> None:
-    """Raise before anything is released where the line cannot be made durable."""
+    """Append a line; the error of a failed write prevents the release."""
     previous = entries[-1]["hash"] if entries else GENESIS
     _, line = chained(len(entries), kind, facts, previous)
     write_durably(file, line)

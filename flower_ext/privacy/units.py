@@ -1,4 +1,4 @@
-"""Who is protected, against which change, from whose eyes: the three words every ε needs."""
+"""Three facts that every ε needs: the protected unit, the neighbouring relation, the adversary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PrivacyUnit(StrEnum):
-    """Whose whole contribution the guarantee hides."""
+    """The unit whose whole contribution a guarantee hides."""
 
     RECORD = "record"
     USER = "user"
@@ -14,10 +14,10 @@ class PrivacyUnit(StrEnum):
 
 
 class NeighboringRelation(StrEnum):
-    """How two neighbouring data sets differ.
+    """The difference between two neighbouring data sets.
 
-    ``REPLACE_SPECIAL`` replaces one unit's contribution with nothing (zeros) while its place
-    stays visible: the relation for an adversary who sees who took part.
+    ``REPLACE_SPECIAL`` replaces one unit's contribution by zeros while its place stays visible.
+    It is the relation for an adversary who sees which units took part.
     """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
@@ -26,22 +26,23 @@ class NeighboringRelation(StrEnum):
 
     @property
     def sensitivity_factor(self) -> float:
-        """How far one unit moves a sum of vectors of norm at most 1 (L2)."""
+        """Largest L2 distance by which one unit moves a sum of vectors of norm at most 1."""
         return 2.0 if self is NeighboringRelation.REPLACE_ONE else 1.0
 
 
 class AdversaryView(StrEnum):
-    """What the adversary sees.
+    """The information that the adversary sees.
 
-    * ``EACH_UPLOAD`` — every single upload and who sent it (the honest-but-curious server
-      without secure aggregation);
-    * ``SUM_ONLY`` — each round's released sum and who took part, never a single upload
-      (the server behind secure aggregation);
-    * ``RELEASED_MODELS`` — the models after each round, neither who took part nor, unless it is
-      fixed, how many (a third party; the server is trusted). A participant sees more: messages
-      tell how many were asked, and it can take its own share of the noise off again.
+    * ``EACH_UPLOAD`` — every single upload and its sender: an honest-but-curious server without
+      secure aggregation.
+    * ``SUM_ONLY`` — each round's released sum and its participants, never a single upload: a
+      server behind secure aggregation.
+    * ``RELEASED_MODELS`` — the model after each round. The adversary does not see who took part,
+      nor how many did, unless that number is fixed. This is a third party; the server is trusted.
+      A participant sees more: messages tell it the size of the cohort, and it can subtract its own
+      share of the noise.
 
-    Amplification by sampling hides *who took part*: it is available in ``RELEASED_MODELS`` only.
+    Amplification by sampling hides *who took part*, so only ``RELEASED_MODELS`` gets it.
     """
 
     EACH_UPLOAD = "each-upload"
@@ -50,7 +51,7 @@ class AdversaryView(StrEnum):
 
     @property
     def sees(self) -> str:
-        """The same in words."""
+        """The adversary's view in words."""
         return {
             AdversaryView.EACH_UPLOAD: "every upload and who sent it",
             AdversaryView.SUM_ONLY: "each round's sum and who took part",

@@ -1,8 +1,8 @@
-"""Arrays by name: what can be bounded and noised, its norm and its sum.
+"""Updates, which are arrays by name: their checks, norms and sums.
 
 Arrays may be NumPy or torch, on any device: they are handled through the array API, without
 importing torch. Norms are taken in float64 and scaled, so that neither a huge value nor half
-precision can pass unseen.
+precision goes unnoticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from flower_ext.errors import InvalidValue
 
 Update = Mapping[str, Any]
-"""Arrays by name: one unit's contribution to a sum, or the sum."""
+"""Arrays by name: one unit's contribution to a sum, or the sum itself."""
 
 
 Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
@@ -90,22 +90,22 @@ class NonFiniteUpdate(InvalidValue):
 
 
 def check_arrays(update: Update) -> None:
-    """Refuse what cannot be bounded and noised: not an array, or not real floating-point.
+    """Refuse an update that cannot be bounded and noised: all arrays must be real floating-point.
 
     Raises
     ------
     TypeError
-        Names the array and what to do.
+        An entry is not a real floating-point array; the message names it and says what to do.
     ValueError
-        The update holds no element at all.
+        The update has no elements at all.
     """
     if isinstance(update, Row) and update.numbers.dtype.kind == "f" and update.numbers.size:
         return
     for name, array in update.items():
-        if isinstance(array, np.ma.MaskedArray):  # norms and noise would leave out what is masked
+        if isinstance(array, np.ma.MaskedArray):  # norms and noise would skip masked elements
             raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
         if not (isinstance(array, np.ndarray) or api.is_array_api_obj(array)):
-            raise TypeError(f"{name!r} is a {type(array).__name__}, not an array")
+            raise TypeError(f"{name!r} is a {type(array).__name__}, not an array; convert it first")
         if not _is_real_float(array):
             raise TypeError(
                 f"{name!r} has dtype {array.dtype}; only real floating-point arrays can be bounded "
@@ -116,12 +116,12 @@ def check_arrays(update: Update) -> None:
 
 
 def l2_norm(update: Update) -> float:
-    """L2 norm over all arrays together, as a float64.
+    """Return the L2 norm over all arrays together, computed in float64.
 
     Raises
     ------
     NonFiniteUpdate
-        Names the array that holds NaN or infinite values.
+        The message names the array that holds NaN or infinite values.
     TypeError, ValueError
         As `check_arrays`.
     """
@@ -131,17 +131,17 @@ def l2_norm(update: Update) -> float:
 
 
 def in_float64(update: Update) -> dict[str, Any]:
-    """Copies of all arrays in float64."""
+    """Return copies of all arrays in float64."""
     return {name: as_float64(array) for name, array in update.items()}
 
 
 def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
-    """Arrays of ``update`` in the precision of those of the same name in ``like``.
+    """Return the arrays of ``update`` in the precision of the same arrays in ``like``.
 
     Raises
     ------
     NonFiniteUpdate
-        A number is too large for it.
+        A number is too large for that precision.
     """
     rounded = {}
     with np.errstate(over="ignore"):
@@ -149,19 +149,22 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
             namespace = api.array_namespace(array)
             rounded[name] = namespace.astype(array, like[name].dtype)
             if not bool(namespace.all(namespace.isfinite(rounded[name]))):
-                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
+                raise NonFiniteUpdate(
+                    f"{name!r} is not finite in {like[name].dtype}: use a wider precision"
+                )
     return rounded
 
 
 def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str, Any], int]:
-    """Return the sum in float64, and its number of updates; zeros when there are none.
+    """Return the sum in float64 and the number of updates; zeros like ``like`` without any.
 
-    Updates are added as they come, so none has to be kept. Sums of some of them are added as well.
+    Each update is added as it comes and then dropped. A `Summed` of some of them is added in their
+    place.
 
     Raises
     ------
     ValueError
-        Names or shapes differ from those of ``like``, or it is empty.
+        Names or shapes differ from those of ``like``, or ``like`` is empty.
     """
     layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
@@ -190,7 +193,7 @@ def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> No
 
 
 def check_like(update: Update, like: Update) -> None:
-    """Refuse an update whose names or shapes are not those of ``like``."""
+    """Refuse an update whose names or shapes differ from those of ``like``."""
     if set(update) != set(like):
         differing = sorted(set(update) ^ set(like))
         raise InvalidValue(f"array names differ from the expected ones: {differing}")
@@ -202,7 +205,7 @@ def check_like(update: Update, like: Update) -> None:
 
 
 def _is_real_float(array: Any) -> bool:
-    if isinstance(array, np.ndarray):  # as below, at a tenth of the time
+    if isinstance(array, np.ndarray):  # same result as below, ten times as fast
         return bool(array.dtype.kind == "f")
     return bool(api.array_namespace(array).isdtype(array.dtype, "real floating"))
 
@@ -228,7 +231,7 @@ def laid_out(like: Update) -> tuple[Layout, Any]:
 
 
 def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
-    """Return arrays of the shapes of ``like``, where it is; views if ``numbers`` are there."""
+    """Return arrays with shapes and devices of ``like``; views if ``numbers`` are there already."""
     return {
         name: api.to_device(numbers[layout[name][0]].reshape(array.shape), api.device(array))
         for name, array in like.items()
@@ -236,7 +239,7 @@ def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
 
 
 def scaled_norm(update: Update) -> tuple[float, float]:
-    """Return (m, s) with norm = m·s: m above 1 where squares might overflow."""
+    """Return (m, s) with norm = m·s; m exceeds 1 only where squares might overflow."""
     wide = {name: as_float64(array) for name, array in update.items()}
     if 1e-100 < (norm := _norm(wide)) < 1e100:
         return 1.0, norm
@@ -247,7 +250,10 @@ def scaled_norm(update: Update) -> tuple[float, float]:
         namespace = api.array_namespace(array)
         magnitude = float(namespace.max(namespace.abs(array)))
         if not math.isfinite(magnitude):
-            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
+            raise NonFiniteUpdate(
+                f"{name!r} holds NaN or infinite values, which no norm bounds; check the data, and "
+                "whether training diverged"
+            )
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0
@@ -255,7 +261,7 @@ def scaled_norm(update: Update) -> tuple[float, float]:
 
 
 def _norm(wide: Update) -> float:
-    """Over all arrays of float64; infinite or NaN where squares are, 0 where they vanish."""
+    """Return the norm of float64 arrays; inf or NaN if squares overflow, 0 if they underflow."""
     flat = [array.reshape(-1) for array in wide.values()]
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(sum(float(array @ array) for array in flat))

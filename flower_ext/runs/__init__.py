@@ -1,4 +1,4 @@
-"""Run directory, its settings, report, comparison and figures."""
+"""Run directories, their settings, reports, comparisons and figures."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 __all__ = ["NotARun", "RunDirectory", "new_run_path", "write_comparison", "write_report"]
 
 _LATER = {"write_comparison": "comparison", "write_report": "report"}
-"""What a client's process never needs, and where it is."""
+"""Names that a client's process never needs, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load what writes reports when somebody asks for it."""
+    """Import the modules that write reports when a caller first asks for them."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

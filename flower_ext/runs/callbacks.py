@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's own that follows a run while it goes on."""
+"""Callbacks: user code that follows a run while it goes on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ log = getLogger("flwr")
 class Callback:
     """Follow a run on the server: override any of the three methods, which do nothing here.
 
-    A callback sees what the run directory holds already, and nothing else. No update, no single
-    upload and no un-noised sum ever reaches it, so it cannot change what is released. But the
-    directory is for the server's user alone. Scores that clients report at evaluation are not
-    noised, and no guarantee covers them; amplification by sampling rests on nobody knowing how
-    large a cohort was. A callback that sends rows elsewhere shows both to whoever reads there.
+    A callback sees what the run directory already holds, and nothing else. No update, no single
+    upload and no un-noised sum ever reaches it, so it cannot change what is released.
 
-    An exception in a callback is logged, the first time, and never ends the run. The run waits for
-    each call to return.
+    Beware: the directory is for the server's user alone. Scores that clients report at evaluation
+    are not noised, and no guarantee covers them. Amplification by sampling assumes that nobody
+    knows the size of a cohort. A callback that sends rows elsewhere reveals both to its readers.
+
+    The first exception of a callback is logged; no exception ends the run. The run waits for each
+    call to return.
     """
 
     def begin(self, run: RunDirectory) -> None:
-        """Take note that a run begins, or goes on (``run.resumed``), before its first round.
+        """Take note that a run begins, or is resumed (``run.resumed``), before its first round.
 
         Parameters
         ----------
@@ -35,8 +36,8 @@ class Callback:
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
         """Take note of one round's metrics, which are in ``metrics.jsonl``.
 
-        A round may come twice. Within one start, the second row adds to the first. After an
-        interruption, it replaces the first, because the round is done again.
+        A round may be reported twice. Within one start, the second row adds to the first. After an
+        interruption it replaces the first, because the round was repeated.
         """
 
     def end(self, run: RunDirectory) -> None:
@@ -47,22 +48,22 @@ class Callback:
 
 
 class Callbacks:
-    """Call several callbacks in their order, and keep their errors away from the run."""
+    """Call several callbacks in order, and keep their errors away from the run."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = [*callbacks]
         self._failed: set[int] = set()
 
     def begin(self, run: RunDirectory) -> None:
-        """Tell all that the run begins."""
+        """Call ``begin`` of all callbacks."""
         self._tell(lambda callback: callback.begin(run))
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Tell all of a round; each gets a copy of the row."""
+        """Call ``round`` of all callbacks, each with its own copy of the row."""
         self._tell(lambda callback: callback.round(run, server_round, dict(row)))
 
     def end(self, run: RunDirectory) -> None:
-        """Tell all that the run has ended."""
+        """Call ``end`` of all callbacks."""
         self._tell(lambda callback: callback.end(run))
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
@@ -72,10 +73,10 @@ class Callbacks:
             except Exception as error:
                 if number not in self._failed:
                     log.warning(
-                        "callback %s failed, and the run goes on without it where it fails: %s: %s",
+                        "callback %s failed; the run goes on without it wherever it fails: %s: %s",
                         type(callback).__name__,
                         type(error).__name__,
                         error,
                     )
-                    log.debug("where the callback failed", exc_info=error)
+                    log.debug("traceback of the failed callback", exc_info=error)
                 self._failed.add(number)

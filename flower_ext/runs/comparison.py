@@ -1,4 +1,4 @@
-"""Several runs side by side: one line a method, over its seeds."""
+"""Comparison of several runs: one line per method, over its seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flower_ext.runs.settings import INCIDENTAL
 def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) -> Path:
     """Write ``comparison.md`` and ``.html``: a table, and figures against rounds and messages.
 
-    Runs whose settings are the same but for the seed are repetitions, one line together; a run that
+    Runs with the same settings except for the seed are repetitions and share one line. A run that
     is named twice counts once.
 
     Raises
@@ -31,7 +31,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     for run in runs:
         if not all("accuracy" in row for row in run.client_metrics() or [{}]):
             raise NotARun(
-                f"{run.path} holds no accuracy of each client (clients.csv); nothing to compare"
+                f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
+                "to compare; name a run that evaluated its clients"
             )
         if run.facts["status"] not in ("completed", "budget-exhausted"):
             raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")
@@ -56,11 +57,11 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
 
 
 NOT_COMPARED = INCIDENTAL | {"seed", "planned-rounds", "clients-per-node"}
-"""Settings in which repetitions may differ: the seed and what follows from it, places, patience."""
+"""Settings in which repetitions may differ: the seed with its consequences, places, patience."""
 
 
 def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
-    """Repetitions together: by method, and by whatever else differs between runs of a method."""
+    """Group repetitions by method, and by all settings that differ between runs of a method."""
     methods: dict[str, list[RunDirectory]] = {}
     for run in runs:
         methods.setdefault(method_name(run), []).append(run)
@@ -81,13 +82,13 @@ def grouped(runs: Sequence[RunDirectory]) -> dict[str, list[RunDirectory]]:
 
 
 def _settings(run: RunDirectory) -> dict[str, Any]:
-    """The run's settings, with as many rounds as it made: by a budget or a resume not those set."""
+    """Return the run's settings, with the rounds it made; a budget or a resume may change them."""
     made = int(max((row["round"] for row in run.metrics()), default=0))
     return {**run.config, "rounds": made} if "rounds" in run.config else run.config
 
 
 def method_name(run: RunDirectory) -> str:
-    """The configured method, and whether it was upcycled."""
+    """Return the configured method, and whether it was upcycled."""
     method = str(run.config.get("method", run.path.name))
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 
@@ -113,7 +114,7 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
 
 
 def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict[str, Path]:
-    """Accuracy, loss and costs against rounds, and accuracy against messages; what was measured."""
+    """Draw what was measured: accuracy, loss and costs by rounds, and accuracy by messages."""
 
     def lines(name: str) -> dict[str, list[Line]]:
         return {group: [run.series(name) for run in runs] for group, runs in groups.items()}
@@ -153,15 +154,15 @@ def _figures(groups: Mapping[str, Sequence[RunDirectory]], folder: Path) -> dict
 
 
 def mean_and_std(values: Sequence[float], *, digits: int = 3) -> str:
-    """``mean ± sample standard deviation``, or the value alone."""
+    """Return ``mean ± sample standard deviation``, or a single value alone."""
     mean = f"{np.mean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
-    """The largest ε of a group, who sees what, and δ; "none" if any of its runs has none.
+    """Return a group's largest ε with unit, view and δ; "none" if one of its runs has none.
 
-    Of the provable ones it is that against released models, where there is one.
+    Among provable guarantees, those against released models are preferred.
     """
     largest: list[Guarantee] = []
     for run in runs:

@@ -1,13 +1,23 @@
 """The directory that a run leaves behind.
 
-``run.json`` (configuration, versions, starts, status), ``metrics.jsonl`` (one line a round),
-``missing.jsonl`` (who was asked and gave no usable answer),
-``ledger.jsonl``, ``guarantee.json``, ``clients.csv``, ``users.csv`` (records of each user in each
-silo), ``model.safetensors``, ``use.json`` (how a client makes its own model of that), what a later
-start goes on from (``checkpoints/``), and the report.
+=====================  ====================================================================
+file                   content
+=====================  ====================================================================
+``run.json``           configuration, versions, starts and status
+``metrics.jsonl``      metrics, one line per round
+``missing.jsonl``      clients that were asked and gave no usable answer
+``ledger.jsonl``       the ledger of releases
+``guarantee.json``     guarantees
+``clients.csv``        the last evaluation, one row per client
+``users.csv``          records of each user in each silo
+``model.safetensors``  the global model
+``use.json``           facts that a client needs to make its own model of the global one
+``checkpoints/``       state from which the run can be resumed
+``report.md, .html``   the report
+=====================  ====================================================================
 
-All but the model is for the server's user alone (mode 0600): it tells who was drawn and how many,
-and what clients reported un-noised.
+All files but the model are for the server's user alone (mode 0600): they reveal who was drawn and
+how many, and the un-noised values that clients reported.
 """
 
 from __future__ import annotations
@@ -35,15 +45,15 @@ from flower_ext.runs.files import InUse, append_line, lock, whole_lines, write_r
 Status = Literal["running", "completed", "budget-exhausted", "failed"]
 
 RUNS_VARIABLE = "FLOWER_EXT_RUNS"
-"""Names the folder in which run directories are made."""
+"""Environment variable that names the folder for new run directories."""
 
 _LOCK = ".lock"
 _BEFORE_A_RUN = (_LOCK, ".run.json.draft")
-"""What a run leaves that was ended before its ``run.json`` was there."""
+"""Files that a run leaves if it ends before its ``run.json`` is written."""
 _FACTS = {"config", "status", "started", "versions"}
-"""What every ``run.json`` holds."""
+"""Facts that every ``run.json`` holds."""
 _RENEWED = ("guarantee.json", "clients.csv", "users.csv", "use.json")
-"""What a run writes anew whenever it ends or begins."""
+"""Files that a run rewrites whenever it begins or ends."""
 _ENDED = ("reason", "finished", "summary", "accounted")
 _PACKAGES = ("flower-ext", "flwr", "torch", "numpy", "opacus", "dp-accounting", "ray")
 
@@ -53,28 +63,28 @@ class NotARun(InvalidValue):
 
 
 class RunDirectory:
-    """Files of one run; make with `create`, go on with `resume`, read with `open`.
+    """Files of one run: make it with `create`, continue it with `resume`, read it with `open`.
 
-    ``resumed`` says whether the run began earlier, ``accounted`` whether ``guarantee.json`` speaks
-    of all that clients were asked for.
+    ``resumed`` is true if the run began earlier. ``accounted`` is true if ``guarantee.json`` covers
+    everything that clients were asked for.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.resumed = self.accounted = False
         self.on_round: Callable[[int, Mapping[str, float]], None] | None = None
-        """Is told of every row that `log` has written."""
+        """Called with every row that `log` has written."""
         self._open = ExitStack()
 
     @classmethod
     def create(cls, path: Path, config: Mapping[str, Any]) -> RunDirectory:
-        """Make a new run directory, which nobody else writes to before it is closed.
+        """Make a new run directory, which no other run may write to before it is closed.
 
         Raises
         ------
         NotARun
-            The path exists and is not an empty directory: nothing is ever overwritten. Or it cannot
-            be made.
+            The path exists and is not an empty directory (nothing is ever overwritten), or the
+            directory cannot be made.
         InUse
             Another run has just begun there.
         """
@@ -104,7 +114,7 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: Path) -> RunDirectory:
-        """Go on with a run that was ended, or has come to its end.
+        """Continue a run that was interrupted, or extend one that is complete.
 
         Raises
         ------
@@ -125,11 +135,11 @@ class RunDirectory:
         return run
 
     def close(self) -> None:
-        """Let another run go on here; the ledgers that were opened are closed too."""
+        """Close the run's ledgers, and let another process continue the run."""
         self._open.close()
 
     def free(self) -> bool:
-        """Return whether no process is writing the run at the moment."""
+        """Return True if no process is writing the run at the moment."""
         try:
             lock(self.path / _LOCK).close()
         except InUse:
@@ -138,7 +148,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """An existing run directory.
+        """Open an existing run directory for reading.
 
         Raises
         ------
@@ -146,7 +156,7 @@ class RunDirectory:
             There is no ``run.json``.
         """
         if not (Path(path) / "run.json").is_file():
-            raise NotARun(f"{path} holds no run.json: it is not a run directory")
+            raise NotARun(f"{path} holds no run.json: expected the directory of a run")
         return cls(Path(path))
 
     @property
@@ -167,24 +177,24 @@ class RunDirectory:
 
     @property
     def id(self) -> str:
-        """Identifies the run over all its starts."""
+        """The id of the run, the same over all its starts."""
         return str(self.facts.get("id", ""))
 
     def open_ledger(self, *, budget: Budget | None = None) -> Ledger:
-        """The run's ledger, until the directory is closed (see `Ledger`)."""
+        """Open the run's ledger until the directory is closed (see `Ledger`)."""
         return self._open.enter_context(closing(Ledger(self.ledger_path, budget=budget)))
 
     @property
     def ledger_path(self) -> Path:
-        """Where the run's ledger is."""
+        """Path of the run's ledger."""
         return self.path / "ledger.jsonl"
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Verified ledger entries; none for a run without privacy."""
+        """Return verified ledger entries; empty for a run without privacy."""
         return Ledger.read(self.ledger_path) if self.ledger_path.exists() else []
 
     def log(self, round: int, **metrics: float) -> None:
-        """Append one round's metrics, and tell ``on_round``.
+        """Append one round's metrics, and call ``on_round``.
 
         Raises
         ------
@@ -203,13 +213,13 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        """Where the rounds' metrics are."""
+        """Path of the rounds' metrics."""
         return self.path / "metrics.jsonl"
 
     def metrics(self) -> list[dict[str, float]]:
-        """All rounds' metrics, in order, whatever was learned of one in one row.
+        """Return all rounds' metrics in order, with all rows of one round merged into one.
 
-        A last line torn by a crash is left out.
+        A last line that a crash tore is left out.
         """
         rounds: dict[float, dict[str, float]] = {}
         for row in self._lines(self.metrics_path.name):
@@ -217,7 +227,7 @@ class RunDirectory:
         return [*rounds.values()]
 
     def forget_rounds(self, after: int) -> None:
-        """Drop what is known of later rounds, which are done again."""
+        """Drop the rows of later rounds, which will be repeated."""
         for file in (self.metrics_path, self.path / "missing.jsonl"):
             if file.exists():
                 with _reading(file):
@@ -230,27 +240,27 @@ class RunDirectory:
     def log_missing(
         self, round: int, kind: str, partitions: Sequence[int], refusals: Sequence[str]
     ) -> None:
-        """Append who was asked in a phase and gave no usable answer, and what was refused there."""
+        """Append the partitions without a usable answer in a phase, and the refusals of replies."""
         line = {"round": round, "kind": kind, "partitions": list(partitions)}
         content = json.dumps({**line, "refusals": list(refusals)}).encode()
         append_line(self.path / "missing.jsonl", content, sync=False)
 
     def missing(self) -> list[dict[str, Any]]:
-        """Phases in which somebody did not answer: round, kind, partitions, refusals."""
+        """Return the phases with missing answers: round, kind, partitions, refusals."""
         return self._lines("missing.jsonl")
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(rounds, values) of one metric, where it was measured."""
+        """Return (rounds, values) of one metric, for the rounds that measured it."""
         rows = [row for row in self.metrics() if name in row]
         return [row["round"] for row in rows], [row[name] for row in rows]
 
     def save_guarantees(self, guarantees: Sequence[Guarantee]) -> None:
-        """Write ``guarantee.json``, which then speaks of all that clients were asked for."""
+        """Write ``guarantee.json``; it then covers everything that clients were asked for."""
         self._write_json("guarantee.json", [guarantee.to_dict() for guarantee in guarantees])
         self.accounted = True
 
     def guarantees(self) -> list[Guarantee]:
-        """What protects the clients; none for a run without privacy."""
+        """Return the run's guarantees; empty for a run without privacy."""
         path = self.path / "guarantee.json"
         if not path.exists():
             return []
@@ -260,7 +270,7 @@ class RunDirectory:
             ]
 
     def save_client_metrics(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Write ``clients.csv``: the last evaluation, one row a client, empty where undefined."""
+        """Write ``clients.csv``: the last evaluation, one row per client, empty where undefined."""
         if not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -269,7 +279,7 @@ class RunDirectory:
         )
 
     def client_metrics(self) -> list[dict[str, float]]:
-        """The last evaluation, one row a client."""
+        """Return the last evaluation, one row per client."""
         path = self.path / "clients.csv"
         if not path.exists():
             return []
@@ -277,13 +287,13 @@ class RunDirectory:
             return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
 
     def save_user_records(self, histogram: np.ndarray) -> None:
-        """Write ``users.csv`` from numbers of records (silos, users): one row a user."""
+        """Write ``users.csv`` from numbers of records (silos, users), one row per user."""
         names = ["user", *(f"silo {silo}" for silo in range(len(histogram)))]
         rows = [[user, *own] for user, own in enumerate(histogram.T.tolist())]
         write_rows(self.path / "users.csv", names, rows)
 
     def user_records(self) -> np.ndarray | None:
-        """Numbers of records (silos, users), where they were saved."""
+        """Return numbers of records (silos, users); None if they were not saved."""
         path = self.path / "users.csv"
         if not path.exists():
             return None
@@ -300,11 +310,11 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, facts: Mapping[str, Any]) -> None:
-        """Write ``use.json``: method, clients, their memory, and what evaluation asks of them."""
+        """Write ``use.json``: method, clients, their memory, and the settings of evaluation."""
         self._write_json("use.json", dict(facts))
 
     def use(self) -> dict[str, Any]:
-        """How a client makes its own model of the shared one; empty where nothing was saved."""
+        """Return what a client needs to make its own model of the shared one; may be empty."""
         path = self.path / "use.json"
         if not path.exists():
             return {}
@@ -312,11 +322,11 @@ class RunDirectory:
             return dict(json.loads(path.read_text(encoding="utf-8")))
 
     def note(self, **facts: str) -> None:
-        """Add to ``run.json`` what is known only outside the run."""
+        """Add facts to ``run.json`` that are known only outside the run."""
         self._write_json("run.json", {**self.facts, **facts})
 
     def finish(self, status: Status, reason: str | None = None, **summary: float) -> None:
-        """Record how the run ended, and whether its guarantees speak of all of it."""
+        """Record how the run ended, and whether its guarantees cover all of it."""
         facts = {
             "status": status,
             "reason": reason,
@@ -341,7 +351,7 @@ class RunDirectory:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Say which file of a run cannot be read, and what helps."""
+    """Raise an error that names the unreadable file of a run, and the remedy."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -350,7 +360,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def new_run_path(root: Path, name: str, started: datetime) -> Path:
-    """A path below ``root`` that does not exist yet, named by what ran and when."""
+    """Return a path below ``root`` that does not exist yet, named by what ran and when."""
     stem = f"{started:%Y%m%d-%H%M%S}-{name}"
     candidates = (root / (stem if n == 0 else f"{stem}-{n}") for n in range(1000))
     return next(path for path in candidates if not path.exists())

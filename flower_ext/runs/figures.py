@@ -1,4 +1,4 @@
-"""Figures of a run: each an SVG, with the same numbers as CSV beside it."""
+"""Figures of a run: each is an SVG, with the same numbers as CSV beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.files import write_rows, write_whole
 from flower_ext.runs.scores import reported_by_most
 
-if TYPE_CHECKING:  # a SuperNode imports this package for every message, and draws nothing
+if TYPE_CHECKING:  # a SuperNode imports this package for every message, but draws nothing
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -27,7 +27,7 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
-    """Draw what the run measured; returns each figure's SVG file name and title."""
+    """Draw the run's measurements; return the SVG's file name and title of each figure."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, str] = {}
 
@@ -85,7 +85,7 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
 
 
 def qualities(run: RunDirectory) -> list[str]:
-    """What clients' models may have been scored by, losses aside; accuracy in any case."""
+    """Return the names of scores of clients' models, without losses; accuracy is always there."""
     tail = "_worst_decile"
     names = {name for row in run.metrics() for name in row if name.endswith(tail)}
     names = {"accuracy", *(name.removesuffix(tail) for name in names)}
@@ -94,7 +94,7 @@ def qualities(run: RunDirectory) -> list[str]:
 
 
 def _unused(name: str, files: Collection[str]) -> str:
-    """A file's name without its end: like ``name``, safe everywhere, and none of ``files``."""
+    """Return a file name without suffix: like ``name``, safe everywhere, not among ``files``."""
     safe = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:100]
     used = {file.lower() for file in files}
     stems = chain([safe], (f"{safe}-{number}" for number in count(2)))
@@ -102,12 +102,12 @@ def _unused(name: str, files: Collection[str]) -> str:
 
 
 def in_words(metric: str) -> str:
-    """A metric's name in a sentence."""
+    """Return a metric's name for use in a sentence."""
     return metric.replace("_", " ").replace("roc auc", "ROC-AUC")
 
 
 def epsilon_lines(run: RunDirectory) -> dict[str, Line]:
-    """ε against rounds; of record-level ε both the largest over clients and the mean."""
+    """Return ε against rounds; for record-level ε the largest over clients and the mean."""
     lines: dict[str, Line] = {}
     for basis in ("published", "provable"):
         largest, mean = (run.series(f"epsilon_{basis}{end}") for end in ("", "_mean"))
@@ -130,16 +130,18 @@ def draw_comparison(
     against: Mapping[str, Sequence[Line]] | None = None,
     log: bool = False,
 ) -> Path:
-    """Mean line and band of one sample standard deviation, at rounds that all runs measured.
+    """Draw for each group a mean line and a band of one sample standard deviation.
+
+    Only rounds that all runs of a group measured are drawn.
 
     Parameters
     ----------
     groups : Mapping[str, Sequence[Line]]
-        For each group its runs as (rounds, values).
+        The runs of each group, as (rounds, values).
     against : Mapping[str, Sequence[Line]], optional
-        The same for the horizontal axis, where that is not the round; the mean over runs is drawn.
+        The same for the horizontal axis if that is not the round; the mean over runs is drawn.
     log : bool
-        Whether the vertical axis is logarithmic.
+        Use a logarithmic vertical axis.
     """
     figure, axes = _canvas(title, xlabel, ylabel)
     faint = 0.15 if len(groups) <= 6 else 0.05
@@ -162,7 +164,7 @@ def draw_comparison(
         table += [(label, *row) for row in np.column_stack([x, mean, deviation]).tolist()]
     if log:
         axes.set_yscale("log")
-    if len(groups) > 6:  # they would hide what they explain
+    if len(groups) > 6:  # inside the axes, the legend would hide the lines
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
     elif table:
         axes.legend(frameon=False)
@@ -170,7 +172,7 @@ def draw_comparison(
 
 
 def cumulative(line: Line, *, scale: float = 1.0) -> Line:
-    """Sums up to each round."""
+    """Return the sums up to each round."""
     return line[0], (np.cumsum(line[1]) * scale).tolist()
 
 
@@ -184,7 +186,7 @@ def draw_lines(
     xlabel: str = "round",
     log: bool = False,
 ) -> Path:
-    """One line for each label; returns the path of the SVG."""
+    """Draw one line for each label; return the path of the SVG."""
     figure, axes = _canvas(title, xlabel, ylabel)
     for number, (label, (x, y)) in enumerate(lines.items()):
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
@@ -200,14 +202,14 @@ def draw_lines(
 
 
 def _marker(x: Sequence[float] | np.ndarray) -> str:
-    """A line through one point shows nothing: that point is a dot."""
+    """Return a dot for a single point, because a line through one point is invisible."""
     return "o" if len(x) == 1 else ""
 
 
 def _histogram(
     folder: Path, name: str, title: str, xlabel: str, scores: Sequence[tuple[float, float]]
 ) -> None:
-    """How many clients have which score, from (partition, score) of each."""
+    """Draw how many clients have which score, from each client's (partition, score)."""
     figure, axes = _canvas(title, xlabel, "clients")
     values = [score for _, score in scores]
     bins = np.linspace(min(0.0, *values), max(1.0, *values), 21)
@@ -220,7 +222,7 @@ def _histogram(
 
 
 def _user_records(folder: Path, name: str, title: str, held: np.ndarray) -> None:
-    """Users from left to right, their records in the silos on top of one another."""
+    """Draw users from left to right, with their records stacked by silo."""
     figure, axes = _canvas(title, "user", "records")
     silos, users = held.shape
     edges, base = np.arange(users + 1) - 0.5, np.zeros(users)
@@ -252,10 +254,10 @@ def draw_roc(
     epsilon: float,
     delta: float,
 ) -> Path:
-    """Rates of an attack by its scores in two worlds, over the region that (ε, δ) allows.
+    """Draw the rates of an attack over the region that (ε, δ) allows; return the SVG's path.
 
-    The attack's curve is that of the trials, without its uncertainty: it may leave the region by
-    chance, which the bounds beside it account for.
+    The curve shows the trials without their uncertainty, so it may leave the region by chance. The
+    bounds reported beside it account for that.
     """
     thresholds = np.unique(np.concatenate([without, present]))
     rates = [
@@ -300,7 +302,7 @@ def _save(
     rows: Sequence[Sequence[object]],
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    if figure.legends:  # beside the axes: how much room that takes is measured, which takes long
+    if figure.legends:  # a legend beside the axes: measuring its room takes long
         figure.set_layout_engine("constrained")
     else:
         figure.subplots_adjust(left=0.13, right=0.97, bottom=0.16, top=0.87)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, that only their user reads, and that one run alone writes."""
+"""Files that are written whole, read by their user alone, and locked by one run at a time."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from flower_ext.errors import FlowerExtError
 
 
 class InUse(FlowerExtError, RuntimeError):
-    """Another run holds the lock."""
+    """Another run holds the lock of this directory."""
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool = True) -> None:
-    """Replace a file: whatever happens, the old or the new content is there.
+    """Replace a file; whatever happens, it has either the old or the new content.
 
     Parameters
     ----------
     sync : bool
-        Whether the new content must outlive the machine's power, not only this process.
+        Make the new content survive a power failure, not only a crash of this process.
     private : bool
-        Mode 0600, else as the user's umask has it.
+        Mode 0600; otherwise the user's umask applies.
 
     Raises
     ------
     OSError
-        It could not be written, and the old content is still there; the message names the file.
+        The file could not be written and keeps its old content; the message names it.
     """
     draft = path.with_name(f".{path.name}.draft")
     try:
@@ -46,7 +46,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 def write_rows(
     path: Path, header: Sequence[object], rows: Iterable[Sequence[object]], **options: bool
 ) -> None:
-    """Write a CSV file, as `write_whole` does."""
+    """Write a CSV file as `write_whole` does."""
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(header)
@@ -55,12 +55,12 @@ def write_rows(
 
 
 def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = True) -> None:
-    """Add a line to a file. A crash may tear this line, none before it.
+    """Append a line to a file. A crash may tear this line, but no earlier one.
 
     Raises
     ------
     OSError
-        It could not be written; the message names the file.
+        The file could not be written; the message names it.
     """
     try:
         _write(path, line + b"\n", os.O_APPEND, sync, private)
@@ -69,13 +69,13 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, private: bool = T
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Lines of a file; a last one that a crash has torn is left out. None where it is missing."""
+    """Return the lines of a file, without a last line that a crash tore; empty if it is missing."""
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make what was written to a file, or into a folder, outlive the machine's power."""
+    """Make what was written to a file, or into a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,12 +84,14 @@ def sync_to_disk(path: Path) -> None:
 
 
 def lock(path: Path) -> IO[bytes]:
-    """Take a lock that ends when the returned file is closed, at the latest with this process.
+    """Take a lock, which the caller releases by closing the returned file.
+
+    The lock ends at the latest with this process.
 
     Raises
     ------
     InUse
-        Somebody else has it.
+        Another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     stream = os.fdopen(descriptor, "r+b")
@@ -98,13 +100,13 @@ def lock(path: Path) -> IO[bytes]:
     except BlockingIOError:
         stream.close()
         raise InUse(
-            f"{path.parent} is in use by another run: wait for its end, or name another directory"
+            f"{path.parent} is in use by another run: wait until it ends, or name another directory"
         ) from None
     return stream
 
 
 def not_written(path: Path, error: OSError) -> OSError:
-    """The same error, saying which file it was."""
+    """Return the same error with the name of the file in its message."""
     return type(error)(error.errno, f"{error.strerror or error}: cannot be written", str(path))
 
 

@@ -1,7 +1,7 @@
-"""Markdown with tables and figures, and the same as one HTML page that needs no other file.
+"""Pages: Markdown with tables and figures, and the same as one self-contained HTML file.
 
-In HTML a part under a heading of the fourth level is folded, figures that follow one another are a
-grid, and wide tables scroll inside the page. It is dark where its reader's system is.
+In HTML, a part under a heading of the fourth level is folded, consecutive figures form a grid, and
+wide tables scroll inside the page. The page follows the reader's dark or light system setting.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ code { background: var(--code); padding: 0.1em 0.3em; }
 
 
 class Markup(str):
-    """Text that is Markdown, and stays so in a `table`."""
+    """Text that already is Markdown; `table` does not escape it."""
 
 
 def write_page(folder: Path, name: str, text: str, *, title: str) -> Path:
-    """Write a report as Markdown and as HTML; returns the HTML's path."""
+    """Write a report as Markdown and as HTML; return the path of the HTML."""
     write_whole(folder / f"{name}.md", (text + "\n").encode(), sync=False)
     path = folder / f"{name}.html"
     write_whole(path, to_html(text, title=title, folder=folder).encode(), sync=False)
@@ -52,8 +52,8 @@ def write_page(folder: Path, name: str, text: str, *, title: str) -> Path:
 
 
 def to_html(text: str, *, title: str, folder: Path) -> str:
-    """A Markdown report as one HTML page: no markup passes, SVG figures are put inside."""
-    from markdown_it import MarkdownIt  # 60 modules, of which no client has any use
+    """Convert a Markdown report to one HTML page with inline SVG figures; raw HTML is escaped."""
+    from markdown_it import MarkdownIt  # imports 60 modules, which clients do not need
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<th>", '<th scope="col">')
@@ -89,12 +89,12 @@ def _grid(match: re.Match[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as Markdown that shows it, and no link, image, emphasis or markup in it."""
+    """Return text as Markdown that shows it literally: no link, image, emphasis or markup."""
     return re.sub(r"([\\`*\[\]<&])", r"\\\1", text)
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; what is in it is shown as it is, but for `Markup`."""
+    """Return a Markdown table; all cells but `Markup` are shown literally."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

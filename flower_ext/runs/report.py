@@ -1,7 +1,7 @@
 """The report of a run: ``report.md``, and ``report.html`` with the figures inside.
 
-What a reader wants first comes first: how well the clients' models do and which ε is proved; then
-figures; then what each guarantee rests on, the papers' claims after what is provable.
+The report begins with the results: the quality of the clients' models and the proved ε. Figures
+follow, then the basis of each guarantee; the papers' claims come after the provable guarantees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flower_ext.runs.scores import lower_is_better
 
 
 def write_report(run: RunDirectory) -> Path:
-    """Write ``report.md`` and ``report.html`` into the run directory; returns the HTML's path."""
+    """Write ``report.md`` and ``report.html`` into the run directory; return the HTML's path."""
     figures = draw_figures(run, run.path / "figures")
     return write_page(run.path, "report", "\n\n".join(_sections(run, figures)), title=_title(run))
 
@@ -48,13 +48,13 @@ def _sections(run: RunDirectory, figures: dict[str, str]) -> list[str]:
 
 
 def _state(run: RunDirectory) -> list[str]:
-    """How the run ended, where that is not at its end."""
+    """Return lines on how the run ended, if it did not complete, and where it was resumed."""
     facts = run.facts
     lines = []
     if facts["status"] != "completed":
         reason = f": {escaped(facts['reason'])}" if facts.get("reason") else ""
         if facts["status"] == "running":
-            reason = ", or was ended before it could say so"
+            reason = ", or ended without recording its status"
         lines.append(f"> **This run is {facts['status']}**{reason}")
     if later := [str(start["after_round"]) for start in facts.get("starts", [])[1:]]:
         lines.append(f"Resumed after round {', '.join(later)}.")
@@ -64,7 +64,7 @@ def _state(run: RunDirectory) -> list[str]:
 
 
 def _verdict(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
-    """One sentence on the models, one on privacy."""
+    """Return a sentence on the models and one on privacy."""
     said = []
     for name, scores in _by_quality(run).items():
         spread = summarize(scores, lower_is_better=lower_is_better(name))
@@ -79,16 +79,16 @@ def _verdict(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
     if provable:
         first = provable[0]
         proved = "; ".join(
-            f"**ε = {epsilon_text(each.epsilon)}** against who sees {each.view.sees}"
+            f"**ε = {epsilon_text(each.epsilon)}** against an adversary who sees {each.view.sees}"
             + _only_if(each)
             for each in provable
         )
         lines.append(
             f"Proved for one {first.unit.value}, at δ = {first.delta:.3g}: {proved}. Each holds "
-            "with the assumptions below."
+            "under the assumptions below."
         )
     elif guarantees:
-        lines.append("**No ε is proved for this run**: why is below.")
+        lines.append("**No ε is proved for this run**; the reasons are below.")
     if warning := next((each.large_delta for each in provable if each.large_delta), None):
         lines.append(f"> {warning}")
     return lines
@@ -123,7 +123,7 @@ def _scores(run: RunDirectory) -> list[str]:
 
 
 def _behind(run: RunDirectory) -> str | None:
-    """That the scores are of an earlier model than the last, where they are."""
+    """Return a note if the scores belong to an earlier model than the last, else None."""
     evaluated, _ = run.series("evaluation_messages")
     last = max((row["round"] for row in run.metrics()), default=0)
     if not evaluated or evaluated[-1] == last:
@@ -135,7 +135,7 @@ def _behind(run: RunDirectory) -> str | None:
 
 
 def pooled_accuracy(run: RunDirectory) -> float | None:
-    """Accuracy over all test examples of all clients, where their numbers are known."""
+    """Return the accuracy over all clients' test examples; None if their numbers are unknown."""
     rows = run.client_metrics()
     if not rows or not all({"accuracy", "num-examples"} <= set(row) for row in rows):
         return None
@@ -147,8 +147,8 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
     finished = run.facts["status"] in ("completed", "budget-exhausted")
     if not guarantees and (run.ledger_path.exists() or not finished):
         return [
-            "**No guarantee was recorded**: the run has not come to where it is written. What "
-            "clients were asked for, or the ledger reserved, is spent all the same.",
+            "**No guarantee was recorded**: the run ended before it could be written. All that "
+            "clients were asked for, or that the ledger reserved, is spent nevertheless.",
             *_ledger(run),
         ]
     if not guarantees:
@@ -168,7 +168,7 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
     ]
     parts = [
         table(list(rows[0]), [list(row.values()) for row in rows]),
-        "Sign the line whose adversary is yours, and only if its conditions and assumptions hold.",
+        "Rely on the line whose adversary is yours, if its conditions and assumptions hold.",
     ]
     if not finished:
         parts.insert(0, _until(run))
@@ -180,14 +180,15 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
         )
     if (spent := _spent_beyond(run, guarantees)) is not None:
         parts.append(
-            f"> **The ledger holds more than this table**: what it reserved makes ε = "
-            f"{epsilon_text(spent)} for who sees released models. The lines above may be too "
-            "small: the run was resumed, or ended between a reservation and its release."
+            f"> **The ledger holds more than this table**: what it reserved gives ε = "
+            f"{epsilon_text(spent)} against an adversary who sees the released models. The lines "
+            "above may be too small, because the run was resumed, or ended between a reservation "
+            "and its release."
         )
     if (lacking := _lacking(run)) > 0:
         parts.append(
             f"> **The ledger lacks {lacking} of the releases that this run made**: lines are "
-            "missing, so that no budget can rest on it."
+            "missing, so no budget can rely on it."
         )
     for g in guarantees:
         parts.append(f"#### {g.basis.capitalize()}, {g.view.value}: {g.source}")
@@ -201,21 +202,21 @@ def _privacy(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
 
 
 def _until(run: RunDirectory) -> str:
-    """What the guarantees of a run that did not come to its end speak of."""
+    """Return which rounds the guarantees of an unfinished run cover."""
     failed = run.facts["status"] == "failed"
     if failed and run.facts.get("accounted"):
         return "This run failed: the guarantee covers what clients had been asked for until then."
     with_epsilon = (row for row in run.metrics() if any(n.startswith("epsilon_") for n in row))
     written = max((row["round"] for row in with_epsilon), default=0)
     return (
-        f"> **This run {'failed' if failed else 'has no end yet'}**: the lines below were written "
-        f"after round {written:.0f}, or when it was last resumed; later rounds are in none. "
-        "Resume the run, if only up to the rounds that it has, to account for all."
+        f"> **This run {'failed' if failed else 'has not ended'}**: the lines below were written "
+        f"after round {written:.0f}, or when the run was last resumed; they omit later rounds. "
+        "To account for all rounds, resume the run, if only up to the rounds that it already has."
     )
 
 
 def _lacking(run: RunDirectory) -> int:
-    """How many rounds that asked clients to train are not on the ledger, where there is one."""
+    """Return the number of rounds that asked clients to train but are not on the ledger."""
     if not run.ledger_path.exists():
         return 0
     made = [row for row in run.metrics() if row.get("messages", 0) > 0]
@@ -224,7 +225,7 @@ def _lacking(run: RunDirectory) -> int:
 
 
 def _spent_beyond(run: RunDirectory, guarantees: list[Guarantee]) -> float | None:
-    """ε of everything on the ledger, where that is more than the guarantees state."""
+    """Return ε of everything on the ledger if it exceeds the stated guarantees, else None."""
     releases = Counter(
         Release.from_dict(entry["release"]) for entry in run.ledger() if entry["kind"] == "reserve"
     )
@@ -257,10 +258,10 @@ def _ledger(run: RunDirectory) -> list[str]:
 
 
 def _missing(rows: list[dict[str, Any]]) -> str:
-    """Which partitions were asked in vain, and the last line of what was refused."""
+    """Return a table of the partitions that did not answer, with the last line of each refusal."""
     said = [[refusal.strip().splitlines()[-1][:200] for refusal in row["refusals"]] for row in rows]
     return table(
-        ("round", "asked to", "partitions", "why, where anything came"),
+        ("round", "asked to", "partitions", "reasons, where a reply came"),
         [
             (row["round"], row["kind"], ", ".join(map(str, row["partitions"])), "; ".join(why))
             for row, why in zip(rows, said, strict=True)

@@ -1,4 +1,4 @@
-"""What clients' metrics are scores of their models, and which way each is good."""
+"""Scores of models among clients' metrics, and the direction in which each is better."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 
 
 def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:
-    """Metrics that more than half of the clients report; the others have no say in what is one."""
+    """Return the metrics that more than half of the clients report; rarer names are ignored."""
     everyone = list(by_client)
     reported = Counter(name for metrics in everyone for name in metrics)
     return {name for name, count in reported.items() if 2 * count > len(everyone)}
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric is a loss."""
+    """Return True for a metric that is a loss."""
     return metric.endswith("loss")

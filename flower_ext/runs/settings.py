@@ -1,6 +1,6 @@
-"""Settings of a run configuration, each read as one type: the words "false" and "2" are refused.
+"""Readers of settings: each accepts one type, so the words "false" and "2" are refused.
 
-Every reader raises `UnfitSetting` where the value is something else.
+Every reader raises `UnfitSetting` for a value of another type.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from flower_ext.errors import InvalidValue
 Word = TypeVar("Word", bound=str)
 
 PATHS = ("run-directory", "data-folder", "state-folder")
-"""Settings that say where things are."""
+"""Settings that name places."""
 
 INCIDENTAL = frozenset({*PATHS, "resume", "connect-timeout", "round-timeout", "trackers"})
-"""Settings that say where things go and how long to wait: no result depends on them."""
+"""Settings of places and waiting times, on which no result depends."""
 
 
 class UnfitSetting(InvalidValue):
-    """A setting is not what the app expects; the message says what that is."""
+    """A setting has a value that the app cannot use; the message says what it expects."""
 
 
 def flag(config: Mapping[str, Any], name: str) -> bool:
-    """True or false."""
+    """Read true or false."""
     return bool(_read(config, name, lambda value: isinstance(value, bool), "true or false"))
 
 
 def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -> int:
-    """An integer, not below ``least``."""
+    """Read an integer that is not below ``least``."""
 
     def fits(value: Any) -> bool:
         return _is_a(value, int) and (least is None or value >= least)
@@ -40,7 +40,7 @@ def integer(config: Mapping[str, Any], name: str, *, least: int | None = None) -
 
 
 def number(config: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
-    """A number, with or without a decimal point, that is above ``above``."""
+    """Read a number, with or without a decimal point, that is above ``above``."""
 
     def fits(value: Any) -> bool:
         return _is_a(value, int | float) and (above is None or value > above)
@@ -50,12 +50,12 @@ def number(config: Mapping[str, Any], name: str, *, above: float | None = None) 
 
 
 def text(config: Mapping[str, Any], name: str) -> str:
-    """A text, which may be empty."""
+    """Read a text, which may be empty."""
     return str(_read(config, name, lambda value: isinstance(value, str), "a text"))
 
 
 def absolute_path(config: Mapping[str, Any], name: str) -> Path | None:
-    """A path that is the same in every process; None where the text is empty."""
+    """Read a path that is the same in every process; None if the text is empty."""
     if not (named := text(config, name)):
         return None
     path = Path(named).expanduser()
@@ -65,7 +65,7 @@ def absolute_path(config: Mapping[str, Any], name: str) -> Path | None:
 
 
 def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Integers with commas between them; None where the text is empty."""
+    """Read integers separated by commas; None if the text is empty."""
 
     def fits(value: Any) -> bool:
         parts = value.split(",") if isinstance(value, str) else ["none"]
@@ -76,13 +76,13 @@ def integers(config: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
 
 
 def words(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Words with commas between them; none where the text is empty, or the app has no such one."""
+    """Read words separated by commas; empty if the text is, or if the app has no such setting."""
     listed = text({name: "", **config}, name)
     return tuple(word.strip() for word in listed.split(",")) if listed.strip() else ()
 
 
 def choice(config: Mapping[str, Any], name: str, allowed: Sequence[Word]) -> Word:
-    """One of some words; the message of the error lists them."""
+    """Read one of the ``allowed`` words; the error lists them."""
     expected = f"one of {', '.join(allowed)}"
     word: Word = _read(config, name, lambda value: value in allowed, expected)
     return word
@@ -104,14 +104,15 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def num_nodes(config: Mapping[str, Any]) -> int | None:
-    """Return the number of nodes that an app's settings ask for; None where they do not say.
+    """Return the number of nodes that an app's settings ask for; None if they do not say.
 
-    With ``clients-per-node=0``, which leaves the choice to ``flower-ext run``, each is one client.
+    ``clients-per-node=0`` leaves the choice to ``flower-ext run``; each node then counts as one
+    client.
 
     Raises
     ------
     UnfitSetting
-        They are no numbers, or no node has a whole number of clients.
+        A setting is not a number, or the nodes would not have a whole number of clients each.
     """
     setting = clients_setting(config)
     if setting is None:
@@ -127,5 +128,5 @@ def num_nodes(config: Mapping[str, Any]) -> int | None:
 
 
 def clients_setting(config: Mapping[str, Any]) -> str | None:
-    """Which of an app's settings says how many clients there are; None where none does."""
+    """Return the name of the setting that gives the number of clients; None if there is none."""
     return next((name for name in ("clients", "num-silos") if name in config), None)

@@ -1,8 +1,8 @@
 """Trackers: callbacks that copy a run to TensorBoard, MLflow, or Weights & Biases.
 
-Each logs the settings once, every number of every round (scores, traffic, ε and δ), and at the end
-the guarantees in words and the report. Without further settings all of it stays on this machine,
-in the run directory; the variables of MLflow and W&B send it elsewhere.
+Each logs the settings once, then every number of every round (scores, traffic, ε and δ), and at
+the end the guarantees in words and the report. By default everything stays on this machine, in the
+run directory. The environment variables of MLflow and W&B can send it elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ TENSORBOARD = "torch.utils.tensorboard"
 class TensorBoard(Callback):
     """Write event files to ``tensorboard/`` in the run directory.
 
-    Look at them with ``tensorboard --logdir RUN/tensorboard``, or at all runs with ``--logdir
-    runs``.
+    View them with ``tensorboard --logdir RUN/tensorboard``, or all runs with ``--logdir runs``.
     """
 
     def __init__(self) -> None:
@@ -36,8 +35,8 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Write one point a metric; the first round of a resumed run hides what came after it."""
-        again = "cohort" in row  # else it adds scores to a round that is there
+        """Write one point per metric; after a resume, the first point hides the ones it repeats."""
+        again = "cohort" in row  # otherwise the row adds scores to a round that was already written
         first_new = server_round if again else server_round + 1
         writer = self._writer_of(run, purge_step=first_new if run.resumed else None)
         for name, value in row.items():
@@ -45,7 +44,7 @@ class TensorBoard(Callback):
         writer.flush()
 
     def end(self, run: RunDirectory) -> None:
-        """Write how the run ended, with its guarantees, as a text."""
+        """Write a text on how the run ended, with its guarantees."""
         writer = self._writer_of(run, purge_step=None)
         writer.add_text("outcome", _outcome(run))
         writer.close()
@@ -64,9 +63,9 @@ class TensorBoard(Callback):
 class MLflow(Callback):
     """Write to MLflow: to ``mlflow/`` in the run directory, or to ``MLFLOW_TRACKING_URI``.
 
-    Look at a local one with ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow/mlflow.db``, which
-    takes the whole of MLflow. The experiment is ``flower_ext``, or ``MLFLOW_EXPERIMENT_NAME``. A
-    run that is resumed goes on as the same MLflow run.
+    View a local one with ``mlflow ui --backend-store-uri sqlite:///RUN/mlflow/mlflow.db``, which
+    needs the full MLflow package. The experiment is ``flower_ext``, or ``MLFLOW_EXPERIMENT_NAME``.
+    A resumed run continues the same MLflow run.
     """
 
     _TAG = "flower_ext.run"
@@ -78,11 +77,11 @@ class MLflow(Callback):
         self._id = ""
 
     def begin(self, run: RunDirectory) -> None:
-        """Find the run of an earlier start, or make one and log the settings."""
+        """Find the MLflow run of an earlier start, or create one and log the settings."""
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
             folder = _folder(run, "mlflow")
-            getLogger("mlflow.store.db.utils").setLevel("WARNING")  # its making of tables
+            getLogger("mlflow.store.db.utils").setLevel("WARNING")  # while it makes tables
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
         client = self._library.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "flower_ext")
@@ -104,7 +103,7 @@ class MLflow(Callback):
         self._client = client
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Log one point a metric, in one request."""
+        """Log one point per metric, in one request."""
         if self._client is None:
             return
         now = int(time.time() * 1000)
@@ -113,7 +112,7 @@ class MLflow(Callback):
         self._client.log_batch(self._id, metrics=points)
 
     def end(self, run: RunDirectory) -> None:
-        """Log guarantees and report as artifacts, and the status."""
+        """Log the guarantees and the report as artifacts, then the status."""
         if self._client is None:
             return
         self._client.log_text(self._id, _outcome(run), "outcome.md")
@@ -127,9 +126,9 @@ class MLflow(Callback):
 class WandB(Callback):
     """Write to Weights & Biases: to ``wandb/`` in the run directory, offline.
 
-    ``WANDB_MODE=online`` sends everything to their servers while the run goes on, un-noised scores
-    of clients included; ``wandb sync RUN/wandb/offline-run-…`` does so afterwards. The project is
-    ``flower_ext``, or ``WANDB_PROJECT``. A run that is resumed goes on under the same id.
+    ``WANDB_MODE=online`` sends everything to their servers while the run goes on, including
+    clients' un-noised scores; ``wandb sync RUN/wandb/offline-run-…`` does so afterwards. The
+    project is ``flower_ext``, or ``WANDB_PROJECT``. A resumed run continues under the same id.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,7 @@ class WandB(Callback):
         self._run: Any = None
 
     def begin(self, run: RunDirectory) -> None:
-        """Begin a run of W&B, or go on with it, without reading code or hardware."""
+        """Begin or continue a W&B run, without reading code or hardware."""
         _folder(run, "wandb")
         self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT", "flower_ext"),
@@ -162,19 +161,19 @@ class WandB(Callback):
         self._run.define_metric("*", step_metric="round")
 
     def round(self, run: RunDirectory, server_round: int, row: Mapping[str, float]) -> None:
-        """Log the row; ``round`` is the axis, since a round may come again."""
+        """Log the row, with ``round`` as the axis because a round may be repeated."""
         if self._run is not None:
             self._run.log({"round": server_round, **row})
 
     def end(self, run: RunDirectory) -> None:
-        """Keep guarantees and report with the run, and finish it."""
+        """Copy the guarantees and the report into the W&B run, and finish it."""
         if self._run is None:
             return
         facts = {"status": run.facts["status"], "outcome": _outcome(run)}
         self._run.summary.update(facts)
         for name in ("guarantee.json", "report.html"):
             if (run.path / name).is_file():
-                shutil.copy(run.path / name, self._run.dir)  # it belongs to the run then
+                shutil.copy(run.path / name, self._run.dir)  # so that W&B keeps them
         self._run.finish(exit_code=int(run.facts["status"] == "failed"))
 
 
@@ -183,7 +182,7 @@ TRACKERS: Mapping[str, type[Callback]] = {
     "mlflow": MLflow,
     "wandb": WandB,
 }
-"""Trackers by the names that the setting ``trackers`` takes."""
+"""Trackers by the names that the setting ``trackers`` accepts."""
 
 
 def callbacks_of(given: Iterable[str | Callback]) -> list[Callback]:
@@ -192,7 +191,7 @@ def callbacks_of(given: Iterable[str | Callback]) -> list[Callback]:
     Raises
     ------
     InvalidValue
-        A name is none of a tracker, or its library is not installed.
+        A name is not a tracker's, or the tracker's library is not installed.
     """
     made = []
     for one in given:
@@ -216,7 +215,7 @@ def _library(module: str, extra: str) -> Any:
 
 
 def _folder(run: RunDirectory, name: str) -> Path:
-    """Make a folder in the run directory that only its user reads."""
+    """Make a folder in the run directory that only its user may read."""
     folder = run.path / name
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder

@@ -78,8 +78,10 @@ class PairKeys:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of all public keys, the server's among them; equal at all silos unless
-        somebody swapped one."""
+        """Short hash of all public keys, including the server's.
+
+        It is equal at all silos unless somebody swapped a key.
+        """
         return self._fingerprint
 
     def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:
@@ -161,6 +163,20 @@ class PairKeys:
         inverses = invert_all(below, modulus)
         return [x * y % modulus for x, y in zip(above, inverses, strict=True)]
 
+    def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
+        """Return a key for each other silo, and True where its stream is to be taken away.
+
+        Both silos of a pair hold the key; one adds the stream and the other takes it away.
+
+        Raises
+        ------
+        ProtocolError
+            As `additive_masks`.
+        """
+        return [
+            (key, self._index > other) for other, key in self._drawn_keys(purpose, round_number)
+        ]
+
     def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
         """Encrypt for one silo (ChaCha20-Poly1305); bound to sender, receiver, run and purpose."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -188,13 +204,19 @@ class PairKeys:
     def _pads(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[tuple[int, list[mpz]]]:
+        return [
+            (other, uniform_residues(key, count, modulus))
+            for other, key in self._drawn_keys(purpose, round_number)
+        ]
+
+    def _drawn_keys(self, purpose: str, round_number: int) -> list[tuple[int, bytes]]:
         if not self._keys:
             raise ProtocolError("masks are drawn after the public keys of all silos arrived")
         if (purpose, round_number) in self._used:
             raise ProtocolError(f"masks for {purpose!r} of round {round_number} were drawn before")
         self._used.add((purpose, round_number))
         return [
-            (other, uniform_residues(derive(key, "mask", purpose, round_number), count, modulus))
+            (other, derive(key, "mask", purpose, round_number))
             for other, key in sorted(self._keys.items())
         ]
 

@@ -83,7 +83,7 @@ __all__ = [
     "trains_apart",
 ]
 
-products_are_reproducible()  # takes effect before MKL's first call alone
+products_are_reproducible()  # must run before MKL's first call
 
 if not TYPE_CHECKING:  # so that type checkers refuse it
     __getattr__ = former_names(__name__, {"pilot_run": "flower_ext.algorithms.ditto.pilot_run"})

@@ -1,8 +1,8 @@
-"""A model factory of which the parts that nobody trains are built once and shared.
+"""Blueprints: model factories whose frozen parts are built once and shared.
 
-Pretrained weights take longer to load than a small part of them takes to train. What is frozen is
-no part of the parameters that train, travel and are kept (`Params`): each node has its own from its
-own factory, and `Blueprint.fingerprint` tells whether two nodes have the same.
+Pretrained weights take longer to load than a small part of them takes to train. Frozen tensors are
+not among the parameters that train, travel and are stored (`Params`). Each node takes them from its
+own factory, and `Blueprint.fingerprint` shows whether two nodes have the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MENDS = {
     torch.complex64: _PARTS,
     torch.complex128: _PARTS,
 }
-"""Types that cannot travel, and what to do."""
+"""Types that cannot travel, with the remedy for each."""
 
 
 class _Facts(NamedTuple):
-    """The frozen part of a model, the parts that travel, and a model that others take parts of.
+    """Frozen and travelling tensors of a model, and a template whose frozen parts models share.
 
     Of tied parameters the first one travels.
     """
@@ -42,21 +42,22 @@ class _Facts(NamedTuple):
 
 
 class Blueprint:
-    """Builds modules of one architecture; those that have frozen parts share them.
+    """Factory of modules of one architecture, which share their frozen parts.
 
     Parameters
     ----------
     factory : Callable[[], nn.Module]
-        Builds a model. Where it draws random numbers, it does so from torch's own generator.
+        Builds a model. Its random numbers must come from torch's own generator.
     trainable : Sequence[str], optional
-        Names of the modules and parameters that train, where ``*`` stands for any part; all
-        others are frozen. None leaves it to each parameter's ``requires_grad``.
+        Names of the modules and parameters that train, in which ``*`` stands for any part; all
+        others are frozen. With None each parameter's ``requires_grad`` decides.
 
     Raises
     ------
     ValueError
-        A name of ``trainable`` is none of the model's, all parameters are frozen, or what travels
-        is of a type that cannot (bfloat16, complex numbers); once a model is built.
+        When a model is first built: a name of ``trainable`` matches nothing in the model, all
+        parameters are frozen, or a travelling tensor has a type that cannot travel (bfloat16,
+        complex numbers).
     """
 
     def __init__(
@@ -66,23 +67,23 @@ class Blueprint:
         self._last: tuple[int, Params] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be the one blueprint of the factory again in a process that knows it: see `blueprint`."""
+        """Unpickle to the receiving process's one blueprint of the factory; see `blueprint`."""
         return _known_again, (self.factory, self.trainable, vars(self))
 
     def __call__(self) -> nn.Module:
-        """Return a model of one's own: only frozen parameters are those of others, too."""
+        """Return an independent model; only frozen parameters are shared with other models."""
         template = self._facts.template
         if template is None:
             return self._built()
-        # Not the buffers: a model in training mode may write into them.
+        # Buffers are copied, because a model in training mode may write into them.
         weights = [p for p in template.parameters() if not p.requires_grad]
         return deepcopy(template, {id(weight): weight for weight in weights})
 
     def initial(self, seed: int) -> Params:
-        """Return the parts of a fresh model that travel: trained parameters, and buffers."""
+        """Return the travelling tensors of a fresh model: trained parameters, and buffers."""
         if self._facts.template is None:
             return self._initial(seed)
-        if self._last is None or self._last[0] != seed:  # a pretrained model is slow to load
+        if self._last is None or self._last[0] != seed:  # a pretrained model loads slowly
             self._last = seed, self._initial(seed)
         return clone(self._last[1])
 
@@ -92,7 +93,7 @@ class Blueprint:
         return clone({name: state[name] for name in self.travelling})
 
     def like_initial(self, seed: int) -> Params:
-        """As `initial`, but for trials: a model that may take long to build is not built anew."""
+        """Return parameters for trials, like `initial` but without building a slow model anew."""
         template = self._facts.template
         if template is None:
             return self.initial(seed)
@@ -102,17 +103,17 @@ class Blueprint:
 
     @property
     def travelling(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shapes and types of all that travels, by name."""
+        """Shapes and types of all travelling tensors, by name."""
         return self._facts.travelling
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
-        """All that neither trains nor travels, by name: not to be changed."""
+        """All tensors that neither train nor travel, by name; the caller must not change them."""
         return self._facts.frozen
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of names, types, shapes and values of what is frozen; empty where nothing is."""
+        """Digest of the frozen tensors' names, types, shapes and values; empty without any."""
         return digest(self.frozen)[:16] if self.frozen else ""
 
     @cached_property
@@ -141,10 +142,10 @@ class Blueprint:
         for name, (_, dtype) in travelling.items():
             if mend := _MENDS.get(dtype):
                 raise InvalidValue(
-                    f"{name!r} is of type {dtype}, in which nothing is sent or noised: expected "
-                    f"float32 or float64; {mend}. What is frozen may be of any type"
+                    f"{name!r} has type {dtype}, which can be neither sent nor noised: expected "
+                    f"float32 or float64; {mend}. Frozen tensors may have any type"
                 )
-        # Buffers that do not travel are drawn once, as what is frozen is: each model has a copy.
+        # Buffers that do not travel are drawn once, like frozen tensors; each model has a copy.
         constant = frozen or any(name not in state for name, _ in model.named_buffers())
         return _Facts(frozen, travelling, model if constant else None)
 
@@ -163,7 +164,7 @@ def _known_again(
     trainable: tuple[str, ...] | None,
     found_out: Mapping[str, Any],
 ) -> Blueprint:
-    """Return a blueprint that was sent, with what is not yet known of it here."""
+    """Return the blueprint of this process, extended by the facts that came with a message."""
     known = blueprint(factory, trainable)
     for name, value in found_out.items():
         if vars(known).get(name) is None:
@@ -182,9 +183,9 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return a model in training mode, but for statistics that belong to frozen layers.
+    """Switch a model to training mode, except for statistics of frozen layers, and return it.
 
-    Gradients of embeddings are as dense as all others, with which they are added up.
+    Gradients of embeddings become dense, because they are added to dense gradients.
     """
     model.train()
     for module in model.modules():
@@ -196,7 +197,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Return True if the buffers of a module are constants, as its parameters are."""
+    """Return True if a module's buffers are constants, because its parameters are frozen."""
     parameters = [*module.parameters(recurse=False)]
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
@@ -204,10 +205,10 @@ def is_frozen(module: nn.Module) -> bool:
 def blueprint(
     factory: Callable[[], nn.Module], trainable: tuple[str, ...] | None = None
 ) -> Blueprint:
-    """Return the one blueprint of a factory: what is known of a model is asked for by it.
+    """Return the one blueprint of a factory, under which facts about its models are stored.
 
-    Two `functools.partial` of equal parts are one factory, and so are one method of two equal
-    objects: on Ray each message brings its own copy of them.
+    Equal `functools.partial` objects are one factory, and so is a method of equal objects: on Ray
+    each message brings its own copy of them.
     """
     if isinstance(factory, Blueprint):
         if trainable in (None, factory.trainable):
@@ -251,9 +252,9 @@ def _of_partial(
 
 @contextmanager
 def seeded(seed: int, *, devices: bool) -> Iterator[None]:
-    """Make all that torch draws by itself, as for dropout, follow from ``seed`` alone.
+    """Make all of torch's own random draws, such as dropout, depend on ``seed`` alone.
 
-    Accelerators are seeded as well if ``devices`` is true: absent ones take ten times the rest.
+    Accelerators are seeded too if ``devices`` is true; absent ones take ten times as long.
     """
     former = torch.get_rng_state()
     (torch.manual_seed if devices else torch.default_generator.manual_seed)(seed)

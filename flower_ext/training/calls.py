@@ -18,19 +18,19 @@ from flower_ext.training.task import Task
 
 
 def called(model: Callable[..., Any], x: Tree) -> Any:
-    """Return ``model(x)`` of a tensor, ``model(*x)`` of a tuple, ``model(**x)`` of a mapping."""
+    """Return ``model(x)`` for a tensor, ``model(*x)`` for a tuple, ``model(**x)`` for a mapping."""
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
 def call(model: nn.Module, params: Params, x: Tree) -> Any:
-    """Call a model with other parameters, or its own where ``params`` has none; see `called`.
+    """Call a model with ``params``; it keeps its own where they have none (see `called`).
 
     Raises
     ------
     UnlikeTypes
-        The model raises, and features are of another type than its numbers.
+        The model raises, and features have another type than its numbers.
     """
 
     def replaced(*given: Tree, **named: Tree) -> Any:
@@ -47,7 +47,7 @@ Place = tuple[dict[str, Any], str, str]
 
 
 def all_places(model: nn.Module) -> list[Place]:
-    """Return all places of parameters and buffers: the dictionary, its key, their name."""
+    """Return all places of parameters and buffers: the dictionary, its key, and the full name."""
     names = {id(p): name for name, p in (*model.named_parameters(), *model.named_buffers())}
     return [
         (tensors, leaf, names[id(tensor)])
@@ -59,16 +59,16 @@ def all_places(model: nn.Module) -> list[Place]:
 
 
 class Replaced:
-    """A model whose parameters and buffers are replaced for good, as often as it is called.
+    """A model whose parameters and buffers are replaced permanently, before any number of calls.
 
-    `torch.func.functional_call` puts the former ones back each time, which takes as long as a step
-    of a small model. Tied parameters are replaced wherever they are.
+    `torch.func.functional_call` restores the former tensors after each call, which takes as long as
+    a step of a small model. Tied parameters are replaced in all their places.
 
     Parameters
     ----------
     model : nn.Module
     places : sequence of (dict, str, str), optional
-        Where tensors belong: a module's own, by which key, and their name in the model.
+        Places of tensors: a module's dictionary, the key, and the tensor's name in the model.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[Place] | None = None) -> None:
@@ -77,14 +77,14 @@ class Replaced:
         self._params: Params = {}
 
     def by(self, params: Params) -> None:
-        """Put parameters in their places, but for those that ``params`` has not."""
+        """Put parameters in their places; names that ``params`` lacks keep their tensors."""
         self._params = params
         for tensors, leaf, name in self._places:
             if name in params:
                 tensors[leaf] = params[name]
 
     def __call__(self, x: Tree) -> Any:
-        """As `call`, with the last parameters."""
+        """Call the model with the last parameters, as `call` does."""
         try:
             return called(self.model, x)
         except RuntimeError as error:
@@ -93,26 +93,26 @@ class Replaced:
 
 
 class UnlikeTypes(InvalidValue):
-    """Features are of another type than the model's numbers."""
+    """Features have another type than the model's numbers."""
 
 
 def _tell_types(error: RuntimeError, params: Params, x: Tree) -> None:
-    """Where a model raised, name the features that are of another type than all parameters."""
+    """Name the features whose type differs from all parameters', if that may explain an error."""
     types = {p.dtype for p in params.values() if p.is_floating_point()}
     for name, leaf in trees.named("features", x) if "type" in str(error) else ():
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype not in types:
             kind = min(types, key=str)
             raise UnlikeTypes(
-                f"{name} of type {leaf.dtype}: expected {kind}, of which the model's numbers "
-                f"are; give Examples(features.to({kind}), …), or build the model with "
+                f"{name} of type {leaf.dtype}: expected {kind}, the type of the model's numbers; "
+                f"give Examples(features.to({kind}), …), or build the model with "
                 f"model.to({leaf.dtype})"
             ) from error
 
 
 def spared(task: Task, x: Tree, batched: int = 1) -> Tree:
-    """Return features that the model may write into: a copy of ``x`` where it does.
+    """Return features that the model may write into: a copy of ``x`` if the model does so.
 
-    The first ``batched`` dimensions are not those of an example.
+    The first ``batched`` dimensions do not belong to an example.
     """
     if not isinstance(x, Tensor):
         return trees.mapped(Tensor.clone, x)
@@ -127,6 +127,6 @@ def _writes(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtyp
         try:
             model = build()
             (model.to(dtype) if dtype.is_floating_point else model)(x)
-        except Exception:  # a model may ask for more than zeros; a copy does for any
+        except Exception:  # a model may refuse zeros; copying is always safe
             return True
     return x._version > 0

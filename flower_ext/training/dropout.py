@@ -1,9 +1,9 @@
-"""Dropout whose masks a batch of models draws as each of them does by itself.
+"""Dropout whose masks are the same for a model in a batch as for the model alone.
 
-PyTorch draws a mask from a generator that all models of a process share, so that a model in a batch
-would have other masks than alone; and it takes 8 ns a number. Here each training has a generator of
-its own, of which four numbers of 16 bits come at a time: p is rounded to a multiple of 2⁻¹⁶, and
-what is kept grows by the inverse of the share that this keeps.
+PyTorch draws a mask from one generator that all models of a process share, so a model in a batch
+would get other masks than alone. It also takes 8 ns per number. Here each training has its own
+generator, which yields four 16-bit numbers at a time. The probability p is therefore rounded to a
+multiple of 2⁻¹⁶, and kept values are scaled by the inverse of the rounded share.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 LEVELS = 2**16
 _LEAST = -(2**63)
 AT_A_TIME = 4
-"""Numbers of 16 bits in one of 64: so many are drawn at least."""
+"""16-bit numbers in one 64-bit draw: the least number that can be drawn."""
 
 
 class Dropout(nn.Dropout):
-    """As `nn.Dropout`; on a CPU it draws as `Draws` does, from torch's own generator."""
+    """Dropout as `nn.Dropout`; on a CPU it draws as `Draws` does, from torch's own generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keep a random part of ``x`` and scale it, in training."""
+        """Keep a random part of ``x`` and scale it, while training."""
         if not self.training or self.p == 0 or not x.is_cpu:
             return super().forward(x)
         bits = draw(words(x.numel()), torch.default_generator)[: x.numel()]
@@ -33,7 +33,7 @@ class Dropout(nn.Dropout):
 
 
 def own_dropout(model: nn.Module) -> nn.Module:
-    """Return ``model`` itself, each `nn.Dropout` of it a `Dropout` from now on."""
+    """Turn each `nn.Dropout` of ``model`` into a `Dropout`, and return ``model`` itself."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = Dropout
@@ -41,14 +41,14 @@ def own_dropout(model: nn.Module) -> nn.Module:
 
 
 class Draws:
-    """What K trainings draw in one step, each from a generator of its own.
+    """Random draws of K trainings in one step, each from its own generator.
 
     Parameters
     ----------
     generators : sequence of torch.Generator or None
-        None where what is drawn does not count.
+        None where the draws are not used.
     counts : sequence of int
-        Examples in the mini-batch of each; all others are padding.
+        Number of examples in each mini-batch; all other rows are padding.
     """
 
     def __init__(self, generators: Sequence[torch.Generator | None], counts: Sequence[int]) -> None:
@@ -67,23 +67,23 @@ class Draws:
 
 
 def draw(count: int, generator: torch.Generator) -> Tensor:
-    """Return 16 random bits `AT_A_TIME` times ``count``."""
+    """Return random bits as ``count`` times `AT_A_TIME` numbers of 16 bits."""
     drawn = torch.empty(count, dtype=torch.int64).random_(_LEAST, None, generator=generator)
     return drawn.view(torch.int16)
 
 
 def words(count: int) -> int:
-    """Return how many times `AT_A_TIME` there are at least ``count``."""
+    """Return the number of 64-bit draws that ``count`` numbers need."""
     return -(-count // AT_A_TIME)
 
 
 def levels_dropped(p: float) -> int:
-    """Return of how many of all `LEVELS` dropout of ``p`` keeps nothing."""
+    """Return the number of `LEVELS` for which dropout of probability ``p`` drops a value."""
     return round(p * LEVELS)
 
 
 def _noise(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Return the factors that random ``bits`` stand for."""
+    """Return the factors that random ``bits`` encode."""
     dropped = levels_dropped(p)
     if dropped == LEVELS:
         return torch.zeros(bits.shape, dtype=dtype)

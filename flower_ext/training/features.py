@@ -1,8 +1,8 @@
 """Features of examples from a frozen front part of a model, computed once.
 
-Above a frozen backbone only a small part trains; `Features` is the ``data`` of a `Task` whose model
-is that part alone: ``Task(model=head, data=Features(backbone, images))``. One example passes at a
-time, on one thread, so that no record moves a bit of another's features.
+Above a frozen backbone only a small part trains. `Features` serves as ``data`` of a `Task` whose
+model is that part alone: ``Task(model=head, data=Features(backbone, images))``. One example passes
+at a time, on one thread, so that no record can change even a bit of another's features.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Features:
-    """Examples of each partition as a frozen front part puts them out, targets as they are.
+    """Examples of each partition with features from a frozen front part, and unchanged targets.
 
-    What was computed stays in memory, without a limit: partitions may not change meanwhile.
+    Computed features stay in memory, without a limit. The data of a partition must not change.
 
     Parameters
     ----------
     front : Callable[[], nn.Module]
-        Builds the frozen part. It is given one example, as `Examples` says, in evaluation mode, and
-        puts out one tensor (1, …), of one shape for all. Of what it does, its parameters and
-        buffers are compared between nodes: let a buffer hold the size that it scales images to.
+        Builds the frozen part. It gets one example at a time, as `Examples` says, in evaluation
+        mode, and must return one tensor (1, …) of the same shape for all. Nodes compare only its
+        parameters and buffers, so keep other settings, such as an image size, in a buffer.
     data : Callable[[int], ClientData]
-        Examples of a partition, as of `Task`. Owners of a silo's records stay as they are.
+        Returns the examples of a partition, as for `Task`. Owners of a silo's records are kept.
     folder : Path, optional
-        Keeps a file an example for other runs and processes, named by what is in the example and
-        in the front's tensors: empty it where the front's code changes. Damaged files are renewed.
+        Keeps one file per example for other runs and processes, named by the content of the example
+        and of the front's tensors. Empty it if the front's code changes. Damaged files are
+        recomputed.
     device : str
-        Where the front computes; by default all machines of one kind agree to the last bit.
+        Device of the front; on the default all machines of one kind agree to the last bit.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Features:
         Raises
         ------
         ValueError
-            The front puts out something else than tensors (1, …) of one shape.
+            The front does not return tensors (1, …) of one shape.
         """
         if partition not in self._kept:
             own = self.data(partition)
@@ -101,7 +102,7 @@ class Features:
         told, count, total = monotonic(), 0, sum(map(len, parts))
         for part in parts:
             for row in range(len(part)):
-                # A copy: where it lay among others has no part in rounding.
+                # A copy, so that the position among other examples does not affect rounding.
                 yield self._recalled(trees.rows(part.features, torch.tensor([row])))
                 count += 1
                 if monotonic() > told + _SECONDS_BETWEEN_LINES:
@@ -120,7 +121,7 @@ class Features:
         return made
 
     def _pass(self, row: Tree) -> Tensor:
-        # What one example draws at random moves no other's draws.
+        # Seeded, so that one example's random draws do not move another's.
         with seeded(0, devices=self.device.type != "cpu"), torch.no_grad():
             made = call(self._front, {}, trees.to(row, self.device))
         if not isinstance(made, Tensor) or made.shape[:1] != (1,):

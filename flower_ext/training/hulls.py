@@ -1,11 +1,11 @@
-"""Models without their numbers, made once a process and copied for each training.
+"""Hulls: models without their numbers, made once per process and copied for each training.
 
-To build a small model takes as long as to train it for a step or two, and all that it draws is
-replaced at once. A copy may stand in for a model built anew only if nothing that a training leaves
-in a module can reach the next one. So a `Hull` is made of layers whose code is torch's or this
-package's, which keep no data outside of themselves; that hold plain values and have no hooks. A
-copy has its own containers and buffers; frozen weights alone are those of others, as in every model
-of a `Blueprint`. All other models are built anew.
+Building a small model takes as long as a training step or two, and all numbers that it draws are
+replaced at once. A copy may stand in for a newly built model only if nothing that a training leaves
+in a module can reach the next training. A `Hull` therefore consists of layers whose code is torch's
+or this package's and keeps no data elsewhere, that hold plain values, and that have no hooks. Every
+copy has its own containers and buffers. Only frozen weights are shared, as in every model of a
+`Blueprint`. All other models are built anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotPlain(TypeError):
 
 
 class _Layer(NamedTuple):
-    """One module: its plain values, and where its containers, tensors and children belong."""
+    """One module: its plain values, and the places of its containers, tensors and children."""
 
     kind: type[nn.Module]
     values: dict[str, Any]
@@ -48,9 +48,9 @@ class Hull:
     Parameters
     ----------
     model : nn.Module
-        Is read, and kept as it is.
+        Is read, and stays unchanged.
     travelling : Mapping[str, (Size, dtype)]
-        Parameters and buffers that each copy is given.
+        Parameters and buffers that each copy receives.
 
     Raises
     ------
@@ -69,14 +69,14 @@ class Hull:
         self.convolves = any(isinstance(module, nn.Conv2d) for module in modules)
 
     def takes(self, params: Mapping[str, Tensor]) -> bool:
-        """Return True if these are numbers for all places of a copy."""
+        """Return True if ``params`` has a tensor for every place of a copy."""
         return all(
             name in params and params[name].shape == shape
             for name, (shape, _) in self.travelling.items()
         )
 
     def copied(self) -> Replaced:
-        """Return a model of one's own, of which all that travels is still to be given."""
+        """Return an independent model, whose travelling tensors the caller must still provide."""
         made = [object.__new__(layer.kind) for layer in self._layers]
         places = []
         for module, layer in zip(made, self._layers, strict=True):
@@ -105,7 +105,7 @@ def _layer(module: nn.Module, numbers: Mapping[int, int], names: Mapping[int, st
     for key, value in vars(module).items():
         if key in ("_modules", "_parameters", "_buffers"):
             continue
-        if isinstance(value, dict | set | list):  # of hooks, too, which are nothing plain
+        if isinstance(value, dict | set | list):  # hooks are held in such too, and are not plain
             if not all(type(one) in _PLAIN for one in _contents(value)):
                 raise NotPlain(f"{kind.__name__}.{key}")
             containers[key] = value.copy()
@@ -150,7 +150,7 @@ def _is_plain_tuple(value: object) -> bool:
 
 @lru_cache(maxsize=64)
 def hull_of(build: Blueprint, device: torch.device) -> Hull | None:
-    """Return what each training with a blueprint copies; None if it has to build a model anew."""
+    """Return the hull of a blueprint's models; None if each training must build a model anew."""
     with seeded(0, devices=device.type != "cpu"):
         model = own_dropout(in_training(build().to(device)))
     try:

@@ -1,4 +1,4 @@
-"""Files of what can be computed again: whole and unchanged, or as good as not there."""
+"""Files of results that can be recomputed: a damaged file counts as missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHECKSUM = hashlib.sha256().digest_size
 
 
 def recall(path: Path) -> bytes | None:
-    """Return what `keep` wrote; None where it is missing, unreadable or damaged."""
+    """Return what `keep` wrote; None if it is missing, unreadable or damaged."""
     with suppress(OSError):
         kept = path.read_bytes()
         if hashlib.sha256(kept[_CHECKSUM:]).digest() == kept[:_CHECKSUM]:
@@ -20,12 +20,12 @@ def recall(path: Path) -> bytes | None:
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Write all of it or nothing, as several processes may do this at a time.
+    """Write a file whole or not at all, because several processes may do so at the same time.
 
     Raises
     ------
     OSError
-        It cannot be written.
+        The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,8 +1,8 @@
 """Local training of one model by SGD, SAM or another optimiser on a part of its parameters.
 
-Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over
-the *trained* parameters gives the perturbation p = q g/‖g‖₂; the step then uses the gradient at
-w + p. With radius q = 0 this is SGD and costs one pass a step instead of two.
+Sharpness-aware minimisation follows Zhang et al. (DP²-FedSAM), Eqs. 11–12: the gradient g over the
+*trained* parameters gives the perturbation p = q g/‖g‖₂, and the step uses the gradient at w + p.
+With radius q = 0 this is SGD, which costs one pass per step instead of two.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     for name, found in vars(torch.optim).items()
     if isinstance(found, type)
     and issubclass(found, torch.optim.Optimizer)
-    # Their steps need more than a gradient, or one of another kind.
+    # These need more than a gradient for a step, or another kind of gradient.
     and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
-    """How one part of a model is trained on one client in one round.
+    """Settings for training one part of a model on one client in one round.
 
     Parameters
     ----------
@@ -54,20 +54,21 @@ class LocalTraining:
     learning_rate : float
         In round 1; round t uses ``learning_rate * learning_rate_decay**(t-1)``.
     momentum : float
-        Heavy-ball momentum in [0, 1), started afresh in every local training.
+        Heavy-ball momentum in [0, 1), reset at the start of every local training.
     sam_radius : float
         Perturbation radius q of sharpness-aware minimisation; 0 is plain SGD.
     proximal_weight : float
         μ of the term (μ/2)‖w − w₀‖² around the parameters that training starts from (FedProx).
     optimizer : str
-        ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, as
-        ``"AdamW"``: begun afresh in every local training, with torch's defaults. Methods whose
-        theorem or control variate is about steps of SGD refuse others.
+        ``"SGD"``, or the name of another class of `torch.optim` that steps by a gradient, such as
+        ``"AdamW"``. It starts afresh in every local training, with torch's defaults. Methods
+        whose theorem or control variate assumes steps of SGD refuse other optimisers.
     weight_decay : float
-        That of another optimiser than SGD.
+        Weight decay of an optimiser other than SGD.
     tolerance : float
-        Above 0, instead of all the above but ``proximal_weight``: the exact minimiser, to this
-        norm of the gradient (see `newton`). For small strongly convex problems.
+        Above 0, training finds the exact minimiser, to this norm of the gradient (see
+        `newton`). It then ignores all settings above except ``proximal_weight``. For small
+        strongly convex problems.
     """
 
     epochs: int = 2
@@ -107,27 +108,27 @@ class LocalTraining:
 
     @property
     def beyond_sgd(self) -> list[str]:
-        """Names of what is set that plain SGD has not."""
+        """Names of the settings in use that plain SGD does not have."""
         extras = ("momentum", "sam_radius", "proximal_weight", "tolerance")
         found = [name for name in extras if getattr(self, name)]
         return found if self.optimizer == SGD else [*found, "optimizer"]
 
     def in_round(self, number: int) -> LocalTraining:
-        """The same training with the learning rate of training round ``number`` (from 1)."""
+        """Return the same training with the learning rate of training round ``number`` (from 1)."""
         rate = self.learning_rate * self.learning_rate_decay ** (number - 1)
         return replace(self, learning_rate=rate, learning_rate_decay=1.0)
 
     def num_steps(self, num_examples: int) -> int:
-        """Number of mini-batches of one local training; none without examples."""
+        """Return the number of mini-batches of one local training; 0 without examples."""
         if self.steps is not None:
             return self.steps if num_examples else 0
         return self.epochs * math.ceil(num_examples / self.batch_size)
 
     def effective_steps(self, num_examples: int) -> float:
-        """How often, in all, the gradients of one local training move the model.
+        """Return how often, in all, the gradients of one local training move the model.
 
-        The number of steps K without momentum; with momentum β a gradient acts again in all later
-        steps, and this is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
+        Without momentum this is the number of steps K. With momentum β a gradient acts again in all
+        later steps, and the result is Σ_k (1 − βᵏ) / (1 − β) over k = 1 … K.
         """
         steps, beta = self.num_steps(num_examples), self.momentum
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
@@ -145,19 +146,19 @@ class Job:
 
     @property
     def objective(self) -> Sequence[Term]:
-        """All that is added to the loss: terms, and one that keeps a training near its start."""
+        """All terms that are added to the loss, including the proximal one around the start."""
         if not self.training.proximal_weight:
             return self.terms
         return [*self.terms, Proximal(weight=self.training.proximal_weight, anchor=self.params)]
 
     @property
     def num_steps(self) -> int:
-        """Mini-batches that it takes."""
+        """Number of mini-batches of the job."""
         return self.training.num_steps(len(self.examples))
 
 
 def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) -> Iterator[Tensor]:
-    """Rows of each shuffled mini-batch of ``count`` examples, on the CPU."""
+    """Yield the rows of each shuffled mini-batch of ``count`` examples, on the CPU."""
     size = training.batch_size
     per_epoch = math.ceil(count / size)
     for step in range(training.num_steps(count)):
@@ -169,7 +170,7 @@ def batch_rows(count: int, training: LocalTraining, generator: torch.Generator) 
 def batches(
     examples: Examples, training: LocalTraining, generator: torch.Generator
 ) -> Iterator[tuple[Tree, Tree]]:
-    """Shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
+    """Yield shuffled mini-batches for as many epochs, or steps, as ``training`` asks for.
 
     Small examples are fetched for several steps at once.
     """
@@ -184,19 +185,19 @@ def batches(
         for some in torch.split(order, together):
             xs, ys = trees.selected(features, some), trees.selected(targets, some)
             for x, y in zip(trees.split(xs, size), trees.split(ys, size), strict=True):
-                # What a model does to its features in place is no part of the next gradient.
+                # Detached, so that in-place operations of the model stay out of the next gradient.
                 yield trees.mapped(Tensor.detach, x), trees.mapped(Tensor.detach, y)
 
 
 def perturbation(gradient: Sequence[Tensor], radius: float) -> list[Tensor]:
-    """SAM's ascent step q g/‖g‖₂, the norm taken over all of ``gradient`` (Eq. 11)."""
+    """Return SAM's ascent step q g/‖g‖₂, with the norm over all of ``gradient`` (Eq. 11)."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradient]))
-    scale = torch.where(norm > 0, radius / norm, 0.0)  # no direction to climb at a flat point
+    scale = torch.where(norm > 0, radius / norm, 0.0)  # a flat point has no ascent direction
     return [scale * g for g in gradient]
 
 
 def gradient(loss_at: Callable[..., Tensor], params: Mapping[str, Tensor], *data: Tree) -> Params:
-    """Gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
+    """Return the gradient of the scalar ``loss_at(params, *data)`` by the parameters."""
     leaves = _leaves(params)
     return dict(zip(leaves, _slope(loss_at, leaves, *data), strict=True))
 
@@ -229,14 +230,14 @@ def minimise(
     Parameters
     ----------
     loss_at : Callable
-        ``loss_at(params, x, y)`` is a scalar.
+        ``loss_at(params, x, y)`` returns a scalar.
     replaceable : bool
-        Whether ``loss_at`` might replace the numbers of tensors that it is given, as models that
-        bound their weights do; it is given new ones in every step then.
+        True if ``loss_at`` might replace the tensors that it is given, as models do that bound
+        their weights. Every step then passes new tensors.
     """
     params = clone(start)
     weights = [*params.values()]
-    leaves = _leaves(params)  # the same numbers
+    leaves = _leaves(params)  # share memory with params
     velocity = [torch.zeros_like(w) for w in weights if training.momentum > 0]
     steps = _other_optimizer(training, params)
     for x, y in batches(examples, training, generator):
@@ -262,7 +263,7 @@ def minimise(
 def _other_optimizer(
     training: LocalTraining, weights: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer | None:
-    """Return what steps in place of SGD; None for SGD."""
+    """Return the optimiser that steps instead of SGD; None for SGD."""
     if training.optimizer == SGD:
         return None
     options: dict[str, float] = {"lr": training.learning_rate}
@@ -286,15 +287,15 @@ def train(
     Returns
     -------
     Params
-        The whole model after training, where ``params`` were: trained parameters, frozen ones,
-        and buffers.
+        The whole model after training, on the devices of ``params``: trained parameters, frozen
+        ones, and buffers.
 
     Raises
     ------
     ValueError
         ``trained`` selects nothing, or there are no examples.
     NotConverged
-        ``training.tolerance`` is out of reach.
+        ``training.tolerance`` cannot be reached.
     """
     job = Job(params=params, examples=examples, training=training, generator=generator, terms=terms)
     return train_job(task, job, trained=trained)
@@ -303,9 +304,9 @@ def train(
 def train_job(
     task: Task, job: Job, *, trained: Callable[[str], bool] = lambda name: True
 ) -> Params:
-    """As `train`, whose arguments a job holds."""
+    """Run a job, which holds the arguments of `train`."""
     if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with own_draws(job.generator, task.torch_device()) as anew:
@@ -313,7 +314,7 @@ def train_job(
             task, job.params, trained=trained, terms=job.objective, dtype=dtype, any_layout=True
         )
         data = job.examples.to(problem.device)
-        anew()  # whatever was drawn while the model was built
+        anew()  # forget what was drawn while the model was built
         if training.tolerance:
             moved = newton(problem.loss_at, problem.start, data, tolerance=training.tolerance)
         else:
@@ -330,12 +331,12 @@ def train_job(
 
 @contextmanager
 def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[Callable[[], object]]:
-    """What a model draws by itself, as for dropout, follows from ``generator`` and nothing else.
+    """Let a model's own random draws, such as dropout, depend on ``generator`` alone.
 
     Yields
     ------
     Callable[[], object]
-        Begins the draws anew.
+        Restarts the draws.
     """
     seed, devices = own_seed(generator), device.type != "cpu"
     with seeded(seed, devices=devices):
@@ -343,11 +344,11 @@ def own_draws(generator: torch.Generator, device: torch.device) -> Iterator[Call
 
 
 def own_generator(generator: torch.Generator) -> torch.Generator:
-    """Return one that draws what torch's own does within `own_draws`."""
+    """Return a generator that draws what torch's own generator draws within `own_draws`."""
     return torch.Generator().manual_seed(own_seed(generator))
 
 
 def own_seed(generator: torch.Generator) -> int:
-    """Return the seed of what a model draws by itself, where ``generator`` draws its batches."""
+    """Return the seed of a model's own draws, given the generator of its batches."""
     digest = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8]) >> 1

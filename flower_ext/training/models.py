@@ -1,4 +1,4 @@
-"""Models of the experiments, each an ``extractor`` and a ``head``: its last linear layer.
+"""Models of the experiments: each has an ``extractor`` and a ``head``, its last linear layer.
 
 None has BatchNorm, whose statistics could not be shared; ResNet-18 uses GroupNorm instead.
 """
@@ -19,7 +19,7 @@ from flower_ext.errors import InvalidValue
 
 
 class HeadedModel(nn.Module):
-    """``head(extractor(x))``."""
+    """The model ``head(extractor(x))``."""
 
     def __init__(self, extractor: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class HeadedModel(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (n, classes)."""
+        """Return logits (n, classes)."""
         logits: Tensor = self.head(self.extractor(x))
         return logits
 
@@ -49,7 +49,7 @@ def _convolutional(
     *,
     pool_last: bool = True,
 ) -> HeadedModel:
-    """Convolutions without padding, each pooled 2×2, and dense layers from what they leave."""
+    """Return convolutions without padding, each pooled 2×2, followed by dense layers."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
         layers += [nn.Conv2d(inputs, outputs, kernel), nn.ReLU(), nn.MaxPool2d(2)]
@@ -85,17 +85,17 @@ class _Residual(nn.Module):
 
 
 class _AsColour(nn.Module):
-    """Grey images as three equal channels; colour images as they are."""
+    """Grey images become three equal channels; colour images stay as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
 
 
 def resnet18(num_classes: int = 10) -> HeadedModel:
-    """ResNet-18 with GroupNorm: exactly 11,181,642 parameters with ten classes.
+    """Return ResNet-18 with GroupNorm: exactly 11,181,642 parameters with ten classes.
 
-    That count of DP²-FedSAM's FEMNIST model is ResNet-18 with three input channels and ten
-    outputs, so grey images are repeated over the channels.
+    DP²-FedSAM reports this number for its FEMNIST model. It is ResNet-18 with three input channels
+    and ten outputs, so grey images are repeated over the channels.
     """
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
@@ -113,26 +113,26 @@ def resnet18(num_classes: int = 10) -> HeadedModel:
 
 
 class BinaryLogistic(HeadedModel):
-    """Logits (0, w·x) of two classes, from one weight a feature; a bias is the head's own choice.
+    """Logits (0, w·x) of two classes, with one weight per feature; the head may add a bias.
 
     Their cross-entropy is the logistic loss of w·x: a generalised linear model.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (n, 2), the first of them 0."""
+        """Return logits (n, 2), the first of them 0."""
         return functional.pad(super().forward(x), (1, 0))
 
 
 def _binary(name: str, inputs: int, bias: bool, num_classes: int = 2) -> BinaryLogistic:
     if num_classes != 2:
         raise InvalidValue(
-            f"num_classes={num_classes!r}: expected 2, all that {name} can tell apart"
+            f"num_classes={num_classes!r}: expected 2, all that {name} can distinguish"
         )
     return BinaryLogistic(nn.Flatten(), nn.Linear(inputs, 1, bias=bias))
 
 
 def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
-    """Linear risk score of 39 features: 39 parameters, as Cox's loss cannot see a bias.
+    """Return a linear risk score of 39 features: 39 parameters, since Cox's loss ignores a bias.
 
     Raises
     ------
@@ -145,12 +145,12 @@ def tcga_brca_cox(num_classes: int = 1) -> HeadedModel:
 
 
 def creditcard_mlp(num_classes: int = 2) -> HeadedModel:
-    """30–64–32–classes for card transactions: 4,130 parameters with two classes."""
+    """Return 30–64–32–classes for card transactions: 4,130 parameters with two classes."""
     return _perceptron(tabular.CREDITCARD_FEATURES, (64, 32), num_classes)
 
 
 class _SentenceVector(nn.Module):
-    """Embedding and the last states of a bidirectional LSTM; padding at the end is not read."""
+    """Embedding and the last states of a bidirectional LSTM, which skips padding at the end."""
 
     def __init__(self, vocabulary_size: int, embedding: int, hidden: int) -> None:
         super().__init__()
@@ -169,15 +169,15 @@ class _SentenceVector(nn.Module):
 def sent140_bilstm(
     num_classes: int = 2, *, vocabulary_size: int = sent140.VOCABULARY_SIZE
 ) -> HeadedModel:
-    """300-d embeddings, a bidirectional LSTM of 256 a direction, and a linear head.
+    """Return 300-d embeddings, a bidirectional LSTM with 256 units each way, and a linear head.
 
-    For sequences of token ids, padded with 0 at the end; 4,143,810 parameters with two classes and
-    the default vocabulary.
+    It reads sequences of token ids, padded with 0 at the end, and has 4,143,810 parameters with two
+    classes and the default vocabulary.
     """
     return HeadedModel(_SentenceVector(vocabulary_size, 300, 256), nn.Linear(512, num_classes))
 
 
-# These take ``num_classes`` as well: 10 where it is not given, but 2 for logistic regression.
+# These accept ``num_classes`` too; the default is 10, but 2 for logistic regression.
 
 digits_mlp = partial(_perceptron, 64, (32,))
 """64–32–classes for 8×8 digits: 2,410 parameters."""
@@ -236,12 +236,12 @@ _MODELS: dict[str, Callable[..., HeadedModel]] = {
 
 
 def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
-    """A model by name, by default with as many classes as its data set has.
+    """Build a model by name, by default with as many classes as its data set has.
 
     Raises
     ------
     ValueError
-        Unknown name; the message lists the known ones. ``num_classes`` below 1.
+        The name is unknown (the message lists the known ones), or ``num_classes`` is below 1.
     """
     if name not in _MODELS:
         raise InvalidValue(f"model={name!r}: expected one of {', '.join(_MODELS)}")
@@ -253,5 +253,5 @@ def build(name: str, *, num_classes: int | None = None) -> HeadedModel:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of scalars in the parameters, trainable or frozen."""
+    """Return the number of scalars in the parameters, trained or frozen."""
     return sum(torch.numel(p) for p in model.parameters())

@@ -1,8 +1,8 @@
 """The exact minimiser of a small strongly convex problem, by Newton's method in float64.
 
-Guarantees that rest on the stability of a minimiser, or on the density of a perturbed one, need the
-minimiser itself rather than what some epochs of SGD make of it. With a μ-strongly convex objective
-a point whose gradient has norm g lies within g/μ of it.
+Some guarantees assume the stability of a minimiser, or the density of a perturbed one. They need
+the minimiser itself, not the result of some epochs of SGD. If the objective is μ-strongly convex, a
+point whose gradient has norm g lies within g/μ of the minimiser.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_ITERATIONS = 100
 
 
 class NotConverged(ArithmeticError):
-    """No point with a gradient that small was found."""
+    """Newton's method found no point with so small a gradient."""
 
 
 def newton(
@@ -33,22 +33,22 @@ def newton(
     *,
     tolerance: float,
 ) -> Params:
-    """Where the gradient of ``loss_at(params, x, y)`` over all examples is at most ``tolerance``.
+    """Return a point where the gradient of ``loss_at(params, x, y)`` is at most ``tolerance``.
 
     Parameters
     ----------
     start : Mapping[str, Tensor]
-        float64, at most 4,096 numbers in all: a step solves for the whole Hessian.
+        float64, at most 4,096 numbers in all, because a step solves for the whole Hessian.
     tolerance : float
-        L2 norm of the gradient.
+        Largest L2 norm of the gradient over all examples.
 
     Raises
     ------
     NotConverged
-        No such point was found: the objective is not strongly convex, or ``tolerance`` is below
-        what float64 reaches.
+        There is no such point within reach: the objective is not strongly convex, or ``tolerance``
+        is below the resolution of float64.
     ValueError
-        Too many parameters.
+        There are too many parameters.
     """
     names, shapes = list(start), [p.shape for p in start.values()]
     sizes = [p.numel() for p in start.values()]
@@ -79,12 +79,12 @@ def newton(
         descent = float(slope @ step)
         if bool(failed) or not descent > 0:
             break
-        # Armijo's rule, with room for the rounding of the values themselves.
+        # Armijo's rule, with a tolerance for the rounding of the values.
         length, slack = 1.0, 1e-14 * (1 + abs(float(value)))
         while float(loss(point - length * step)) > float(value) - 1e-4 * length * descent + slack:
             length /= 2
         point = point - length * step
     raise NotConverged(
         f"the gradient's norm stays at {norm:.3g}, above tolerance={tolerance:g}: the objective "
-        "must be strongly convex (take a proximal_weight above 0) and the tolerance within reach"
+        "must be strongly convex (set proximal_weight above 0) and the tolerance within reach"
     )

@@ -1,4 +1,4 @@
-"""A local objective is a loss plus terms.
+"""Local objectives: a loss plus terms.
 
 A term is any function of the parameters being trained. Terms add up, so a method composes its
 objective instead of writing another training loop.
@@ -21,7 +21,7 @@ class Term(Protocol):
     """A differentiable addition to the loss."""
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Value of the term (a scalar) at ``params``, the parameters being trained."""
+        """Return the term (a scalar) at ``params``, the parameters being trained."""
         ...
 
 
@@ -36,7 +36,7 @@ class Proximal:
         require_not_negative("weight", self.weight)
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Value of the term at ``params``."""
+        """Return the term at ``params``."""
         squares = [
             (p - self.anchor[name].to(p.device)).square().sum() for name, p in params.items()
         ]
@@ -50,17 +50,17 @@ class Linear:
     direction: Mapping[str, Tensor]
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Value of the term at ``params``."""
+        """Return the term at ``params``."""
         products = [(p * self.direction[name].to(p.device)).sum() for name, p in params.items()]
         return torch.stack(products).sum()
 
 
 def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, Tensor]]]:
-    """The gradient of each term as slope · w + scale · vector: slope, scale, vector."""
+    """Yield slope, scale and vector of each term, whose gradient is slope · w + scale · vector."""
     for term in terms:
         if type(term) is Proximal:  # a subclass may be another function
             yield term.weight, -term.weight, term.anchor
         elif type(term) is Linear:
             yield 0.0, 1.0, term.direction
         else:
-            raise InvalidValue(f"{type(term).__name__} has no gradient of this form")
+            raise InvalidValue(f"{type(term).__name__}: expected Proximal or Linear")

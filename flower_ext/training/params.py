@@ -1,4 +1,4 @@
-"""Model parameters as plain dictionaries: the form in which they train, travel and are kept."""
+"""Model parameters as plain dictionaries, in which they train, travel and are stored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from flower_ext.errors import InvalidValue, tellable
 
 Params = dict[str, Tensor]
-"""Parameter (and buffer) tensors by their names in the model."""
+"""Tensors of parameters and buffers, by their names in the model."""
 Sizes = tuple[tuple[str, torch.Size], ...]
 
 
 def clone(params: Mapping[str, Tensor]) -> Params:
-    """Detached copies of all tensors."""
+    """Return detached copies of all tensors."""
     return {name: tensor.detach().clone() for name, tensor in params.items()}
 
 
 def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
-    """The same parameters on ``device``."""
+    """Return the same parameters on ``device``."""
     return {name: tensor.to(device) for name, tensor in params.items()}
 
 
@@ -56,9 +56,10 @@ def difference(
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
-    """The same moved at random, each weight as far as one of its size usually begins from zero.
+    """Move all weights at random, each by about the usual size of its initial value.
 
-    What a model is like is tried out there: under a head that begins at zero all models are alike.
+    Trials of a model's behaviour run at such a point, because under a head that begins at zero all
+    models look alike.
     """
     moved = dict(params)
     for name, weight in params.items():
@@ -69,17 +70,17 @@ def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
 
 
 def sizes(params: Mapping[str, Tensor]) -> Sizes:
-    """All names and shapes: by them a cache tells models apart that one factory builds."""
+    """Return all names and shapes; caches use them to tell apart the models of one factory."""
     return tuple((name, tensor.shape) for name, tensor in params.items())
 
 
 def tagged(tag: str, params: Mapping[str, Tensor]) -> Params:
-    """The same parameters under names that begin with ``tag``: several models in one dictionary."""
+    """Return the same parameters under names that begin with ``tag``, to combine several models."""
     return {f"{tag}/{name}": tensor for name, tensor in params.items()}
 
 
 def part(params: Mapping[str, Tensor], tag: str) -> Params:
-    """What `tagged` put under ``tag``, by its own names again; empty if there is nothing."""
+    """Return what `tagged` put under ``tag``, by its original names; empty without any."""
     start = f"{tag}/"
     return {n.removeprefix(start): tensor for n, tensor in params.items() if n.startswith(start)}
 
@@ -87,7 +88,7 @@ def part(params: Mapping[str, Tensor], tag: str) -> Params:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return True if a parameter belongs to one of the modules (or parameters) of ``patterns``.
 
-    A pattern is a name, in which ``*`` stands for any part: ``"*.lora_B"`` for each module
+    A pattern is a name in which ``*`` stands for any part: ``"*.lora_B"`` matches every module
     ``lora_B``, wherever it is.
     """
     for pattern in patterns:
@@ -99,13 +100,13 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def require_modules(option: str, patterns: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse an option of which one pattern matches no parameter among ``names``."""
+    """Refuse an option with a pattern that matches no parameter among ``names``."""
     names = list(names)
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
-                f"{option}={pattern!r} names no parameter of this model; its modules are {modules}"
+                f"{option}={pattern!r} names no parameter of this model; expected some of {modules}"
             )
 
 
@@ -115,11 +116,13 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     Raises
     ------
     ValueError
-        A name is that of no parameter, or nothing is left to share.
+        A pattern matches no parameter, or nothing is left to share.
     """
     require_modules("personal", personal, params)
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
     shared = {name: tensor for name, tensor in params.items() if name not in kept}
     if not shared:
-        raise InvalidValue(f"personal={tuple(personal)} leaves no parameter to share")
+        raise InvalidValue(
+            f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
+        )
     return shared, kept

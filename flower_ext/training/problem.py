@@ -1,4 +1,4 @@
-"""What one client minimises: the loss of a model on its examples, and terms."""
+"""The problem of one client: the loss of a model on its examples, plus terms."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProblem:
-    """What one client minimises: loss plus terms, over the trained part of a model.
+    """One client's objective: loss plus terms, as a function of the trained part of a model.
 
-    Parameters that ``loss_at`` is given again, as the same object, have to be the same tensors.
+    If ``loss_at`` is called again with the same dictionary of parameters, its tensors must be the
+    same too.
     """
 
     start: Params
@@ -32,10 +33,10 @@ class LocalProblem:
     rest: Params
     device: torch.device
     replaceable: bool
-    """Whether the model might replace numbers that it is given (see `minimise`)."""
+    """True if the model might replace the tensors that it is given (see `minimise`)."""
 
     def whole(self, trained: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Params:
-        """The whole model with its trained part replaced, devices and types those of ``like``."""
+        """Return the whole model with its trained part replaced; devices and types as ``like``."""
         everything = {**self.rest, **trained}
         return {name: _like(everything[name], p) for name, p in like.items()}
 
@@ -49,10 +50,10 @@ def local_problem(
     dtype: torch.dtype | None = None,
     any_layout: bool = False,
 ) -> LocalProblem:
-    """The local objective on the task's device; parameters not ``trained`` are frozen.
+    """Return the local objective on the task's device; parameters not ``trained`` are frozen.
 
     With a ``dtype`` all floating-point parameters are converted to it. With ``any_layout`` they may
-    lie in memory as the model is faster with them, until `LocalProblem.whole`.
+    lie in memory in the order that is fastest for the model, until `LocalProblem.whole`.
 
     Raises
     ------
@@ -82,8 +83,8 @@ def local_problem(
         if name in learnable and trained(name)
     }
     if not start:
-        raise InvalidValue("trained selects no parameter of the model")
-    # Buffers (if any) are updated in place by the model; copies keep the caller's untouched.
+        raise InvalidValue("trained selects no parameter of the model: expected at least one")
+    # The model updates its buffers in place; these copies leave the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 
     placed: Params | None = None
@@ -104,13 +105,13 @@ def local_problem(
 
 
 def _laid(tree: Tree, layout: torch.memory_format) -> Tree:
-    """Return images, or weights of convolutions of them, in another order in memory."""
+    """Return images, or the weights of image convolutions, in another memory order."""
     images = isinstance(tree, Tensor) and tree.dim() == 4 and layout == torch.channels_last
     return tree.to(memory_format=layout) if images else tree
 
 
 def _like(one: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor on the other's device, of its type, and in the usual order in memory."""
+    """Return a tensor with the other's device, type and memory order."""
     moved = one.to(other.device, other.dtype)
     usual = moved.stride() == other.stride()
     return moved if usual else moved.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Loss and metrics of models on examples: of one, or of many that share a model."""
+"""Loss and metrics of models on examples: of one client, or of many that share a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 def evaluate(
     task: Task, params: Mapping[str, Tensor], examples: Examples, *, batch_size: int = 1024
 ) -> dict[str, float]:
-    """Mean loss and the task's metrics of a model on ``examples``.
+    """Return the mean loss and the task's metrics of a model on ``examples``.
 
     Raises
     ------
@@ -39,15 +39,16 @@ def evaluate(
 def predict(
     task: Task, params: Mapping[str, Tensor], features: Tree, *, batch_size: int = 1024
 ) -> Any:
-    """What a model puts out, on the task's device.
+    """Return a model's outputs, on the task's device.
 
-    Outputs of several mini-batches are joined: tensors, and tuples, lists, mappings and dataclasses
-    of them, whose parts may be None.
+    Outputs of several mini-batches are joined. They may be tensors, or tuples, lists, mappings and
+    dataclasses of tensors; parts may be None.
 
     Raises
     ------
     ValueError
-        Outputs of several mini-batches have a part without a row an example; names it.
+        With several mini-batches, an output does not have one row per example; the message names
+        it.
     """
     device = task.torch_device()
     model: nn.Module = task.model().to(device).eval()
@@ -60,7 +61,7 @@ def predict(
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of mini-batches of these sizes as those of one."""
+    """Join the outputs of mini-batches of these sizes."""
     if len(outputs) == 1:
         return outputs[0]
     if all(isinstance(output, Tensor) and output.dim() for output in outputs):
@@ -71,9 +72,9 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             if leaf is not None and rows != (size,):
                 found = type(leaf).__name__ if rows is None else f"shape {tuple(leaf.shape)}"
                 raise InvalidValue(
-                    f"{name} of {found} for a mini-batch of {size} examples: expected a row an "
-                    f"example, as {sum(sizes)} examples are evaluated in {len(sizes)} mini-batches "
-                    "whose outputs are joined: let the model put out tensors such as logits, and "
+                    f"{name} of {found} for a mini-batch of {size} examples: expected one row per "
+                    f"example, because the outputs of {len(sizes)} mini-batches with {sum(sizes)} "
+                    "examples are joined: let the model return tensors such as logits, and let "
                     "loss and metrics read these"
                 )
     return trees.mapped(_cat, *outputs)
@@ -84,7 +85,7 @@ def _cat(*leaves: Any) -> Any:
 
 
 def score(task: Task, outputs: Any, targets: Tree) -> dict[str, float]:
-    """Mean loss and the task's metrics."""
+    """Return the mean loss and the task's metrics."""
     scores = {name: float(metric(outputs, targets)) for name, metric in task.metrics.items()}
     return {"loss": float(task.loss(outputs, targets)), **scores}
 
@@ -96,12 +97,12 @@ def evaluate_many(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float]]:
-    """What `evaluate` returns for each model on its own examples; see `evaluate_each`.
+    """Return the scores of each model on its own examples; see `evaluate_each`.
 
     Raises
     ------
     Exception
-        The first that `evaluate_each` returns.
+        The first error that `evaluate_each` returns.
     """
     scores = []
     for found in evaluate_each(task, models, examples, memory_limit=memory_limit):
@@ -118,12 +119,12 @@ def evaluate_each(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float] | Exception]:
-    """What `evaluate` returns for each model on its own examples, or the error that it raises.
+    """Return the scores of `evaluate` for each model on its own examples, or the error it raises.
 
-    Examples of one form, of clients that share one model (the same object), go through it together,
-    as many as fit into ``memory_limit`` bytes, if it looks at each example alone, which is a
-    tensor, as its output is. Scores of one do not depend on the values of another, nor on its
-    error.
+    Clients that share one model (the same object) pass through it together, as many as fit into
+    ``memory_limit`` bytes, if their examples are tensors of one form and the model treats each
+    example independently and returns a tensor. All others are evaluated one by one. A client's
+    scores do not depend on another client's values or errors.
     """
     sharing = defaultdict(list)
     for index, (model, data) in enumerate(zip(models, examples, strict=True)):
@@ -152,7 +153,7 @@ def evaluate_each(
 def _outputs(
     task: Task, model: Mapping[str, Tensor], features: Sequence[Tensor]
 ) -> Sequence[Tensor | Exception]:
-    """Outputs for each client's features, which pass together, or the error that they raise."""
+    """Return the outputs for each client's features, which pass together, or their errors."""
     sizes = [len(own) for own in features]
     together = _or_error(predict, task, model, torch.cat([*features]))
     if not isinstance(together, Exception):
@@ -160,13 +161,13 @@ def _outputs(
     if len(features) == 1:
         return [together]
     errors = [_or_error(predict, task, model, own) for own in features]
-    # Zeros in the place of what raises, and all others round as they would beside other values.
+    # Zeros replace features that raise, so that all others round as they would beside values.
     sound = [
         torch.zeros_like(own) if isinstance(error, Exception) else own
         for own, error in zip(features, errors, strict=True)
     ]
     again = _or_error(predict, task, model, torch.cat(sound))
-    if isinstance(again, Exception):  # of the batch as such, as if there were too little memory
+    if isinstance(again, Exception):  # an error of the batch itself, such as too little memory
         return errors
     outputs = torch.split(again, sizes)
     return [
@@ -178,7 +179,7 @@ def _outputs(
 def _or_error(function: Callable[..., R], *given: object) -> R | Exception:
     try:
         return function(*given)
-    except Exception as error:  # whatever a model or a loss makes of a client's examples
+    except Exception as error:  # a model or a loss may raise anything for a client's examples
         return error
 
 
@@ -186,7 +187,7 @@ def _or_error(function: Callable[..., R], *given: object) -> R | Exception:
 def _looks_at_each_alone(
     build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype
 ) -> bool:
-    """Whether in evaluation such a model puts out a row an example, whatever the others are."""
+    """Return True if the model in evaluation returns one independent row per example."""
     random = torch.Generator().manual_seed(0)
     x = torch.randint(2, (3, *shape), generator=random).to(dtype)
     if dtype.is_floating_point:
@@ -199,12 +200,12 @@ def _looks_at_each_alone(
             if not isinstance(together, Tensor):
                 return False
             return len(together) == 3 and torch.allclose(torch.cat(each), together, 1e-3, 1e-4)
-        except Exception:  # whatever a model makes of random examples
+        except Exception:  # a model may raise anything for random examples
             return False
 
 
 def _portions(members: Sequence[int], sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Members in order, in lists whose sizes add up to at most ``limit`` (or of one member)."""
+    """Yield members in order, in lists whose sizes sum to at most ``limit`` (or single members)."""
     portion: list[int] = []
     total = 0
     for member, size in zip(members, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Functions of many clients that wait for trainings: these are batched, errors stay with one."""
+"""Run functions of many clients that wait for trainings: batch these, keep each error apart."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ R = TypeVar("R")
 
 
 def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
-    """Refuse a part of a model where the whole is trained or evaluated; and what is no model yet.
+    """Refuse a part of a model where the whole is needed, and a training that has not run.
 
     Raises
     ------
     ValueError
-        Names what is missing, and where a client may have it from.
+        Parameters are missing; the message names them and says where a client can get them.
     """
     check_yielded(params)
     if missing := sorted(set(task.shapes) - set(params)):
         raise tellable(
             InvalidValue(
-                f"{missing} of the model are missing: with personal=... the server sends the "
-                "shared part alone, and the method adds the client's own from work.memory, or at "
-                "first from work.initial_params(); a method without personal parts takes no "
+                f"{missing} of the model are missing: with personal=... the server sends only the "
+                "shared part, and the method must add the client's own part from work.memory, "
+                "or at first from work.initial_params(); a method without personal parts takes no "
                 "personal="
             )
         )
 
 
 def check_yielded(model: object) -> None:
-    """Refuse a training in place of the model that it leads to.
+    """Refuse a training where its resulting model is expected.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def check_yielded(model: object) -> None:
     """
     if isinstance(model, Training):
         raise tellable(
-            InvalidValue("a training in place of a model: write model = yield work.train(...)")
+            InvalidValue("a training instead of a model: write model = yield work.train(...)")
         )
 
 
@@ -60,7 +60,7 @@ def check_yielded(model: object) -> None:
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
 
-    ``solve`` does many of them at once: what each is sent back, in their order.
+    ``solve`` runs many trainings at once; it returns what each method receives, in their order.
 
     Raises
     ------
@@ -78,12 +78,12 @@ class Training:
 
     @property
     def names(self) -> frozenset[str]:
-        """Parameters that are trained."""
+        """Names of the trained parameters."""
         return frozenset(filter(self.trained, self.job.params))
 
     @property
     def without_noise(self) -> bool:
-        """True where training adds no noise of its own to the model."""
+        """True if the training adds no noise of its own to the model."""
         return self.solve in (train_each, _train_steadily)
 
 
@@ -97,8 +97,8 @@ def local_training(
 ) -> Training:
     """Return the training of a part of a model on one client's examples.
 
-    A client without examples is sent back what it had. With ``noise`` every step is clipped and
-    noised; ``steady`` is that of `train_groups`.
+    A client without examples gets its parameters back unchanged. With ``noise`` every step is
+    clipped and noised. ``steady`` is the option of `train_groups`.
     """
     if len(job.examples) == 0:
         return Training(task=task, job=job, trained=trained, solve=_untrained)
@@ -118,7 +118,7 @@ def _untrained(task: Task, jobs: Sequence[Job], **settings: Any) -> list[Params]
 
 
 Steps = Generator[Training, Any, T]
-"""A function that yields trainings, is sent the trained models, and returns a ``T``."""
+"""A function that yields trainings, receives the trained models, and returns a ``T``."""
 
 
 def side_by_side(
@@ -127,11 +127,11 @@ def side_by_side(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[R | Exception]:
-    """What ``finish`` makes of each run: of its number, and of what it returns; or its error.
+    """Run all functions; return for each the result of ``finish(number, value)``, or its error.
 
-    The trainings that runs wait for are batched. Each run is finished as soon as it has ended,
-    while its numbers are in the processor's caches and before the next models are there. An error
-    of one training is raised in its own run, and all others go on.
+    Trainings for which runs wait are batched. Each run is finished as soon as it has ended: its
+    numbers are still in the processor's caches, and the next models do not exist yet. An error of
+    one training is raised in its own run; all others continue.
     """
     results: dict[int, R | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}
@@ -144,7 +144,7 @@ def side_by_side(
                 waiting[index] = steps, steps.send(trained)
         except StopIteration as end:
             results[index] = attempted(finish, index, end.value)
-        except Exception as error:  # its own, whatever it is
+        except Exception as error:  # an error of this run alone, of any type
             results[index] = error
 
     for index, run in enumerate(runs):
@@ -167,18 +167,18 @@ def side_by_side(
 
 
 def attempted(step: Callable[..., R], *given: Any) -> R | Exception:
-    """Return what one client's step makes, or its error, which is no other client's."""
+    """Return the result of one client's step, or its error, which affects no other client."""
     try:
         return step(*given)
-    except Exception as error:  # whatever a client's data or a method make of it
+    except Exception as error:  # data and methods may raise anything
         return error
 
 
 def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
-    """What each training makes, or its error.
+    """Yield the model of each training, or its error.
 
-    A batch that raises may do so for one of them: those without a model then train one by one,
-    from the same batches of examples.
+    If a batch raises, a single training may be the cause. The trainings without a model then train
+    one by one, on the same batches of examples.
     """
     first, jobs, done = trainings[0], [training.job for training in trainings], 0
     states = [job.generator.get_state() for job in jobs]
@@ -187,7 +187,7 @@ def _solved(trainings: Sequence[Training], memory_limit: int) -> Iterator[Any]:
         for model in solve(jobs):
             yield model
             done += 1
-    except Exception as error:  # whose it is shows when each trains alone
+    except Exception as error:  # training each alone finds out which one raises
         if len(jobs) == 1:
             yield error
             return

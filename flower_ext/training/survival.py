@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> Tensor:
-    """Negative log partial likelihood, the mean over events; ties after Breslow.
+    """Return the negative log partial likelihood, averaged over events; ties after Breslow.
 
-    A patient's score is compared with those of all who are still observed at that time, so this is
-    no mean over examples: a mini-batch without a second patient has nothing to compare. Without
-    events it is 0, and so is its gradient. No control flow depends on the data.
+    The loss compares a patient's score with those of all patients still observed at that time, so
+    it is not a mean over examples: a mini-batch with a single patient has nothing to compare.
+    Without events the loss and its gradient are 0. No control flow depends on the data.
 
-    FLamby divides by the number of patients instead of events; steps of SGD there are smaller by
-    the share of events.
+    FLamby divides by the number of patients instead of events, so its SGD steps are smaller by the
+    share of events.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     targets : Tensor
         (n, 2): time, and 1 for an event or 0 for the end of observation.
     present : Tensor, optional
-        Booleans (n,): rows that are not are padding and change nothing.
+        Booleans (n,). Rows with False are padding and change nothing.
     """
     scores = scores.flatten()
     time, event = targets[:, 0], targets[:, 1].to(scores.dtype)
@@ -31,7 +31,7 @@ def cox_loss(scores: Tensor, targets: Tensor, present: Tensor | None = None) -> 
     if present is not None:
         at_risk = at_risk & present.unsqueeze(0)
         event = event * present
-    # Everybody is at risk with themselves, also rows of padding: an empty sum would have no slope.
+    # Every row, even padding, is at risk with itself: an empty sum would have no gradient.
     at_risk = at_risk | torch.eye(len(scores), dtype=torch.bool, device=scores.device)
     risks = torch.where(at_risk, scores.unsqueeze(0), -torch.inf)
     losses = torch.logsumexp(risks, dim=1) - scores

@@ -1,4 +1,4 @@
-"""What a user writes once and every method uses: model, loss and the data of each partition."""
+"""A task, written once and used by every method: model, loss and the data of each partition."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flower_ext.training.params import Params
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
+    """Return the fraction of rows of ``outputs`` (n, classes) whose largest entry is the target.
 
     Raises
     ------
     ValueError
-        Outputs or targets are no single tensor, or targets are no numbers of classes.
+        Outputs or targets are not a single tensor, or targets are not class numbers.
     """
     for name, tree in (("outputs", outputs), ("targets", targets)):
         if not isinstance(tree, Tensor):
             raise InvalidValue(
                 f"accuracy with {name} of type {type(tree).__name__}: expected one tensor; name "
-                "what reads yours in Task(metrics={...}), as lambda outputs, targets: "
+                "a metric that reads yours in Task(metrics={...}), as lambda outputs, targets: "
                 "accuracy(outputs.logits, targets)"
             )
     if targets.is_floating_point():
         raise InvalidValue(
-            f"accuracy with targets of type {targets.dtype}: expected numbers of classes; name "
-            "what fits yours in Task(metrics={...})"
+            f"accuracy with targets of type {targets.dtype}: expected class numbers; name "
+            "a metric that suits yours in Task(metrics={...})"
         )
     return float((outputs.argmax(dim=1) == targets).float().mean())
 
@@ -48,27 +48,29 @@ class Task:
     Parameters
     ----------
     model : Callable[[], nn.Module]
-        Builds a fresh model, always of one kind: what is found out about the first is not asked of
-        others, so that other settings want another function. It is given features as `Examples`
-        says. Parameter names matter: ``personal`` prefixes refer to them. Parameters without
-        ``requires_grad`` are frozen: they neither train nor travel nor count in a norm, every node
-        has them from its own ``model()``, and the buffers beside them stay as they are.
+        Builds a fresh model. All models must be of one kind, because facts found about the first
+        are reused for the others; use another function for other settings. The model is called
+        with features as `Examples` says. Its parameter names matter, since ``personal``
+        prefixes refer to them. Parameters without ``requires_grad`` are frozen: they neither
+        train nor travel nor count in a norm. Every node takes them from its own ``model()``,
+        and the buffers beside them stay constant.
     data : Callable[[int], ClientData]
-        Training and test examples of partition ``i``.
+        Returns training and test examples of partition ``i``.
     loss : Callable[..., Tensor]
-        Mean loss of a batch, from what the model puts out, whatever that is, and targets. One that
-        is no mean over examples has a third parameter ``present``: booleans that tell examples from
-        padding (see `cox_loss`).
+        Mean loss of a batch, from the model's outputs, whatever these are, and targets. A loss
+        that is not a mean over examples has a third parameter ``present``: booleans that
+        distinguish examples from padding (see `cox_loss`).
     metrics : Mapping[str, Callable[[Any, Any], float]]
-        Named quality measures over all test outputs of one client, and targets. Of more examples
-        than one mini-batch, outputs must be tensors with a row an example, or tuples, mappings or
-        dataclasses of them (see `predict`).
+        Named quality measures of all test outputs of one client and its targets. For more
+        examples than one mini-batch, outputs must be tensors with one row per example, or
+        tuples, mappings or dataclasses of such tensors (see `predict`).
     device : str
-        ``"auto"`` takes a CUDA device where there is one.
+        ``"auto"`` uses a CUDA device if there is one.
     trainable : Sequence[str], optional
-        Names of modules or parameters, where ``*`` stands for any part: these train and all others
-        are frozen, whatever their ``requires_grad``. FFA-LoRA (Sun et al. 2024), say, which trains
-        the second matrices of adapters alone, is ``("*.lora_B", "*.modules_to_save")``.
+        Names of modules or parameters, in which ``*`` stands for any part. These train, and all
+        others are frozen, whatever their ``requires_grad``. For example FFA-LoRA (Sun et al.
+        2024), which trains only the second matrices of adapters, is ``("*.lora_B",
+        "*.modules_to_save")``.
     """
 
     model: Callable[[], nn.Module]
@@ -100,53 +102,53 @@ class Task:
 
     @property
     def compares_examples(self) -> bool:
-        """Whether the loss of a batch is no mean over its examples."""
+        """True if the loss of a batch is not a mean over its examples."""
         try:
             return "present" in signature(self.loss).parameters
-        except ValueError:  # of a function written in C
+        except ValueError:  # a function written in C has no signature
             return False
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of what travels of the model, parameters and buffers, by name."""
+        """Shapes of the tensors that travel, parameters and buffers, by name."""
         return {name: tuple(shape) for name, (shape, _) in self.blueprint.travelling.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Types of what travels of the model, parameters and buffers, by name."""
+        """Types of the tensors that travel, parameters and buffers, by name."""
         return {name: dtype for name, (_, dtype) in self.blueprint.travelling.items()}
 
     def torch_device(self) -> torch.device:
-        """The device on which this process trains."""
+        """Return the device on which this process trains."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
     def initial_params(self, seed: int) -> Params:
-        """Parameters and buffers of a fresh model; the same ones for the same seed, everywhere.
+        """Return parameters and buffers of a fresh model, the same everywhere for the same seed.
 
-        What is frozen is not among them. Raises ValueError where all of the model is.
+        Frozen tensors are left out. Raises ValueError if the whole model is frozen.
         """
         return self.blueprint.initial(seed)
 
     @property
     def fingerprint(self) -> str:
-        """Of what is frozen, to be compared between nodes; empty where nothing is.
+        """Digest of everything frozen, to compare nodes; empty if nothing is frozen.
 
-        It holds the model's and, where ``data`` has one as `Features` have, that of the data.
+        It combines the model's digest and, if ``data`` has one as `Features` do, that of the data.
         """
         parts = (self.blueprint.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)
 
     @property
     def blueprint(self) -> Blueprint:
-        """The model's factory, and what is known of its frozen parts."""
+        """The model's factory, with the facts known about its frozen parts."""
         assert isinstance(self.model, Blueprint)
         return self.model
 
 
 def _hashable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, wrapped if it is an object without a hash."""
+    """Return the same function, wrapped if it is an object without a hash."""
     try:
         hash(function)
     except TypeError:

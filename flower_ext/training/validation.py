@@ -1,4 +1,4 @@
-"""Layers that may not be shared: running statistics are data, and no clipping covers them."""
+"""Checks for layers that must not be shared, because their running statistics reveal data."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class UnshareableModel(InvalidValue):
 
 
 def opacus() -> Any:
-    """Opacus with its validators, loaded where they serve: that takes over a second."""
+    """Import Opacus with its validators on first use, because that takes over a second."""
     silent = logging.NullHandler()
-    logging.getLogger().addHandler(silent)  # else Opacus would set up the root logger
+    logging.getLogger().addHandler(silent)  # keeps Opacus from configuring the root logger
     try:
         import opacus.validators
     finally:
@@ -32,7 +32,7 @@ def opacus() -> Any:
 
 
 def objections(layer: nn.Module) -> str:
-    """Return why Opacus finds a layer unfit for DP-SGD, and what to do; empty if it does not."""
+    """Return Opacus' reasons against DP-SGD on a layer, with its advice; empty without any."""
     validate = opacus().validators.ModuleValidator.VALIDATORS.get(type(layer), lambda layer: ())
     return " ".join(map(str, validate(layer)))
 
@@ -43,7 +43,7 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
     Raises
     ------
     UnshareableModel
-        Names the layer and how to mend it.
+        The message names the layer and the remedy.
     """
     for name, module in model.named_modules():
         if matches(name, personal) or is_frozen(module):
@@ -66,9 +66,9 @@ def check_shareable(model: nn.Module, personal: Sequence[str] = ()) -> None:
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with GroupNorm in place of every BatchNorm, as Opacus' validator has it.
+    """Return a copy of ``model`` with GroupNorm in place of every BatchNorm, by Opacus' fixer.
 
-    By itself that would pass over some, and replace recurrent layers too.
+    Opacus' whole-model fix would miss some of them, and replace recurrent layers too.
     """
     fix, copy = opacus().validators.ModuleValidator.FIXERS[nn.BatchNorm1d], deepcopy(model)
     for name, layer in [*copy.named_modules()]:

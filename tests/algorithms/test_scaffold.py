@@ -41,7 +41,7 @@ def scaffold(**options):
 
 
 def linear_task():
-    """Losses ⟨g_i, w⟩: each client's gradient is g_i wherever it looks."""
+    """Return a task with losses ⟨g_i, w⟩, so that each client's gradient is g_i everywhere."""
 
     def data(client):
         examples = Examples(features=own_gradient(client).repeat(7, 1), targets=torch.zeros(7))
@@ -150,8 +150,8 @@ def test_perturbed_models_leave_the_control_the_mean_of_the_clients(
 @pytest.mark.parametrize(
     ("local", "said"),
     [
-        (LocalTraining(epochs=0), r"epochs=0: a control variate needs at least one step"),
-        (LocalTraining(tolerance=1e-6, proximal_weight=0.1), "needs steps of SGD"),
+        (LocalTraining(epochs=0), "epochs=0: expected at least one epoch or step"),
+        (LocalTraining(tolerance=1e-6, proximal_weight=0.1), "from steps of SGD"),
     ],
 )
 def test_training_without_steps_is_refused(local, said):

@@ -1,4 +1,4 @@
-"""The apps on a SuperLink and four SuperNodes with TLS and registered keys, while things break."""
+"""The apps under faults, on a SuperLink and four SuperNodes with TLS and registered keys."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from flower_ext.runs import RunDirectory
 from tests.faults.processes import (
     KILLED,
     SETTINGS,
+    STOPPED,
     STRANGER,
     SUPERLINK,
     WORKING,
@@ -24,6 +25,7 @@ from tests.faults.processes import (
     kill_client_at_work,
     kill_node,
     knock,
+    restart_node,
     restart_superlink,
     under_faults,
 )
@@ -31,7 +33,7 @@ from tests.support.apps import DP2_FEDSAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-TIMEOUT = 90  # of a round, in seconds: more than any healthy one takes
+TIMEOUT = 90  # seconds for a round: more than any healthy one takes
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     assert 2 in outcome.missing[2]
     rows = run.metrics()
     assert [row.get("discarded", 0) for row in rows[:2]] == [1, 1]
-    assert rows[-1]["answered"] == 4  # the killed one among them
+    assert rows[-1]["answered"] == 4  # including the killed node
     assert [e["kind"] for e in run.ledger()].count("reserve") == plan.rounds  # asked is spent
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right
@@ -107,6 +109,37 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     log = (deployment.folder / "logs" / "stranger.log").read_text()
     assert "Exit Code" in log
     assert "SuperNode ID" not in log
+
+
+def test_nodes_that_are_killed_in_secure_sums_cost_no_round_and_come_back(tmp_path):
+    """With a state-folder; in round 3 a node starts again at once, between the sum's stages."""
+    plan = Plan(
+        "top-up",
+        rounds=5,
+        faults={
+            1: [Fault(KILLED, kill_node, 1)],
+            3: [Fault(STOPPED, restart_node, 2)],
+            4: [Fault(WORKING, kill_client_at_work, 0)],
+        },
+        returns={1: [1]},
+    )
+    folder = tmp_path / "state"
+    config = {"state-folder": str(folder)}
+    sums = {"aggregation": "secure", "colluding_share": 0.0, "dropout_share": 0.25}
+    with Deployment(tmp_path / "deployment", nodes=4, node_config=config) as running:
+        outcome = under_faults(running, plan, tmp_path / "run", timeout=TIMEOUT, **sums)
+    run = outcome.run
+    assert outcome.error is None
+    assert run.facts["status"] == "completed"
+    assert 1 in outcome.missing[1]
+    rows = run.metrics()
+    assert [row.get("discarded", 0) for row in rows] == [0] * plan.rounds
+    assert all(row["answered"] >= 3 for row in rows)
+    assert rows[-1]["answered"] == 4
+    assert outcome.wrong_aggregates == 0
+    assert outcome.epsilon_right
+    assert [entry["kind"] for entry in run.ledger()].count("reserve") == plan.rounds
+    assert len(list(folder.glob("*-sum.secret"))) == 4  # a round's secrets replace the last one's
 
 
 def test_a_run_outlives_the_superlink_on_the_same_database(deployment, tmp_path):

@@ -1,4 +1,4 @@
-"""The whole app in this process: nine methods, their run directories, and bad input."""
+"""The whole app in this process: nine methods, their run directories, and refused settings."""
 
 import csv
 
@@ -63,6 +63,34 @@ def test_every_method_leaves_a_complete_run_directory(method, tmp_path):
         assert svg.with_suffix(".csv").exists()
 
 
+@pytest.mark.parametrize(
+    "method",
+    grid((*AVERAGING, "uldp-naive"), lambda method: method == "uldp-avg-w"),
+)
+def test_silos_sums_are_secure_by_one_setting(method, tmp_path):
+    settings = {"method": method, "seeded_noise": True, "rounds": 2, "server_learning_rate": 1.0}
+    ours = run(tmp_path / "secure", aggregation="secure", **settings)
+    plain = run(tmp_path / "plain", **settings)
+    assert [row["answered"] for row in ours.metrics()] == [5, 5]
+    sums = [
+        one
+        for one in ours.guarantees()
+        if one.view is AdversaryView.SUM_ONLY and one.basis == "provable"
+    ]
+    assert any("at most 1 of each cohort of 5 collude" in text for text in sums[0].assumptions)
+    mine, theirs = (load_file(one.path / "model.safetensors") for one in (ours, plain))
+    # Both have the same clipped updates and a noise of σC; 40 stddevs are far above any draw.
+    stddev = 5.0 * 0.1 / 30 / 5 * (5 if method == "uldp-naive" else 1) * 6
+    for name in mine:
+        assert np.abs(mine[name] - theirs[name]).max() < 40 * stddev
+
+
+@pytest.mark.parametrize("method", ["uldp-group", "default", *PRIVATE])
+def test_methods_without_a_secure_sum_of_silos_say_why(method, tmp_path):
+    with pytest.raises(ValueError, match=f"aggregation='secure' with method='{method}'"):
+        run(tmp_path / "run", method=method, aggregation="secure")
+
+
 @pytest.mark.report
 @pytest.mark.parametrize("distribution", ["uniform", "zipf"])
 def test_the_figure_shows_the_records_of_every_user_in_every_silo(distribution, tmp_path):
@@ -86,7 +114,7 @@ def test_numbers_of_records_stay_private_where_the_figure_is_not_wanted(tmp_path
 
 
 def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):
-    rounds = 8  # that all have as many users happens once in a million runs
+    rounds = 8  # all draw equally many users once in a million runs
     facts = {"method": "uldp-avg", "rounds": rounds, "evaluate_every": rounds}
     everyone = run(tmp_path / "everyone", **facts)
     sampled = run(tmp_path / "sampled", user_sampling_rate=0.3, **facts)
@@ -112,6 +140,22 @@ def test_private_weights_are_those_by_records(method, tmp_path):
         assert row.get("accuracy_mean") == pytest.approx(expected.get("accuracy_mean"), abs=1e-5)
     views = [[g.epsilon for g in each.guarantees()] for each in (plain, private)]
     assert views[0] == pytest.approx(views[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("rate", grid([1.0, 0.5], lambda rate: rate == 0.5))
+def test_the_lattice_protocol_weighs_by_records_and_says_that_it_is_experimental(rate, tmp_path):
+    facts = {"method": "uldp-avg-private", "protocol": "lattice", "max_records_per_user": 60}
+    private = run(tmp_path / "run", **facts, user_sampling_rate=rate, seeded_noise=True)
+    assert {row["answered"] for row in private.metrics()} == {5}
+    assert not any(row.get("refused") for row in private.metrics())
+    for guarantee in private.guarantees():
+        said = any("not externally reviewed" in text for text in guarantee.assumptions)
+        assert said == (guarantee.basis == "provable")
+    if rate == 1:
+        plain = run(tmp_path / "plain", method="uldp-avg-w", seeded_noise=True)
+        one, other = (load_file(each.path / "model.safetensors") for each in (plain, private))
+        for name in one:
+            np.testing.assert_allclose(other[name], one[name], atol=1e-5)
 
 
 @pytest.mark.full
@@ -190,6 +234,15 @@ def test_groups_of_any_size(size, tmp_path):
         ),
         ({"method": "uldp-avg-private", "draw_choices": 4}, "draw_choices=4: users are drawn at"),
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
+        ({"method": "uldp-avg-private", "protocol": "rsa"}, "protocol='rsa': expected one of"),
+        (
+            {"method": "uldp-avg-private", "protocol": "lattice", "draw_choices": 4},
+            "draw-choices=4 with protocol='lattice'",
+        ),
+        (
+            {"method": "uldp-avg-private", "protocol": "lattice", "silo_record_limits": "9,9"},
+            r"silo_record_limits=\(9, 9\): expected 5 integers",
+        ),
         ({"learning_rate": 0.0}, r"learning_rate=0\.0"),
         ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
         ({"labels_per_user": 11}, "labels_per_user=11"),

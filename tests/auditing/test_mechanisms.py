@@ -10,6 +10,8 @@ server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
+scores, secure sum     ✓          ✓      (1 eval.)  count      –
+ULDP-AVG, secure sum   ✓          ✓      ✓         ✓          ✓
 ULDP-AVG by records    ✓          ✓      ✓         ✓          (refused)
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
 ULDP-GROUP-2           ✓          ✓      ✓         ✓          –
@@ -20,7 +22,8 @@ objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
-cohorts have different shares of it. A silo refuses a weight of 2, as one by records would be. Of
+cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
+in place of each. A silo refuses a weight of 2, as one by records would be. Of
 Poisson sampling the clean bound is loose, so that a quarter of the noise would not show in as few
 trials: it is σ/16 there. All bounds of this module hold at once with a confidence of 99.9 %,
 whatever the trials draw: noise is not seeded.
@@ -35,7 +38,7 @@ from tests.support.grids import grid
 
 CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
-ULDP = ("uldp-avg", "uldp-sgd")
+ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
 MORE_NOISE = 2.0
 """With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
 
@@ -46,11 +49,14 @@ def planted():
         trials = 800 if name in POISSON else 400 if name == "objective-perturbation" else 100
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
-            yield name, "a number unnoised", faults.part_unnoised, 1, trials
+            bare = faults.count_unnoised if name == "secure-scores" else faults.part_unnoised
+            yield name, "a number unnoised", bare, 1, trials
         less = 16 if name in POISSON else 4
         yield name, f"σ/{less}", faults.less_noise(less), 1, trials
-        if name != "client-noise-poisson":
+        if name not in ("client-noise-poisson", "secure-scores"):
             yield name, "noise reused", faults.noise_reused, 2, trials
+        if name == "uldp-secure-sum":
+            yield name, "users clipped together", faults.rows_clipped_together, 1, trials
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 400
 
@@ -65,6 +71,9 @@ DAILY = {
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",
+    "secure-scores-clipping off",
+    "secure-scores-a number unnoised",
+    "uldp-secure-sum-users clipped together",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",
     "ditto-uploads-σ/4",

@@ -1,4 +1,4 @@
-"""Exported models are those that clients evaluate; the file beside them says whom they show."""
+"""Exported models equal those that clients evaluate, and come with a guarantee for that file."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A small run of an app, with the settings that are given, made once."""
+    """Return a small run of an app with the given settings, made once."""
     made = {}
 
     def make(which, **changes):
@@ -125,12 +125,12 @@ def test_the_head_alone_is_personal_under_dp2_fedsam(finished, tmp_path):
 def test_the_shared_model_is_the_runs_own_and_carries_what_its_models_promise(finished, tmp_path):
     run = finished(DP2_FEDSAM)
     file = tmp_path / "shared.safetensors"
-    assert call(run.path, "--output", file).exit_code == 0  # knows no app
+    assert call(run.path, "--output", file).exit_code == 0  # works without an app
     saved, own = load_file(run.path / "model.safetensors"), load_file(file)
     assert set(own) == set(saved)
     assert all(torch.equal(own[name], value) for name, value in saved.items())
     beside = json.loads((tmp_path / "shared.guarantee.json").read_text())
-    assert beside["for"] == "whoever may have the run's models"
+    assert beside["for"] == "everyone who may have the run's models"
     assert beside["parameters"]["personal"] == []
     promised = [g.to_dict() for g in run.guarantees() if g.view == "released-models"]
     assert promised
@@ -208,7 +208,7 @@ def test_a_lost_memory_is_not_taken_for_that_of_a_client_who_never_took_part(fin
     shutil.rmtree(folder / "dp2_fedsam-1")
     done = call(*arguments, tmp_path / "lost.safetensors")
     assert done.exit_code == 2
-    assert "does not hold what client 1 left in round 2" in done.output
+    assert "expected the memory that client 1 wrote in round 2" in done.output
     assert not (tmp_path / "lost.safetensors").exists()
     assert not (tmp_path / "lost.guarantee.json").exists()
 
@@ -278,7 +278,7 @@ def test_what_is_frozen_stays_with_the_base_model_unless_all_is_asked_for(tmp_pa
     part, whole = tmp_path / "part.safetensors", tmp_path / "whole.safetensors"
     tuned = tmp_path / "tuned.safetensors"
     asked = {part: ["--client", 1], whole: ["--whole"], tuned: ["--client", 1, "--whole"]}
-    for file, more in asked.items():  # the run knows its app
+    for file, more in asked.items():  # the run recorded its app
         done = call(path, "--output", file, *more)
         assert done.exit_code == 0, done.output
     _, client = load_app(folder)

@@ -1,4 +1,4 @@
-"""What the options of a run become before it starts; its processes are in test_ending.py."""
+"""Settings and options of a run before it starts; test_ending.py runs the processes."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_flower_s_commands_print_what_the_locale_lacks_as_a_question_mark(monkey
 
 
 def overrides(**options):
-    """The run configuration that ``flwr run`` is given, without the app's defaults."""
+    """Return the overrides in the run configuration that ``flwr run`` receives."""
     changes = prepare(DP2_FEDSAM.folder, **options).changes
     return {name: json.dumps(value, ensure_ascii=False) for name, value in changes.items()}
 
@@ -65,7 +65,7 @@ def test_the_nodes_of_a_superlink_and_of_those_who_say_so_are_one_client_each(
 
 
 def test_an_app_that_does_not_say_how_many_clients_it_has_takes_no_number(tmp_path):
-    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for how many .*add"):
+    with pytest.raises(LaunchFailed, match="--clients=7: .* has no setting for the number .*add"):
         prepare(FOREIGN.folder, runs=tmp_path, clients=7, in_process=True)
 
 

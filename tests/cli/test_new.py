@@ -1,4 +1,4 @@
-"""New apps from those that come with the package, in a checkout and in a wheel."""
+"""New apps copied from those of the package, in a checkout and in a wheel."""
 
 import re
 import tomllib
@@ -83,7 +83,7 @@ def test_a_folder_that_is_there_is_refused_and_left_alone(tmp_path):
     (made / "notes.md").write_text("mine")
     done = call("dp2-fedsam", made)
     assert done.exit_code == 2
-    assert "not there yet" in flattened(done.output)
+    assert "does not exist yet" in flattened(done.output)
     assert [path.name for path in made.iterdir()] == ["notes.md"]
 
 

@@ -115,7 +115,7 @@ def test_a_limited_silo_keeps_a_random_choice_of_each_users_examples():
         (torch.zeros(6, 1, dtype=torch.int64), r"owners of shape \(6, 1\)"),
         (torch.zeros(6), "owners of type torch.float32: expected integers"),
         (torch.zeros(6, dtype=torch.bool), "owners of type torch.bool: expected integers"),
-        (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, and one is -1"),
+        (torch.tensor([0, 1, 2, -1, 0, 0]), "expected users >= 0, found -1"),
     ],
 )
 def test_owners_that_do_not_fit_the_examples_are_refused(owners, said):
@@ -135,13 +135,13 @@ def test_what_is_no_tensor_and_no_examples_is_named():
 
 
 def tree(count: int = 6) -> Examples:
-    """Examples whose parts all say which row they are of."""
+    """Return examples in which every part contains the number of its row."""
     rows = torch.arange(count)
     return Examples({"a": rows, "b": (rows.float().unsqueeze(1),)}, (rows, {"y": rows}))
 
 
 def rows_of(data: Examples) -> list[int]:
-    """The rows, if all parts agree on them."""
+    """Return the row numbers, after checking that all parts agree."""
     kept = data.features["a"]
     assert torch.equal(data.features["b"][0], kept.float().unsqueeze(1))
     assert torch.equal(data.targets[0], kept)

@@ -1,4 +1,4 @@
-"""One line gives a strategy of somebody's own ServerApp a run directory, and lets it go on."""
+"""One line gives a strategy in any ServerApp a run directory, from which the run can be resumed."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, ca
     assert told == [f"Report: {run.path / 'report.html'}"]
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == f"Run directory: {run.path}"
-    assert len(said) <= 6  # a line a round, and three
+    assert len(said) <= 6  # one line per round, and three more
     assert (run.path / "report.md").read_text().startswith("# DPFedAvg\n")
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_failed_before_its_first_round_may_begin_again(tmp_path):
 
 def test_a_complete_run_is_not_begun_again_under_its_name_but_goes_on_beyond_its_end(tmp_path):
     play(tmp_path / "run", rounds=2, **SEEDED)
-    with pytest.raises(InvalidValue, match=r"complete, after 2 rounds: give .* another name"):
+    with pytest.raises(InvalidValue, match=r"complete, after 2 rounds: .* another name"):
         play(tmp_path / "run", rounds=2, **SEEDED)
     longer, *_ = play(tmp_path / "run", rounds=4, **SEEDED)
     whole, *_ = play(tmp_path / "whole", rounds=4, **SEEDED)
@@ -132,7 +132,7 @@ def test_a_complete_run_is_not_begun_again_under_its_name_but_goes_on_beyond_its
 def test_another_run_under_the_same_name_is_refused_by_what_differs(tmp_path, changes, named):
     play(tmp_path / "run", dies_in=2)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(UnfitSetting, match=f"cannot go on with other settings: .*{named}"):
+    with pytest.raises(UnfitSetting, match=f"cannot continue with other settings: .*{named}"):
         play(tmp_path / "run", **changes)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
@@ -194,7 +194,7 @@ def test_upcycled_runs_that_died_in_a_silent_round_go_on(tmp_path):
 
 @pytest.mark.parametrize("strategy", [FedAvg(), Upcycled(FedAvg(), 0.5)], ids=["alone", "wrapped"])
 def test_flowers_own_strategy_is_refused_by_name_with_what_records_it(strategy, tmp_path):
-    with pytest.raises(InvalidValue, match=r"FedAvg keeps no record of a run: .*Hosted"):
+    with pytest.raises(InvalidValue, match=r"strategy=FedAvg: expected .*Hosted"):
         recorded(strategy, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -214,11 +214,11 @@ def test_a_strategy_is_recorded_once(tmp_path):
     own = RunDirectory.create(tmp_path / "own", config={})
     grid = InProcessGrid(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     initial = ArrayRecord(task().initial_params(0))
-    with pytest.raises(InvalidValue, match="writes to that directory already"):
+    with pytest.raises(InvalidValue, match="writes to this directory already"):
         recorded(DPFedAvg(plan=plan(), run=own), tmp_path / "run").start(grid, initial)
     strategy = DPFedAvg(plan=plan(), timeout=5.0)
     strategy.start(grid, initial, num_rounds=1)
-    with pytest.raises(InvalidValue, match="has run already: make a new one"):
+    with pytest.raises(InvalidValue, match="has not run yet; create a new one"):
         recorded(strategy, tmp_path / "other").start(grid, initial)
 
 

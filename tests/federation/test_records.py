@@ -36,7 +36,10 @@ def test_a_well_formed_update_is_read():
     ("content", "reason"),
     [
         (Error(code=7, reason="invalid app"), "client failed: invalid app"),
-        (Error(code=2, reason="record 17 of Mrs Smith"), "client failed; why is in its own log"),
+        (
+            Error(code=2, reason="record 17 of Mrs Smith"),
+            "client failed; the reason is in its own log",
+        ),
         (RecordDict(), "no array record 'update'"),
         (update(extra=np.zeros(1, np.float32)), "unexpected \\['extra'\\]"),
         (update(w=np.zeros((3, 2), np.float32)), "expected float32\\(2, 3\\)"),
@@ -136,7 +139,7 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     message = reply(update())
     message.content = RecordDict({"update": record})
     assert payload_bytes([message]) == len(sent.data)
-    unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
+    unsent.numpy()[...] = 2  # a receiver's changes to its copy do not reach the original
     assert np.array_equal(unsent.numpy(), values)
 
 

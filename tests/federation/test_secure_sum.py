@@ -1,11 +1,14 @@
-"""Secure sums in a run: the right sum or none, whoever is lost, and nothing else leaves anybody."""
+"""Secure sums in a run: the right sum or none, whoever is lost; nothing else leaves a client."""
+
+from collections import Counter
+from copy import deepcopy
 
 import numpy as np
 import pytest
+from flwr.app import RecordDict
 from scipy import stats
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, Upcycled
-from flower_ext.algorithms.uldp import UldpAvg
 from flower_ext.federation import records
 from flower_ext.federation.client.sum_member import BEGIN, CONTEXT, KEYS, QUESTION
 from flower_ext.privacy import (
@@ -19,13 +22,12 @@ from flower_ext.privacy import (
 )
 from flower_ext.secure.aggregation import RoundContext
 from flower_ext.training import LocalTraining
-from tests.support import silos as uldp
+from tests.support.losing import STAGES, Losing, stage_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
 
 CLIENTS = 8
 FAST = LocalTraining(epochs=1, batch_size=10)
-STAGES = (BEGIN, KEYS, "train", QUESTION)
 SEED = 3
 
 
@@ -39,37 +41,6 @@ def plan(**changes):
         "secure_aggregation": SecureSum(colluding=0.1, dropouts=0.3),
     }
     return ReleasePlan(**{**facts, **changes})
-
-
-def stage_of(message):
-    """Which of the four stages a message belongs to, None for none."""
-    kind = message.metadata.message_type.partition(".")[0]
-    if kind == "train":
-        return "train"
-    if kind == "query" and records.SECURE_SUM in message.content:
-        return next(s for s in STAGES if s in message.content[records.SECURE_SUM])
-    return None
-
-
-class Losing(Recorder):
-    """Loses clients: a message to one of ``lost`` in that stage, or its reply, does not arrive."""
-
-    lost = frozenset()
-    answers = frozenset()
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        stages = {m.metadata.dst_node_id - 1_000: stage_of(m) for m in messages}
-        arriving = [
-            m for m in messages if (m.metadata.dst_node_id - 1_000, stage_of(m)) not in self.lost
-        ]
-        replies = super().send_and_receive(arriving, timeout=timeout)
-        return [
-            r
-            for r in replies
-            if (r.metadata.src_node_id - 1_000, stages[r.metadata.src_node_id - 1_000])
-            not in self.answers
-        ]
 
 
 def strategy_of(method=DPFedAvg, **changes):
@@ -89,7 +60,7 @@ def run(strategy, grid=Recorder, rounds=1, **facts):
 
 
 def raw_updates():
-    """What each client would send in the first round, neither bounded nor noised."""
+    """Return each client's upload of the first round, before clipping and noise."""
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
@@ -100,7 +71,7 @@ def raw_updates():
 
 
 def expected_model(answered):
-    """The next model of a plain sum of the same clipped, rounded and noised updates."""
+    """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
     private = plan()
     protection = private.cells_protection
     start = records.to_arrays(initial())
@@ -111,7 +82,7 @@ def expected_model(answered):
             for name, cells in protection.released(update, noise).items():
                 total[name] += cells
     missing = CLIENTS - len(set(answered))
-    if missing:  # the server adds the shares of those who did not answer
+    if missing:  # the server adds the shares of the missing clients
         stddev = protection.share_stddev / private.cell * np.sqrt(missing)
         total = {name: total[name] for name in sorted(total)}
         total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
@@ -141,7 +112,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
-    gone = () if stage == QUESTION else who  # after its upload a client is in the sum
+    gone = () if stage == QUESTION else who  # a client is in the sum once it has uploaded
     assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
@@ -158,7 +129,7 @@ def test_with_too_few_left_a_round_is_discarded(stage, logged):
     assert_same(found, records.to_arrays(initial()))
     assert "round 1 discarded" in logged.text
     trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
-    assert bool(trained) == (stage in ("train", QUESTION))  # else nobody was asked to
+    assert bool(trained) == (stage in ("train", QUESTION))  # otherwise nobody was asked to
     assert strategy.participations.rounds == 1
     # Once clients were asked to unmask a sum, it counts as seen.
     assert bool(strategy.participations.in_sums) == (stage == QUESTION)
@@ -176,6 +147,66 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
     one, two = map(RoundContext.from_bytes, rounds)
     assert one.run != two.run
     assert one.digest != two.digest
+
+
+class Restarting(Recorder):
+    """A grid in which two new processes, one after the other, receive each message."""
+
+    folder = ()
+
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        self.twice = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        copies = deepcopy(messages)
+        first = self._after_a_start(messages)
+        again = self._after_a_start(copies)
+        self.twice += [
+            (stage_of(message), *pair)
+            for message, *pair in zip(messages, first, again, strict=True)
+            if stage_of(message)
+        ]
+        return first
+
+    def _after_a_start(self, messages):
+        for context in self.contexts.values():
+            context.state = RecordDict()
+            (context.node_config["state-folder"],) = self.folder
+        return list(super().send_and_receive(messages))
+
+
+def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_nothing_twice(
+    tmp_path,
+):
+    grid, found = run(strategy_of(), Restarting, folder=[str(tmp_path)])
+    assert_same(found, expected_model(range(CLIENTS)))
+    assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
+    for stage, first, again in grid.twice:
+        assert not first.has_error()
+        if stage == QUESTION:  # another answer to the same question could reveal both secrets
+            one, two = (
+                reply.content[records.ANSWER]["message"].numpy() for reply in (first, again)
+            )
+            np.testing.assert_array_equal(one, two)
+        else:
+            assert again.has_error()
+
+
+class Forgetting(Recorder):
+    """A grid in which one client has a new process for every message, and no state folder."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        self.contexts[1_003].state = RecordDict()
+        return super().send_and_receive(messages)
+
+
+def test_without_a_folder_a_client_that_forgot_the_round_leaves_it():
+    strategy = strategy_of()
+    _, found = run(strategy, Forgetting)
+    assert_same(found, expected_model(set(range(CLIENTS)) - {3}))
+    assert any("takes a state-folder in its node config" in one for one in strategy.refusals)
 
 
 @pytest.mark.parametrize("method", [DPFedAvg, DP2FedSAM])
@@ -240,7 +271,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
     assert not any("which this run does not provide" in a for a in after.assumptions)
     assert any("at most 0 of each cohort of 8 collude" in a for a in after.assumptions)
     assert any("discrete Gaussian" in a for a in after.assumptions)
-    # Eight clients of whom none colludes: the noise of the least number of answers is all of it.
+    # Eight clients without collusion: the least number of answers has all of the noise.
     assert after.epsilon == pytest.approx(before.epsilon)
 
 
@@ -255,7 +286,7 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
 
 @pytest.mark.parametrize("lost", [(), (0,), (0, 5)])
 def test_the_released_noise_is_the_same_however_many_answered(lost):
-    """Over rounds of models that learn nothing: the released sum is noise alone."""
+    """Models learn nothing over the rounds, so the released sum is noise only."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
     models, start = [], records.to_arrays(initial())
     for _ in range(20):
@@ -270,12 +301,9 @@ def test_the_released_noise_is_the_same_however_many_answered(lost):
 # What is refused ----------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_summed_or_not_be_seen_is_refused_by_name():
+def test_what_cannot_be_seen_is_refused_by_name():
     with pytest.raises(ValueError, match="secure_aggregation with noise_placement='server'"):
         plan(noise_placement="server")
-    users = uldp.plan(secure_aggregation=SecureSum())
-    with pytest.raises(ValueError, match="secure_aggregation with UldpAvg: expected None"):
-        UldpAvg(plan=users, num_silos=uldp.SILOS)
 
 
 def test_a_client_that_names_another_member_is_lost():

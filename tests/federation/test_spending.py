@@ -1,4 +1,4 @@
-"""One account for people: run directories that spend from it, resumed ones, bare ones."""
+"""One account of a population, from which recorded, resumed and bare runs spend."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ PLAN = ReleasePlan(
 
 
 def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg, **options):
-    """Start a run, or go on with it, for ``rounds`` rounds in all."""
+    """Start or resume a run for ``rounds`` rounds in total."""
     begun = (folder / "run.json").exists()
     run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
     try:
@@ -105,7 +105,7 @@ def test_records_are_counted_by_epsilon_and_never_with_clients(tmp_path):
         assert run_of(tmp_path / name, budget, plan=plan, method=DPDitto).stopped is None
     assert 7 < total_spent(Ledger.read(path), 0.02) <= 8
     assert run_of(tmp_path / "c", budget, plan=plan, method=DPDitto).stopped is not None
-    with pytest.raises(ValueError, match="no one ε speaks of both"):
+    with pytest.raises(ValueError, match="no single ε covers both"):
         run_of(tmp_path / "d", Budget(epsilon=8.0, delta=DELTA, ledger=path))
 
 

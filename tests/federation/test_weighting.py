@@ -1,4 +1,4 @@
-"""Without privacy clients may count by their examples; wherever something protects, all alike."""
+"""Without privacy, examples may weight clients; under protection, all clients weigh the same."""
 
 import numpy as np
 import pytest
@@ -106,6 +106,13 @@ def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
 
 @pytest.mark.parametrize("method", algorithms.__all__)
 def test_every_method_says_how_clients_count(method):
-    words = ("count alike", "counts every client alike", "weighted by", "Clients count")
+    words = (
+        "count alike",
+        "plain mean",
+        "weighted by",
+        "weights all clients equally",
+        "weights clients in its mean",
+        "weights every client equally",
+    )
     known = [c.__doc__ or "" for c in getattr(algorithms, method).__mro__]
     assert any(word in " ".join(doc.split()) for doc in known for word in words), method

@@ -112,7 +112,7 @@ def test_memory_is_assumed_not_to_tell_who_was_drawn_where_a_fixed_number_is(
 ):
     seen = Participations.worst_case(60, 10)
     for view, guarantee in by_view(plan(sampling), seen, memory=memory).items():
-        found = any("does not tell who was drawn" in text for text in guarantee.assumptions)
+        found = any("does not reveal who was drawn" in text for text in guarantee.assumptions)
         assert found == (assumed and view is AdversaryView.RELEASED_MODELS)
 
 
@@ -138,7 +138,7 @@ AGGREGATION, REFUSED = "secure aggregation", "no honest upload is refused"
 WHOLE = "single precision or wider"
 
 
-HIDDEN, PLACES = "neither who was drawn nor how many", "who was drawn is not known"
+HIDDEN, PLACES = "neither who was drawn nor how many", "does not know who was drawn"
 
 
 DRAWN = "cohorts are drawn by a cryptographic generator"

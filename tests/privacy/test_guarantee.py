@@ -67,7 +67,7 @@ def test_unknown_fields_of_a_guarantee_are_refused():
 def test_a_delta_that_promises_little_is_said_to(delta, large):
     seen = Participations.worst_case(60, 10)
     for guarantee in by_view(plan(FullParticipation(100), delta=delta), seen).values():
-        said = "is large: with that probability all of one client may show"
+        said = "is large: with that probability all of one client's data may be revealed"
         assert (said in guarantee.statement()) == (large and math.isfinite(guarantee.epsilon))
 
 

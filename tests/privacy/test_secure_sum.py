@@ -10,6 +10,7 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     PoissonSampling,
+    PrivacyUnit,
     ReleasePlan,
     SecureNoise,
     SecureSum,
@@ -23,7 +24,7 @@ TABLE = {
     (0.1, 0.3): {100: (33, 11), 300: (65, 26), 1_000: (88, 36), 10_000: (106, 43)},
     (0.2, 0.2): {100: (40, 21), 300: (73, 40), 1_000: (98, 54), 10_000: (119, 65)},
 }
-"""The least k with its t, by γ and δ, and by n: computed apart from this package."""
+"""The least k with its t, by γ, δ and n, computed without this package."""
 
 
 @pytest.mark.parametrize(("shares", "row"), TABLE.items(), ids=str)
@@ -57,7 +58,7 @@ def test_in_a_complete_graph_colluders_are_below_the_threshold_and_all_others_re
 
 
 def test_random_circles_withstand_what_they_are_made_for():
-    """Their colluding neighbours are as many as the formula says, and below the threshold."""
+    """The number of colluding neighbours follows the formula, and stays below the threshold."""
     members, rounds, rng = 100, 2_000, np.random.default_rng(5)
     found = SecureSum(colluding=0.1, dropouts=0.1).for_cohort(members)
     half = found.neighbors // 2
@@ -174,12 +175,41 @@ def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs
 
 
 def test_cohorts_of_a_secret_size_have_no_secure_sum():
-    """The noise of a sum would show how many were drawn."""
+    """The noise of a sum would reveal the size of the cohort."""
     sampling = PoissonSampling(population=1_000, rate=0.1)
     with pytest.raises(ValueError, match="secure_aggregation with Poisson sampling"):
         plan(sampling=sampling)
     with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
         plan(sampling=FixedSizeSampling(population=100, size=2))
+
+
+def test_silos_are_members_whatever_users_are_drawn():
+    """Who is asked, and how much noise there is, follow from the number of silos alone."""
+    users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
+    sampled = PoissonSampling(population=1_000, rate=0.1)
+    plans = [
+        plan(sampling=sampling, silos=5, **users)
+        for sampling in (sampled, FullParticipation(1_000), PoissonSampling(10, 0.9))
+    ]
+    assert {own.cohort_size for own in plans} == {5}
+    assert {own.sum_parameters.least_answers for own in plans} == {4}
+    assert len({own.cells_protection.share_stddev for own in plans}) == 1
+    assert plan(sampling=sampled, **users).silos is None  # until the strategy says how many
+    for silos, said in ((2, "a cohort of 2"), (None, "with Poisson sampling")):
+        unit = PrivacyUnit.USER if silos else PrivacyUnit.CLIENT
+        with pytest.raises(ValueError, match=said):
+            plan(sampling=sampled, silos=silos, **{**users, "unit": unit})
+
+
+@pytest.mark.parametrize("users", [10, 1_000, 100_000])
+def test_the_ring_has_room_for_all_users_and_does_not_show_how_many_are_drawn(users):
+    own, everyone = (
+        plan(sampling=sampling, silos=5, unit=PrivacyUnit.USER)
+        for sampling in (PoissonSampling(users, 0.01), FullParticipation(users))
+    )
+    assert own.sum_bits == everyone.sum_bits == (64 if users == 100_000 else 32)
+    most = users * own.clipping_norm / own.cell
+    assert most < 2 ** (own.sum_bits - 1)
 
 
 def test_a_sum_in_cells_becomes_the_average_over_the_expected_cohort():

@@ -1,4 +1,4 @@
-"""Callbacks see what the run directory has, and can do nothing to the run."""
+"""Callbacks receive the run directory's numbers, and cannot change the run."""
 
 import logging
 
@@ -56,7 +56,7 @@ def test_a_callback_that_raises_is_logged_once_and_changes_nothing(tmp_path, cap
         each.getMessage() for each in caplog.records if each.getMessage().startswith("callback")
     ]
     assert lines == [
-        "callback Broken failed, and the run goes on without it where it fails: "
+        "callback Broken failed; the run goes on without it wherever it fails: "
         "RuntimeError: no network"
     ]
     assert len(notes.said) == 5
@@ -76,7 +76,7 @@ def test_a_callback_cannot_change_the_row_that_is_kept(tmp_path):
 
 
 def test_nothing_but_aggregates_is_in_a_row(tmp_path):
-    """A row holds single numbers; per-client scores are in ``clients.csv`` alone."""
+    """A row has single numbers; only ``clients.csv`` has scores of single clients."""
     notes = Notes()
     plan = ReleasePlan(
         sampling=FullParticipation(CLIENTS),

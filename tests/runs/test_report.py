@@ -80,7 +80,10 @@ def test_the_first_screen_says_how_good_the_models_are_and_what_is_proved(tmp_pa
     assert f"Accuracy of the clients' models: **{spread.mean:.3f}** on average" in first
     assert f"{spread.worst_decile:.3f} over their worst tenth" in first
     for guarantee in run.guarantees():
-        said = f"**ε = {epsilon_text(guarantee.epsilon)}** against who sees {guarantee.view.sees}"
+        said = (
+            f"**ε = {epsilon_text(guarantee.epsilon)}** "
+            f"against an adversary who sees {guarantee.view.sees}"
+        )
         assert (said in first) == (guarantee.basis == "provable")
         assert f"at δ = {guarantee.delta:.3g}" in first
     titles = [line for line in text.splitlines() if line.startswith("#### ")]
@@ -95,7 +98,10 @@ def test_a_large_delta_is_said_where_epsilon_is(tmp_path):
     run.save_guarantees([replace(one, delta=0.25) for one in run.guarantees()])
     write_report(run)
     text = (run.path / "report.md").read_text(encoding="utf-8")
-    assert "> δ = 0.25 is large: with that probability all of one client may show" in text
+    assert (
+        "> δ = 0.25 is large: with that probability all of one client's data may be revealed"
+        in text
+    )
 
 
 def test_a_page_fits_small_screens_and_is_read_aloud(tmp_path):
@@ -201,7 +207,7 @@ def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
     ]
     page = write_comparison(runs, tmp_path, title="Both").read_text(encoding="utf-8")
     text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    # Means over ten clients 0.755, 0.775, 0.795: sample deviation 0.02.
+    # The means over ten clients are 0.755, 0.775 and 0.795: sample deviation 0.02.
     assert "| centaur | 3 | 0.775 ± 0.020 |" in text
     assert "| dp2-fedsam | 3 |" in text
     assert "<svg" in page
@@ -295,7 +301,7 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
 
 
 def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
-    """It names who was drawn and how many, on whose secrecy amplification rests."""
+    """The directory says who was drawn and how many, which amplification needs to be secret."""
     old = os.umask(0o022)
     try:
         run = finished(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Faults to plant in the real code, by the mechanisms that each applies to."""
+"""Faults to plant in the real code, grouped by the mechanisms to which they apply."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 from flower_ext.algorithms.uldp import averaging
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
+from flower_ext.federation.client import masked_scores
 from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
+from flower_ext.privacy.cells import CellSum, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
 from flower_ext.training.dp.dp_sgd import ClippedGradient
@@ -42,13 +44,30 @@ def _cells_not_clipped(update, clipping_norm, cell):
     }
 
 
+def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
+    summed = {
+        name: _cells_not_clipped({name: value}, clipping_norm, cell)[name]
+        for name, value in _rows_not_clipped(rows, clipping_norm, weights).value.items()
+    }
+    return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
+
+
+def _scores_not_clipped(scores, bounds):
+    if not scores:
+        return np.zeros(1 + len(bounds))
+    centred = [(scores[n] - (low + high) / 2) / (high - low) for n, low, high in bounds]
+    return np.asarray([1.0, *centred])
+
+
 def clipping_off(patch, experiment: Experiment) -> Experiment:
-    """Wherever something is clipped."""
+    """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
+    patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
+    patch.setattr(averaging, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__
     patch.setattr(
         ClippedGradient,
@@ -58,8 +77,20 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     return experiment
 
 
+def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
+    """A silo clips and rounds the sum over its users, and not each user's weighted update."""
+
+    def together(rows, clipping_norm, cell, weights):
+        summed = _rows_not_clipped(rows, clipping_norm, weights).value
+        whole = in_cells(summed, clipping_norm, cell)
+        return CellSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
+
+    patch.setattr(averaging, "sum_rows_in_cells", together)
+    return experiment
+
+
 def less_noise(factor):
-    """A standard deviation of σ over ``factor``."""
+    """Divide the standard deviation of the noise by ``factor``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
         gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
@@ -85,7 +116,7 @@ def less_noise(factor):
 
 
 def noise_reused(patch, experiment: Experiment) -> Experiment:
-    """The generators of every round are those of the first."""
+    """Use the noise generators of the first round in every round."""
     state = {"key": 0, "drawn": 0}
 
     def begin(number):
@@ -103,7 +134,7 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
-    """One number of a hundred goes without noise."""
+    """Leave one number in a hundred without noise."""
     real = NoiseSource.add_gaussian
 
     def noised(self, update, stddev, *, grid=None):
@@ -126,8 +157,17 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
     return experiment
 
 
+def count_unnoised(patch, experiment: Experiment) -> Experiment:
+    """How many clients have test examples goes without noise, and the attack looks at it alone."""
+
+    def score(seen, view):
+        return sum(means.get("scored_clients", 0.0) for means in seen.scores)
+
+    return replace(part_unnoised(patch, experiment), score=score)
+
+
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
-    """A user's weights add up to 2."""
+    """Let the weights of each user sum to 2."""
     real = EqualWeights.of_users
     patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)

@@ -1,18 +1,20 @@
-"""Small runs of Uldp-FL with encrypted weights, and the plain ones they must equal."""
+"""Small runs of Uldp-FL with encrypted weights, and the equal runs without encryption."""
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
 
 from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpSgd
-from flower_ext.federation import InProcessGrid, records
+from flower_ext.algorithms.uldp.weighting import keeping, lattice_silo
+from flower_ext.federation import ClientVault, InProcessGrid, records
 from flower_ext.privacy import FullParticipation
 from tests.support.silos import COMMON, LOCAL, ROUNDS, SEED, SILOS, USERS, plan, task
 
+METHOD = PrivateUldpAvg.client.name
 SMALL = PrivateWeighting(
     key_bits=512,
     allow_insecure_key_size=True,
     max_records_per_user=60,
-    precision=1e-6,  # well above what models in float32 round
+    precision=1e-6,  # far above the rounding of float32 models
 )
 
 
@@ -28,7 +30,7 @@ def make(method=PrivateUldpAvg, protocol=SMALL, **changes):
 
 
 def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
-    """The grid and the final model."""
+    """Return the grid and the final model."""
     app = type(strategy).client_app(task(data), allow_seeded_noise=True)
     grid = grid_of(app, num_clients=SILOS, **options)
     initial = ArrayRecord(task().initial_params(SEED))
@@ -38,3 +40,64 @@ def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
 
 def difference(one, other):
     return max(float(np.abs(one[n] - other[n]).max()) for n in other)
+
+
+def vault(grid, number):
+    return ClientVault(grid.contexts[1_000 + number], METHOD)
+
+
+class Meddler(InProcessGrid):
+    """Changes the replies to one kind of message; ``meddle`` takes and returns a list of them."""
+
+    def __init__(self, *args, meddle, kind="train", groups=("2",), **options):
+        super().__init__(*args, **options)
+        self.meddle, self.kind, self.groups, self.asked = meddle, kind, groups, []
+        self.earlier = []
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        self.asked += messages
+        replies = list(super().send_and_receive(messages, timeout=timeout))
+        chosen = messages and messages[0].metadata.message_type.startswith(self.kind)
+        if chosen and messages[0].metadata.group_id in self.groups:
+            replies = self.meddle(replies, self)
+        if chosen:
+            self.earlier += replies
+        return replies
+
+
+class FreshProcesses(InProcessGrid):
+    """Every message reaches a new process, which knows the stored context alone."""
+
+    def _answers(self, messages):
+        replies = []
+        for message in messages:
+            keeping._earlier.clear()
+            keeping._pools.clear()
+            lattice_silo._earlier.clear()
+            context = self.contexts[message.metadata.dst_node_id]
+            stored = vault(self, context.node_id - 1_000).load()
+            context.state = RecordDict()
+            if stored is not None:
+                vault(self, context.node_id - 1_000).store(bytes(stored))
+            replies += super()._answers([message])
+        return replies
+
+
+class Forgetful(InProcessGrid):
+    """Silo 1 loses its state before round 2."""
+
+    def send_and_receive(self, messages, *, timeout=None):
+        messages = list(messages)
+        if messages and messages[0].metadata.group_id == "2":
+            self.contexts[1_001].state = RecordDict()
+        return super().send_and_receive(messages, timeout=timeout)
+
+
+class Owned(Forgetful):
+    """Every silo keeps its secrets in a folder of its own as well."""
+
+    def __init__(self, *args, folder, **options):
+        super().__init__(*args, **options)
+        for context in self.contexts.values():
+            context.node_config["state-folder"] = str(folder / str(context.node_id))

@@ -1,7 +1,7 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
@@ -21,6 +21,9 @@ from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
 from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, silos_of, task_of
 
+if TYPE_CHECKING:
+    from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
+
 OPENLY = {
     "uldp-avg": partial(UldpAvg, weighting="equal"),
     "uldp-avg-w": partial(UldpAvg, weighting="by-records"),
@@ -29,6 +32,12 @@ OPENLY = {
     "uldp-naive": UldpNaive,
 }
 PRIVATE = ("uldp-avg-private", "uldp-sgd-private")
+WHY_PLAIN = {
+    **dict.fromkeys(PRIVATE, "private weighting has a secure sum of its own"),
+    "uldp-group": "its noise is in every step of a silo's DP-SGD, and no sum of uploads adds to it",
+    "default": "secure sums are of clipped and noised updates",
+}
+"""Reasons of the methods whose uploads no secure sum adds up."""
 METHODS = (*OPENLY, *PRIVATE, "uldp-group", "default")
 RECORDS_FIGURE = (
     "exact numbers of records a user and silo, in users.csv and its figure in the run directory "
@@ -47,6 +56,11 @@ def main(grid: Grid, context: Context) -> None:
         raise UnfitSetting(
             f"run-config method={method!r} with dataset={config['dataset']!r}: its loss compares "
             "patients, and DP-SGD needs one that is a mean over them; expected another method"
+        )
+    if method not in OPENLY and choice(config, "aggregation", ("plain", "secure")) != "plain":
+        raise UnfitSetting(
+            f"run-config aggregation='secure' with method={method!r}: expected 'plain', as "
+            f"{WHY_PLAIN[method]}"
         )
     configured.start(grid, context, task_of(context), strategy_of)  # missing data end it here
 
@@ -95,9 +109,34 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
 
 def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> FederatedStrategy:
     """A method with private weighting, which needs the extra `weighting`."""
-    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd, PrivateWeighting
+    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd
 
-    protocol = PrivateWeighting(
+    strategy = PrivateUldpAvg if config["method"] == "uldp-avg-private" else PrivateUldpSgd
+    return strategy(protocol=protocol_of(config), **options)
+
+
+def protocol_of(config: UserConfig) -> "WeightingProtocol":
+    """The protocol that keeps weights private, with its settings.
+
+    Raises
+    ------
+    UnfitSetting
+        A setting of Paillier for another protocol, which has nothing like it.
+    """
+    from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
+
+    if choice(config, "protocol", ("paillier", "lattice")) == "lattice":
+        for name in ("allowed-totals", "draw-choices"):
+            if config[name]:
+                raise UnfitSetting(
+                    f"run-config {name}={config[name]!r} with protocol='lattice': expected "
+                    f"protocol='paillier', or no {name}"
+                )
+        return LatticeWeighting(
+            max_records_per_user=integer(config, "max-records-per-user"),
+            silo_record_limits=integers(config, "silo-record-limits"),
+        )
+    return PrivateWeighting(
         key_bits=integer(config, "key-bits"),
         precision=number(config, "precision"),
         max_records_per_user=integer(config, "max-records-per-user"),
@@ -106,8 +145,6 @@ def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> Federate
         draw_choices=integer(config, "draw-choices") or None,
         allow_insecure_key_size=flag(config, "allow-insecure-keys"),
     )
-    strategy = PrivateUldpAvg if config["method"] == "uldp-avg-private" else PrivateUldpSgd
-    return strategy(protocol=protocol, **options)
 
 
 def server_learning_rate(config: UserConfig) -> float:

@@ -1,7 +1,7 @@
-"""DP-Ditto: the method, and the pilot run that measures what its planner asks for.
+"""DP-Ditto: the method, and the pilot run that measures constants for its planner.
 
 Source: Zhao, Cui, Li, Ni, Hossain, Sheng, Tao, Zhang, "Convergence-Privacy-Fairness Trade-Off in
-Personalized Federated Learning". The planner itself, formulas on numbers, is `flower_ext.planning`.
+Personalized Federated Learning". The formulas of the planner are in `flower_ext.planning`.
 """
 
 from flower_ext.algorithms.ditto.dp_ditto import DPDitto

@@ -1,4 +1,4 @@
-"""DP-Ditto: a shared model by noised federated averaging, and a personal one that is drawn to it.
+"""DP-Ditto: a shared model by noised federated averaging, and personal models pulled towards it.
 
 Source: Zhao, Cui, Li, Ni, Hossain, Sheng, Tao, Zhang, "Convergence-Privacy-Fairness Trade-Off in
 Personalized Federated Learning", Algorithm 1; Ditto is due to Li, Hu, Beirami, Smith (2021).
@@ -13,12 +13,13 @@ u_n, η_G              the local model, ``local.learning_rate``
 N, C, σ_u, T          ``plan``: a `RecordLevelPlan`
 ====================  =====================================================
 
-Personal objective (3a): f_n(ϖ) = (1 − λ/2) F_n(ϖ) + (λ/2) ‖ϖ − ω‖². What leaves the client is u_n
-alone, clipped and noised by the frame; ϖ_n depends on no noise but that of ω. A client begins with
-the first ω that it receives. With a `NonPrivatePlan` this is Ditto.
+The personal objective (3a) is f_n(ϖ) = (1 − λ/2) F_n(ϖ) + (λ/2) ‖ϖ − ω‖². Only u_n leaves the
+client, and the client side of `flower_ext.federation` clips and noises it. The only noise in ϖ_n
+comes from ω. A client's ϖ_n begins as the first ω that it receives. With a `NonPrivatePlan` the
+method is Ditto.
 
-Besides noise on the upload the plan may ask for noise in each local step (``plan.steps``): then the
-privacy of a record rests on its clipped gradients.
+In place of noise on the upload, the plan may ask for clipped gradients and noise in each local step
+(``plan.steps``). The privacy of a record then rests on its clipped gradients.
 """
 
 from __future__ import annotations
@@ -46,56 +47,60 @@ local_model = own_model
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 4–10: the local model from ω, then the personal one from where it was last."""
+    """Train the local model from ω, then the personal model from its last state (lines 4–10)."""
     trained = yield work.train("local", work.received)
     personal = yield from personal_model(work)
     return LocalResult(model=trained, memory=personal)
 
 
 def personal_model(work: ClientWork) -> Steps[Params]:
-    """Line 10: steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω))."""
+    """Take the steps ϖ ← ϖ − η_L ((1 − λ/2) ∇F_n(ϖ) + λ (ϖ − ω)) of line 10."""
     start, weight = work.memory or work.received, work.settings[GLOBAL_WEIGHT]
     if weight == LARGEST_WEIGHT:
         return drawn(start, work)
-    # The same steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
+    # An equal form of these steps: η_L (1 − λ/2) times the gradient of F_n + λ/(2 − λ) ‖ϖ − ω‖².
     pull = Proximal(weight=weight / (1 - weight / 2), anchor=work.received)
     trained: Params = yield work.train("personal", start, terms=[pull])
     return trained
 
 
 def drawn(start: Params, work: ClientWork) -> Params:
-    """The steps at λ = 2, where the data have no part: each leaves 1 − 2η_L of the distance."""
+    """Return ϖ after the steps at λ = 2, which use no data.
+
+    Each step leaves 1 − 2η_L of the distance to ω.
+    """
     training = work.training["personal"]
     left = (1 - LARGEST_WEIGHT * training.learning_rate) ** training.num_steps(len(work.data.train))
     return {name: w + left * (start[name] - w) for name, w in work.received.items()}
 
 
 class DPDitto(FederatedStrategy):
-    """Ditto with noise on what clients upload, or without.
+    """Ditto, with or without noise on the clients' uploads.
 
-    In the mean all clients count alike; with ``NonPrivatePlan(weighting="examples")`` each by its
-    number of examples, as where Ditto rests on FedAvg.
+    The mean weights all clients equally; with ``NonPrivatePlan(weighting="examples")``, it weights
+    each client by its number of examples, as FedAvg does.
 
     Parameters
     ----------
     plan : PrivacyPlan
-        A `RecordLevelPlan` is DP-Ditto, a `NonPrivatePlan` Ditto. A `ReleasePlan` protects whole
-        clients instead.
+        With a `RecordLevelPlan` the method is DP-Ditto, with a `NonPrivatePlan` Ditto. A
+        `ReleasePlan` protects whole clients instead of records.
     global_weight : float
-        λ: at 0 personal models learn from their client alone, at 2 they only follow the shared one.
+        λ in [0, 2]. At 0, a personal model learns from its client's data only; at 2, it only
+        follows the shared model.
     local : LocalTraining
-        Of the model that is uploaded; with ``plan.steps`` the steps that the plan speaks of.
+        Training of the uploaded model; it has to match ``plan.steps`` if the plan has any.
     personal_training : LocalTraining
-        Of the personal model: plain SGD.
+        Training of the personal model, by plain SGD.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     client = ClientMethod(
         name="dp_ditto",
         local_update=local_update,
         local_model=local_model,
-        memoryless=True,  # of what leaves it: the personal model has no part in the update
+        memoryless=True,  # the personal model, which the client remembers, is not in the update
         upload_phase="local",
     )
 
@@ -115,18 +120,18 @@ class DPDitto(FederatedStrategy):
         self.personal_training = personal_training or LocalTraining()
         for name in self.personal_training.beyond_sgd:
             raise InvalidValue(
-                f"personal_training.{name} is set: Ditto's personal steps are plain SGD"
+                f"personal_training.{name} is set: expected plain SGD, as in Ditto; leave it out"
             )
         self.check_training()
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """The local model, then the personal one."""
+        """The phases of local training: the local model, then the personal model."""
         rate = self.personal_training.learning_rate * (1 - self.global_weight / 2)
         scaled = replace(self.personal_training, learning_rate=rate) if rate else None
         return {"local": self.local, "personal": scaled or self.personal_training}
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """λ."""
+        """Settings for clients: λ."""
         return {GLOBAL_WEIGHT: self.global_weight}

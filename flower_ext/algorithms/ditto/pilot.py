@@ -1,4 +1,4 @@
-"""A pilot run: full-gradient descent without noise, from which constants of the losses are read."""
+"""A pilot run: full-gradient descent without noise, to estimate constants of the losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flower_ext.training.problem import local_problem
 from flower_ext.training.task import Task
 
 _LARGEST = 2**28
-"""Numbers in the gradients of a pilot run that are kept: 2 GiB."""
+"""Largest count of numbers in the gradients that a pilot run keeps: 2 GiB."""
 
 
 def pilot_run(
@@ -30,25 +30,27 @@ def pilot_run(
 ) -> PilotEstimates:
     """Descend the mean loss of all clients, and each client's own loss, for ``rounds`` steps.
 
-    In double precision and in one place: for records that may be seen, such as public stand-ins or
-    those of a simulation. Nothing here is noised, and no guarantee covers what comes out.
+    The run needs all records in one process, so use it on a simulation or on public stand-in
+    records only. It adds no noise, and no guarantee covers its result. It computes in double
+    precision.
 
     Parameters
     ----------
     task : Task
     start : Params
-        w⁰; all of its parameters are trained.
+        w⁰; the run trains all of its parameters.
     clients : Sequence[Examples]
-        The training records of each.
+        The training records of each client.
     rounds : int
-        Steps of the shared model, and of each client's own.
+        Number of steps of the shared model, and of each client's own model.
     learning_rate : float
-        Of all of them.
+        Learning rate of all these models.
 
     Raises
     ------
-    ValueError
-        A parameter is out of range, there is too much to keep, or as `estimate_problem`.
+    InvalidValue
+        A parameter is out of range, the gradients need too much memory, or `estimate_problem`
+        refuses the numbers.
     """
     if rounds < 2:
         raise InvalidValue(f"rounds={rounds!r} of the pilot: expected an integer >= 2")
@@ -62,7 +64,7 @@ def pilot_run(
     if kept > _LARGEST:
         raise InvalidValue(
             f"{rounds} rounds, {len(clients)} clients and {len(w)} weights: a pilot run keeps all "
-            f"gradients, and these are {kept / _LARGEST:.3g} times more than fit; expected fewer "
+            f"gradients, and these exceed its memory limit {kept / _LARGEST:.3g} times; take fewer "
             "rounds or a smaller model"
         )
     shapes = [problem.start[name].shape for name in names]
@@ -101,6 +103,6 @@ def pilot_run(
 
 
 def _double(examples: Examples, device: torch.device) -> Examples:
-    """Floating-point features in double precision; others, such as words, stay as they are."""
+    """Convert floating-point features to double precision; leave others, such as words."""
     examples = examples.to(device)
     return Examples(features=trees.double(examples.features), targets=examples.targets)

@@ -1,7 +1,8 @@
-"""The number of rounds of a run, by the planner that its settings name.
+"""Choose the number of rounds of a run by the planner that its settings name.
 
-``planner = "none"`` takes ``rounds``; ``"bound"`` and ``"pilot"`` take the T* of Theorem 1 up to
-that, with constants of the losses as configured, or from a pilot run on the clients' records.
+``planner = "none"`` takes the setting ``rounds``. ``"bound"`` and ``"pilot"`` take T* of Theorem 1,
+at most ``rounds``. They read the constants of the losses from the settings (``"bound"``) or from a
+pilot run on the clients' records (``"pilot"``).
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ PILOT = (
     "a pilot run without noise on the clients' training records, which chose the number of rounds "
     "and left its constants in pilot.json (planner=bound or none turns this off)"
 )
-"""Names, for a run's report, the release of a pilot run, which no guarantee covers."""
+"""Text for a run's report: the release by a pilot run, which no guarantee covers."""
 
 
 def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
-    """Return what a pilot run on the clients' records finds; None unless the planner is that.
+    """Return the estimates of a pilot run on the clients' records; None for other planners.
 
     Raises
     ------
     UnfitSetting
-        A planner for another method than the one that its theorem is about.
+        The settings ask for a planner with a method that its theorem does not cover.
     """
     planner = choice(config, "planner", ("none", "bound", "pilot"))
     if planner != "none" and config["method"] != "dp-ditto":
         raise UnfitSetting(
             f"run-config planner={planner!r} with method={config['method']!r}: expected "
-            "method='dp-ditto', which Theorem 1 is about, or planner='none'"
+            "method='dp-ditto', the only method that Theorem 1 covers, or planner='none'"
         )
     if planner != "pilot":
         return None
@@ -52,9 +53,9 @@ def pilot_of(config: UserConfig, task: Task) -> PilotEstimates | None:
 
 
 def problem_of(config: UserConfig, task: Task, pilot: PilotEstimates | None) -> DittoProblem:
-    """Return what Theorem 1 has to know: of the losses from the pilot run, or as configured.
+    """Return the constants of Theorem 1; those of the losses from the pilot run or the settings.
 
-    A ``gradient-bound`` or ``model-spread`` of 0 is unknown.
+    A setting ``gradient-bound`` or ``model-spread`` of 0 stands for an unknown value.
     """
     constants = pilot or PilotEstimates(
         strong_convexity=number(config, "strong-convexity"),
@@ -79,23 +80,28 @@ def planned_rounds(
     pilot: PilotEstimates | None,
     plan_of: Callable[[int], PrivacyPlan],
 ) -> int:
-    """Return T: ``rounds``, or the T* of Theorem 1 below it for the λ and ε of the settings.
+    """Return T: the setting ``rounds``, or T* of Theorem 1 up to it, for the settings' λ and ε.
 
     Parameters
     ----------
+    config : UserConfig
+        The run's settings.
+    task : Task
+    pilot : PilotEstimates, optional
+        Estimates of a pilot run; None takes the constants of the settings.
     plan_of : Callable[[int], PrivacyPlan]
-        The plan of a run of so many rounds.
+        Function that returns the plan of a run of a given number of rounds.
 
     Raises
     ------
     UnfitSetting
-        Fewer than one, or no number of rounds improves the bound.
+        ``rounds`` is below 1, or no number of rounds improves the bound.
     """
     most, basis = integer(config, "rounds", least=1), choice(config, "calibration", BASES)
     if config["planner"] == "none":
         return most
     plan = plan_of(1)
-    assert isinstance(plan, RecordLevelPlan)  # as dp-ditto has
+    assert isinstance(plan, RecordLevelPlan)  # the plan of dp-ditto, which `pilot_of` requires
     planned = best_rounds(
         problem_of(config, task, pilot),
         global_weight=number(config, "global-weight"),
@@ -106,6 +112,6 @@ def planned_rounds(
     if planned.rounds == 0:
         raise UnfitSetting(
             f"run-config planner={config['planner']!r}: no number of rounds improves the bound on "
-            "the start: expected a larger epsilon or other constants"
+            "the start; take a larger epsilon or other constants"
         )
     return planned.rounds

@@ -13,10 +13,12 @@ from flower_ext.algorithms.uldp.weights import EqualWeights, WeightsByRecords, W
 
 if TYPE_CHECKING:
     from flower_ext.algorithms.uldp.private import PrivateUldpAvg, PrivateUldpSgd
-    from flower_ext.algorithms.uldp.private_weights import PrivateWeighting
+    from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
+    from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
 
 __all__ = [
     "EqualWeights",
+    "LatticeWeighting",
     "PrivateUldpAvg",
     "PrivateUldpSgd",
     "PrivateWeighting",
@@ -28,11 +30,12 @@ __all__ = [
     "WeightsByRecords",
     "theory_learning_rate",
 ]
+_PRIVATE = ("LatticeWeighting", "PrivateUldpAvg", "PrivateUldpSgd", "PrivateWeighting")
 
 
 def __getattr__(name: str) -> Any:
     """Private weighting when it is asked for: it needs the extra ``weighting``."""
-    if name not in ("PrivateUldpAvg", "PrivateUldpSgd", "PrivateWeighting"):
+    if name not in _PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from flower_ext.algorithms.uldp import private
 

@@ -17,6 +17,9 @@ Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
 The Flower nodes are the silos: all of them take part in every round. The plan's units are users:
 they are sampled, the same ones in every silo. A user's batches depend on that user's number and
 records alone.
+
+Under a plan with secure sums a silo rounds each user's weighted update to whole numbers of cells
+(`privacy.cells.sum_rows_in_cells`) before it adds them up; the silos are the members of the sum.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from functools import partial
 from logging import ERROR, WARNING, getLogger
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
@@ -60,32 +64,36 @@ from flower_ext.federation import (
 from flower_ext.federation.population import Cohort, UsersInSilos
 from flower_ext.privacy import Guarantee, ReleasePlan
 from flower_ext.privacy.bounds import BoundedSum, sum_clipped_rows
+from flower_ext.privacy.cells import CellSum, sum_rows_in_cells
 from flower_ext.privacy.run_facts import RunFacts
-from flower_ext.privacy.theorems.uldp import (
+from flower_ext.privacy.theorems.silos import (
     SECURE_SUM,
-    Weighting,
-    check_user_plan,
+    among_silos,
     company_assumption,
-    uldp_avg_guarantees,
 )
+from flower_ext.privacy.theorems.uldp import Weighting, check_user_plan, uldp_avg_guarantees
 from flower_ext.training import Job, LocalTraining, Params, Task, train_surely
 from flower_ext.training.batched.descent import along
 
 log = getLogger("flwr")
 
-CLIPPING_NORM = "clipping-norm"
+CLIPPING_NORM, CELL = "clipping-norm", "cell"
 _PREPARED = 2048
 """Users whose trainings are set up at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiloJob(Job):
-    """Trainings of a silo's users, each on their own examples, of which only the sum is wanted."""
+    """Trainings of a silo's users, each on their own examples, of which only the sum is wanted.
+
+    With a ``cell`` each user's part of the sum is whole numbers of cells.
+    """
 
     users: Mapping[int, Examples]
     weights: Mapping[int, float]
     seeds: Sequence[int]
     clipping_norm: float
+    cell: float | None = None
 
     def of(self, user: int) -> Job:
         """One user's training, which knows nothing of the others."""
@@ -104,8 +112,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     data, weights = owned(work.data, num_users), read_weights(work)
     users = {user: own for user, own in data.by_user().items() if weights[user] > 0}
     job = silo_job(work, users, dict(enumerate(weights.tolist())))
-    summed: BoundedSum = yield Training(
-        task=work.task, job=job, trained=lambda name: True, solve=sums_over_users
+    solve = sums_over_users if job.cell is None else cells_over_users
+    summed: BoundedSum | CellSum = yield Training(
+        task=work.task, job=job, trained=lambda name: True, solve=solve
     )
     return LocalResult(update=summed)
 
@@ -126,6 +135,7 @@ def silo_job(
         # Drawn for all users, so that nobody's depends on who else is here.
         seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
         clipping_norm=work.settings[CLIPPING_NORM],
+        cell=work.settings.get(CELL),
     )
 
 
@@ -146,6 +156,22 @@ def sums_over_users(
         BoundedSum(value=value, bound=job.clipping_norm, count=len(job.users))
         for value, job in zip(sums, jobs, strict=True)
     ]
+
+
+def cells_over_users(
+    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[CellSum]:
+    """Return what `sums_over_users` does, each user's part in whole numbers of the jobs' cells."""
+    sums = []
+    for job in jobs:
+        assert job.cell is not None
+        none = {name: np.zeros(tuple(p.shape), np.int64) for name, p in job.params.items()}
+        sums.append(CellSum(value=none, bound=job.clipping_norm, cell=job.cell, count=0))
+    for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
+        job, summed = jobs[silo], sums[silo]
+        weights = [job.weights[user] for user in users]
+        sums[silo] = summed + sum_rows_in_cells(rows, job.clipping_norm, summed.cell, weights)
+    return sums
 
 
 def users_updates(
@@ -259,23 +285,25 @@ class UldpAvg(OnePhase):
     ) -> None:
         self.weights = weight_source(weighting)
         check_user_plan(plan, num_silos, self.weights.weighting)
+        self.num_silos = num_silos
         options.setdefault("population", UsersInSilos(plan.sampling, num_silos))
         super().__init__(plan=plan, local=local, **options)
         self.shown = self.weights.shown
-        self.num_silos = num_silos
         self.apart: Mapping[int, bool] = {}
         """By silo: True where users train one by one, since company might change them."""
         self._users_records: Sequence[ArrayRecord] = []
 
     @property
     def accounted(self) -> ReleasePlan:
-        """The given plan, whose units are users."""
-        return self.plan
+        """The given plan, whose units are users; secure sums are of the silos' uploads."""
+        return among_silos(self.plan, self.num_silos)
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """|U| and C."""
-        return {USERS: self.plan.sampling.population, CLIPPING_NORM: self.plan.clipping_norm}
+        """|U| and C; and how wide a cell is, where sums are secure."""
+        plan = self.plan
+        own = {USERS: plan.sampling.population, CLIPPING_NORM: plan.clipping_norm}
+        return own if plan.secure_aggregation is None else {**own, CELL: plan.cell}
 
     def prepare(self, grid: Grid) -> None:
         """Ask the silos whether they can take part, and for histograms where weights need them."""
@@ -284,6 +312,20 @@ class UldpAvg(OnePhase):
             self, grid, self.plan.sampling.population, histogram=self.weights.needs_histogram
         )
         self.weights.prepare(counts, self.num_silos)
+        if self.plan.secure_aggregation is not None:
+            self._say_how_fine()
+
+    def _say_how_fine(self) -> None:
+        """Warn where cells are so wide that most numbers of a user's part are rounded to zero."""
+        numbers = sum(array.size for array in self.sent.values())
+        cells = self.plan.clipping_norm / self.plan.cell / self.num_silos
+        if (usual := cells / math.sqrt(numbers)) < 1:
+            log.warning(
+                "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "
+                "and rounded to whole cells: most of it is lost; lower the noise multiplier, or "
+                "send fewer numbers",
+                usual,
+            )
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
         """Weigh the users of the round, whom line 5 of Algorithm 4 draws.
@@ -311,20 +353,24 @@ class UldpAvg(OnePhase):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """x + η_g Σ_s Δ_s / (q|U||S|), of which the plan has divided by q|U|."""
+        """Return x + η_g Σ_s Δ_s / (q|U||S|); the plan has already divided by q|U|."""
         over_silos = {name: array / self.num_silos for name, array in mean.items()}
         return super().next_model(base, over_silos, updates)
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
         """Theorem 5; what is provable against each adversary, with this run's sampled users."""
-        most = max(run.participations.uploads.values(), default=0)
+        in_sums = run.participations.in_sums
+        in_uploads = float(max(run.participations.uploads.values(), default=0))
+        if self.plan.secure_aggregation is None:
+            # Uploads that could not be used were seen; sums that lacked noise count for more.
+            in_sums = in_uploads = max(in_sums, in_uploads)
         return uldp_avg_guarantees(
             self.accounted,
             num_silos=self.num_silos,
             rounds=run.participations.rounds,
             weighting=self.weights.weighting,
-            # Uploads that could not be used were seen; sums that lacked noise count for more.
-            participations=max(run.participations.in_sums, most),
+            participations=in_sums,
+            in_uploads=in_uploads,
             secure_noise=run.secure_noise,
             secure_sampling=run.secure_cohorts or bool(self.hidden_draw),
             secure_sum=self.secure_sum,

@@ -127,6 +127,11 @@ class UldpGroup(FederatedStrategy):
         **options: Any,
     ) -> None:
         require_at_least_one("num_users", num_users)
+        if options.pop("secure_aggregation", None) is not None:
+            raise InvalidValue(
+                "secure_aggregation: expected None, as ULDP-GROUP's noise is in every step of a "
+                "silo's DP-SGD, so that its ε holds against who sees each upload"
+            )
         if options.get("ledger") is not None:
             raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
         size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size

@@ -31,6 +31,7 @@ from flower_ext.federation import (
 )
 from flower_ext.privacy import FullParticipation, Guarantee, ReleasePlan
 from flower_ext.privacy.run_facts import RunFacts
+from flower_ext.privacy.theorems.silos import among_silos
 from flower_ext.privacy.theorems.uldp import check_user_plan, uldp_naive_guarantees
 from flower_ext.training import LocalTraining
 
@@ -83,13 +84,14 @@ class UldpNaive(OnePhase):
                 "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
             )
         self.num_silos = num_silos
+        among_silos(plan, num_silos)  # refuses silos that have no secure sum
         super().__init__(plan=plan, local=local, **options)
 
     @property
     def accounted(self) -> ReleasePlan:
         """The plan of the silos, whose noise together is σC|S| while a user moves each by 2C."""
         return replace(
-            self.plan,
+            among_silos(self.plan, self.num_silos),
             sampling=FullParticipation(self.num_silos),
             noise_multiplier=self.plan.noise_multiplier * self.num_silos,
             sensitivity=2.0 * self.num_silos,
@@ -101,6 +103,7 @@ class UldpNaive(OnePhase):
             noise_multiplier=self.plan.noise_multiplier,
             rounds=run.participations.rounds,
             delta=self.plan.delta,
+            plan=self.accounted,
             secure_noise=run.secure_noise,
             not_covered=run.not_covered,
         )

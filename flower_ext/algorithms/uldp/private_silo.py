@@ -1,7 +1,6 @@
 """A silo's side of `PrivateUldpAvg`: the set-up, then training, clipping and encryption.
 
-Every step begins from what the vault holds, and has stored its outcome there before anything leaves
-(see `keeping`). Numbers that anybody could read anything from travel as arrays of bytes.
+What a protocol does in each of them is the `SiloEnd` of its module in `weighting`.
 """
 
 from __future__ import annotations
@@ -9,107 +8,73 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib import import_module
 from logging import getLogger
+from typing import cast
 
 import numpy as np
-import torch
 
-from flower_ext.algorithms.uldp import keeping
 from flower_ext.algorithms.uldp.averaging import CLIPPING_NORM, SiloJob, silo_job, users_updates
+from flower_ext.algorithms.uldp.weighting.protocol import (
+    BEGIN,
+    LOST,
+    NUMBER,
+    PROTOCOL,
+    STEP,
+    SUM,
+    Arrays,
+    OpenSum,
+    SiloEnd,
+    SiloProtocol,
+    name_of,
+)
 from flower_ext.algorithms.uldp.weights import USERS, owned
-from flower_ext.errors import knowing_no_data, tellable
+from flower_ext.errors import tellable
 from flower_ext.federation import (
+    ClientVault,
     ClientWork,
     HiddenSum,
     LocalResult,
     Question,
-    Remaining,
     Steps,
     Training,
     records,
 )
 from flower_ext.privacy.bounds import clip_each_row
-from flower_ext.secure import (
-    DrawOffer,
-    EncryptedWeights,
-    ProtocolError,
-    SealedSeed,
-    SealedWeights,
-    SiloKey,
-    WeightingSilo,
-)
+from flower_ext.secure import ProtocolError
 from flower_ext.training import Params, Task
 
 log = getLogger("flwr")
 
-STEP, BEGIN, KEYS, COUNT, DRAW = "step", "begin", "keys", "count", "draw"
-"""Questions, and what names them."""
-KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
-    "key",
-    "silos",
-    "server",
-    "seeds",
-    "seed",
-    "counts",
-)
-OFFER, ANSWER, WEIGHTS, SUM, NUMBER, LOST = "offer", "answer", "weights", "sum", "round", "lost"
-"""Arrays."""
+_PACKAGE = "flower_ext.algorithms.uldp.weighting"
+_SILOS = {"paillier": f"{_PACKAGE}.paillier_silo", "lattice": f"{_PACKAGE}.lattice_silo"}
 
 
-def answer(question: Question) -> Mapping[str, np.ndarray]:
-    """A silo's part of the set-up, and of a draw that nobody knows: one step a message."""
-    steps = {BEGIN: _begin, KEYS: _take_keys, COUNT: _count, DRAW: _draw}
-    step = str(question.asked[STEP])
-    if step not in steps:
-        raise tellable(ProtocolError(f"step={step!r}: expected one of {', '.join(steps)}"))
+def answer(question: Question) -> Arrays:
+    """Take this silo's part of the set-up, or of a draw that nobody knows: one step a message."""
     with _protocol():
-        return steps[step](question)
+        silo = resume(question.vault)
+        if question.asked[STEP] == BEGIN:
+            if silo is not None and silo.run == question.asked.get("run"):
+                raise ProtocolError("the set-up of this run began before")
+            return _silo_protocol(str(question.asked.get(PROTOCOL, "paillier"))).begin(question)
+        if silo is None:
+            lost = f"silo {question.partition} has lost its keys: start the run anew"
+            raise ProtocolError(lost)
+        return silo.answer(question)
 
 
-def _begin(question: Question) -> Mapping[str, np.ndarray]:
-    facts = {name: value for name, value in question.asked.items() if name != STEP}
-    with knowing_no_data():
-        settings = keeping.settings_from_facts(facts)
-        if settings.allow_insecure_key_size and not question.may_simulate:
-            raise PermissionError(
-                f"the server asks for keys of {settings.key_bits} bits that may be insecure: this "
-                "client takes part only in simulation (client_app(..., allow_seeded_noise=True))"
-            )
-    owned(question.data, settings.users)
-    earlier = keeping.resume(question.vault)
-    if earlier is not None and earlier.settings.run == settings.run:
-        raise ProtocolError("the set-up of this run began before")
-    silo = WeightingSilo(settings, question.partition)
-    keeping.keep(silo, question.vault)
-    return {KEY: records.to_bytes_array(silo.key.public)}
+def resume(vault: ClientVault) -> SiloEnd | None:
+    """Return the silo as it was stored last, under whichever protocol; None if there is none."""
+    kept = vault.load()
+    return None if kept is None else _silo_protocol(name_of(kept)).resume(vault)
 
 
-def _take_keys(question: Question) -> Mapping[str, np.ndarray]:
-    silo, sent = _resumed(question), question.arrays[KEYS]
-    public = [bytes(key) for key in sent[SILO_KEYS]]
-    keys = [SiloKey(silo=number, public=key) for number, key in enumerate(public)]
-    silo.receive_keys(sent[SERVER_KEY].tobytes(), keys)
-    log.info("silo %d: fingerprint of all silos' keys %s", silo.index, silo.fingerprint)
-    sealed = [seed.sealed for seed in silo.seal_seed()] if silo.index == 0 else []
-    keeping.keep(silo, question.vault)
-    return {SEEDS: records.to_bytes_array(b"".join(sealed))} if sealed else {}
-
-
-def _count(question: Question) -> Mapping[str, np.ndarray]:
-    silo = _resumed(question)
-    if silo.index != 0:
-        sealed = question.arrays[SEED][SEED].tobytes()
-        silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
-    owners = owned(question.data, silo.settings.users).owners.cpu().long()
-    counts = torch.bincount(owners, minlength=silo.settings.users).tolist()
-    blinded = silo.blind_counts(counts)
-    return {COUNTS: records.to_bytes_array(blinded.counts)}
-
-
-def _draw(question: Question) -> Mapping[str, np.ndarray]:
-    number, public = int(question.asked[NUMBER]), question.arrays[OFFER][OFFER].tobytes()
-    answer = _resumed(question).answer_draw(DrawOffer(round_number=number, public=public))
-    return {ANSWER: records.to_bytes_array(answer.answer)}
+def _silo_protocol(name: str) -> SiloProtocol:
+    if name not in _SILOS:
+        raise ProtocolError(f"protocol={name!r}: expected one of {', '.join(_SILOS)}")
+    return cast(SiloProtocol, import_module(_SILOS[name]))
 
 
 @contextmanager
@@ -121,70 +86,102 @@ def _protocol() -> Iterator[None]:
         raise tellable(error) from None
 
 
-def _resumed(question: Question) -> WeightingSilo:
-    silo = keeping.resume(question.vault)
-    if silo is None:
-        raise ProtocolError(f"silo {question.partition} has lost its keys: start the run anew")
-    return silo
+@dataclass(frozen=True, kw_only=True)
+class HiddenJob(SiloJob):
+    """Trainings of a silo's users, whose clipped updates go into one sum under encryption."""
+
+    into: Adding
+
+
+class Adding:
+    """Adds updates to an open sum; an error waits for `finish`.
+
+    Several silos may train in one batch, and an error of one must not end the others.
+    """
+
+    def __init__(self, into: OpenSum) -> None:
+        self._into = into
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def __call__(self, updates: Mapping[int, np.ndarray]) -> None:
+        """Add updates by user."""
+        started = time.monotonic()
+        try:
+            if self._error is None:
+                self._into.add(updates)
+        except Exception as error:
+            self._error = error
+        self.seconds += time.monotonic() - started
+
+    def finish(self, noise: np.ndarray) -> bytes:
+        """Return the masked sum.
+
+        Raises
+        ------
+        Exception
+            That of the first update that could not be added.
+        """
+        if self._error is not None:
+            raise self._error
+        started = time.monotonic()
+        masked = self._into.finish(noise)
+        self.seconds += time.monotonic() - started
+        return masked
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Weighting (b): train and clip every user of the silo; what leaves is encrypted."""
-    bound, silo = float(work.settings[CLIPPING_NORM]), keeping.resume(work.vault)
+    bound, silo = float(work.settings[CLIPPING_NORM]), resume(work.vault)
     if silo is None:
         return LocalResult(update=HiddenSum(bound=bound, encrypt=lambda noise: _lost()))
-    if work.settings[USERS] != silo.settings.users:
-        error = f"{USERS}={work.settings[USERS]!r}: expected {silo.settings.users}"
+    if work.settings[USERS] != silo.users:
+        error = f"{USERS}={work.settings[USERS]!r}: expected {silo.users}"
         raise tellable(ProtocolError(error))
-    users = owned(work.data, silo.settings.users).by_user()
+    users = owned(work.data, silo.users).by_user()
+    sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
+    with _protocol():
+        adding = Adding(silo.open_sum(work.round, sent))
     started = time.monotonic()
-    updates: dict[int, np.ndarray] = yield Training(
+    job = silo_job(work, users, {})
+    facts = {field.name: getattr(job, field.name) for field in fields(job)}
+    yield Training(
         task=work.task,
-        job=silo_job(work, users, {}),
+        job=HiddenJob(**facts, into=adding),
         trained=lambda name: True,
-        solve=clipped_updates,
+        solve=add_clipped,
     )
-
-    trained = time.monotonic()
+    trained = time.monotonic() - started - adding.seconds
 
     def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
-        message = _weights(work)
-        began = time.monotonic()
-        keeping.prepare(silo)
-        progress = Remaining(f"silo {silo.index}, round {work.round}: coordinates")
         with _protocol():
-            masked = silo.weigh(message, updates, flat(noise), progress=progress)
-        keeping.remember(silo)
+            masked = adding.finish(flat(noise))
         log.info(
             "silo %d, round %d: %.1f s of training, %.1f s of encryption",
             silo.index,
             work.round,
-            trained - started,
-            time.monotonic() - began,
+            trained,
+            adding.seconds,
         )
-        number = np.array(masked.round_number, dtype=np.int64)
-        return {SUM: records.to_bytes_array(masked.ciphertexts), NUMBER: number}
+        number = np.array(work.round, dtype=np.int64)
+        return {SUM: records.to_bytes_array(masked), NUMBER: number}
 
     return LocalResult(update=HiddenSum(bound=bound, encrypt=encrypt))
 
 
-def _weights(work: ClientWork) -> EncryptedWeights | SealedWeights:
-    sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
-    if OFFER not in sent:
-        return EncryptedWeights(round_number=work.round, weights=sent[WEIGHTS])
-    return SealedWeights(round_number=work.round, public=sent[OFFER], sealed=sent[WEIGHTS])
-
-
-def clipped_updates(
-    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[dict[int, np.ndarray]]:
-    """For each silo every user's clipped update, as one vector in float64."""
-    found: list[dict[int, np.ndarray]] = [{} for _ in jobs]
+def add_clipped(
+    task: Task, jobs: Sequence[HiddenJob], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[None]:
+    """Train all users, clip their updates, and add each to its silo's sum."""
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
         clipped = clip_each_row(rows, jobs[silo].clipping_norm)
-        for row, user in enumerate(users):
-            found[silo][user] = flat({name: part[row] for name, part in clipped.items()})
-    return found
+        jobs[silo].into(
+            {
+                user: flat({name: part[row] for name, part in clipped.items()})
+                for row, user in enumerate(users)
+            }
+        )
+    return [None] * len(jobs)
 
 
 def flat(params: Params) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Upcycled-FL: every even round reuses earlier models and contacts nobody.
+"""Upcycled-FL: in every even round the server reuses earlier models and contacts no client.
 
 Source: Yin, Tan, Zhang, Khalili, Liu, "Federated Learning with Reduced Information Leakage and
 Computation" (TMLR 2024).
@@ -36,5 +36,5 @@ __all__ = [
     "gradient_norm_bound",
 ]
 
-if not TYPE_CHECKING:  # so that type checkers refuse it
+if not TYPE_CHECKING:  # type checkers must not accept the former name
     __getattr__ = former_names(__name__, {"Schedule": "flower_ext.algorithms.upcycled.Coefficient"})

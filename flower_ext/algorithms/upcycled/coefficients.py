@@ -1,6 +1,6 @@
 """The coefficient c_m of the m-th even round: w̄²ᵐ = w̄²ᵐ⁻¹ + c_m (w̄²ᵐ⁻¹ − w̄²ᵐ⁻²).
 
-The paper writes one free coefficient in two ways; the theory speaks of `ProximalRatio`.
+The paper writes one free coefficient in two ways; its theory is about `ProximalRatio`.
 
 ====================  ==================================  ================================
 coefficient           c_m                                 source
@@ -23,12 +23,12 @@ from flower_ext.checks import require_not_negative, require_positive
 from flower_ext.runs.settings import choice, number
 
 Coefficient = Callable[[int], float]
-"""c_m by m = 1, 2, …: finite and not negative."""
+"""A function from m = 1, 2, … to c_m, which is finite and not negative."""
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same coefficient in every even round; 0 only repeats models."""
+    """The same coefficient in every even round; with 0, an even round repeats the model."""
 
     value: float
 
@@ -36,7 +36,7 @@ class Constant:
         require_not_negative("coefficient", self.value)
 
     def __call__(self, m: int) -> float:
-        """c, whatever m."""
+        """Return c for every m."""
         return self.value
 
 
@@ -52,7 +52,7 @@ class ProximalRatio:
         require_not_negative("penalty", self.penalty)
 
     def __call__(self, m: int) -> float:
-        """μ / (μ + λ), whatever m."""
+        """Return μ / (μ + λ) for every m."""
         return self.proximal_weight / (self.proximal_weight + self.penalty)
 
 
@@ -66,7 +66,7 @@ class HalfLambda:
         require_not_negative("penalty", self.penalty)
 
     def __call__(self, m: int) -> float:
-        """λ / 2, whatever m."""
+        """Return λ / 2 for every m."""
         return self.penalty / 2
 
 
@@ -80,17 +80,17 @@ class Decaying:
         require_not_negative("first", self.first)
 
     def __call__(self, m: int) -> float:
-        """c / √m."""
+        """Return c / √m."""
         return self.first / math.sqrt(m)
 
 
 def coefficient_of(config: Mapping[str, Any], *, proximal_weight: float) -> Coefficient:
-    """The coefficient that the settings ``schedule`` and ``coefficient`` of a run ask for.
+    """Return the coefficient that a run's settings ``schedule`` and ``coefficient`` describe.
 
     Raises
     ------
-    ValueError
-        There is no such schedule, or no such coefficient.
+    InvalidValue
+        There is no such schedule, or the coefficient is out of range.
     """
     value = number(config, "coefficient")
     schedules: dict[str, Callable[[], Coefficient]] = {

@@ -1,4 +1,4 @@
-"""What Upcycled-FedProx's convergence rests on: Lemma 5.5's constants and Theorem 5.6's bound.
+"""Convergence of Upcycled-FedProx: the constants of Lemma 5.5 and the bound of Theorem 5.6.
 
 ====================  =====================================================
 paper                 here
@@ -11,10 +11,11 @@ K                     ``cohort_size``
 μ / (μ + λ_m)         ``coefficient``
 ====================  =====================================================
 
-Two steps of the printed proofs do not hold. Lemma B.1 bounds ⟨∇f, Φ⟩ by ‖∇f‖ ‖Φ‖ / μ, where the
-Cauchy-Schwarz inequality gives no 1/μ; Lemma B.2 loses the factor L of E‖w̄ − w̃‖² when it collects
-terms. With μ <= 1 and L <= 1 the printed constants are only too careful; above they can promise a
-descent that does not happen. Both sets are here; `docs/errata-upcycled-fl.md` applies them.
+Two steps of the printed proofs do not hold. Lemma B.1 bounds ⟨∇f, Φ⟩ by ‖∇f‖ ‖Φ‖ / μ, but the
+Cauchy-Schwarz inequality gives no 1/μ. Lemma B.2 loses the factor L of E‖w̄ − w̃‖² when it collects
+terms. If μ <= 1 and L <= 1, the printed constants are merely cautious; otherwise they can promise a
+descent that does not happen. This module has the printed and the corrected constants;
+`docs/errata-upcycled-fl.md` applies both.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ConvergenceConstants:
 
     @property
     def converges(self) -> bool:
-        """Whether Theorem 5.6 applies."""
+        """True if Theorem 5.6 applies, which needs C₁ > 0."""
         return self.c1 > 0
 
 
@@ -52,13 +53,14 @@ def convergence_constants(
     coefficient: float,
     basis: Literal["published", "provable"] = "provable",
 ) -> ConvergenceConstants:
-    """Eqs. 11–13 of Appendix C as ``published``, or with the two steps of the proof put right.
+    """Return the constants of Eqs. 11–13 of Appendix C.
 
-    C₁ does not depend on the coefficient; C₂ grows with it, and C₃ with its square.
+    With ``basis="published"`` they are as printed, with ``"provable"`` the two steps of the proof
+    are corrected. C₁ does not depend on the coefficient; C₂ grows with it, and C₃ with its square.
 
     Raises
     ------
-    ValueError
+    InvalidValue
         A parameter is out of range.
     """
     for name, value in (
@@ -103,12 +105,14 @@ def gradient_norm_bound(
     gradient_norms: Sequence[float],
     steps: Sequence[float],
 ) -> float:
-    """Theorem 5.6: a bound on min_m E‖∇f(w̄²ᵐ⁻¹)‖² after M odd rounds, by either basis' constants.
+    """Return the bound of Theorem 5.6 on min_m E‖∇f(w̄²ᵐ⁻¹)‖² after M odd rounds.
+
+    The bound holds on the basis, published or provable, of ``constants``.
 
     Parameters
     ----------
     constants : Sequence[ConvergenceConstants]
-        Of each of the M rounds; they share C₁.
+        Constants of each of the M rounds; all have the same C₁.
     initial_gap : float
         f(w̄⁰) − f(w*).
     gradient_norms : Sequence[float]
@@ -118,9 +122,10 @@ def gradient_norm_bound(
 
     Raises
     ------
-    ValueError
-        No rounds, sequences of different lengths, a negative or undefined number, different C₁,
-        or C₁ <= 0, where the theorem says nothing: take another proximal weight or a larger cohort.
+    InvalidValue
+        There are no rounds, the sequences differ in length, a number is negative or not finite,
+        the C₁ differ, or C₁ <= 0, for which the theorem does not apply: take another proximal
+        weight or a larger cohort.
     """
     M = len(constants)
     for name, values in (
@@ -129,7 +134,7 @@ def gradient_norm_bound(
         ("steps", steps),
     ):
         if not all(0 <= value < math.inf for value in values):
-            raise InvalidValue(f"{name}: expected finite numbers >= 0, got {list(values)}")
+            raise InvalidValue(f"{name}={list(values)}: expected finite numbers >= 0")
     if M == 0 or not M == len(gradient_norms) == len(steps):
         raise InvalidValue(
             f"{M} constants, {len(gradient_norms)} gradient norms, {len(steps)} steps: expected "
@@ -137,11 +142,13 @@ def gradient_norm_bound(
         )
     c1 = constants[0].c1
     if any(not math.isclose(one.c1, c1) for one in constants):
-        raise InvalidValue("constants with different C₁: μ, ρ, L, B and K must not change")
+        raise InvalidValue(
+            "constants: expected the same C₁ in every round, so keep μ, ρ, L, B and K fixed"
+        )
     if c1 <= 0:
         raise InvalidValue(
-            f"C₁={c1:.4g} <= 0: Theorem 5.6 does not apply; take another proximal weight, or ask "
-            "more clients a round"
+            f"C₁={c1:.4g}: expected C₁ > 0, without which Theorem 5.6 does not apply; take another "
+            "proximal weight or a larger cohort"
         )
     drift = sum(
         one.c2 * norm * step + one.c3 * step**2

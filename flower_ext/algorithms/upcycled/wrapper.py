@@ -1,7 +1,7 @@
 """Upcycled-FL (Algorithm 1) around any Flower strategy.
 
-Odd rounds are the base strategy's own. In even rounds the server moves on along the last step:
-no client is asked, no data is touched, so nothing is sent and no privacy is spent (Lemma 6.1:
+Odd rounds are those of the base strategy. In an even round the server extrapolates the last step.
+It sends nothing to any client and uses no data, so the round spends no privacy (Lemma 6.1:
 post-processing).
 """
 
@@ -31,60 +31,68 @@ _BEFORE = "upcycled.before"
 
 @runtime_checkable
 class Extrapolates(Protocol):
-    """A strategy with server state that moves along in even rounds, as SCAFFOLD's control does."""
+    """A strategy with server state to extrapolate in even rounds, such as SCAFFOLD's control."""
 
     def extrapolate(self, coefficient: float) -> None:
-        """s ← s + coefficient (s − s before the last training round)."""
+        """Set s ← s + coefficient (s − s before the last training round)."""
         ...
 
 
 @dataclass
 class Traffic:
-    """Training messages of a round, both ways, and the bytes of the arrays in them."""
+    """Count of a round's training messages, both ways, and of the bytes of their arrays."""
 
     messages: int = 0
     bytes: int = 0
 
     def count(self, messages: Sequence[Message]) -> None:
-        """Add messages."""
+        """Add messages to the count."""
         self.messages += len(messages)
         self.bytes += payload_bytes(messages)
 
 
 class Upcycled(Strategy):
-    """Any strategy, asking its clients in odd rounds only.
+    """A strategy that trains with its base strategy in odd rounds, and extrapolates in even ones.
 
-    The base strategy sees the odd rounds numbered by training rounds (1, 2, 3, …), as FedAdam's
-    bias correction needs; so do its clients, in the ``server-round`` that Flower's strategies tell.
-    Strategies of this package count training rounds themselves: they see 1, 3, 5, …, under which
-    these are in their records. The base evaluates in every round, as it would alone. Whatever else
-    it offers (``guarantees()``, ``stopped``, …) is found here as well. Its server optimiser's state
-    is left alone in even rounds; the copy that Flower's FedAvgM keeps of the global model follows
-    the extrapolation. A strategy of your own that keeps one has to take the ``arrays`` of every
-    `configure_train` instead.
+    A base strategy of Flower sees the odd rounds numbered 1, 2, 3, …, because FedAdam's bias
+    correction needs that. Its clients see the same numbers in ``server-round``. A base strategy of
+    this package counts training rounds itself and sees 1, 3, 5, …, as in its records.
 
-    Clients count in the mean as they do in ``base``.
+    The base evaluates in every round, and weights clients in its mean as it does without this
+    wrapper. All other attributes of the base (``guarantees()``, ``stopped``, …) are available here.
+
+    In even rounds the state of the base's server optimiser stays unchanged, and the extrapolated
+    model replaces the copy of the global model that FedAvgM keeps. A strategy of your own must not
+    keep such a copy: it has to take the ``arrays`` of every `configure_train`.
 
     Parameters
     ----------
     base : Strategy
-        Any Flower strategy, or one of this package that sends all clients one model (FedAMP and
-        APPLE do not).
+        Any Flower strategy, or one of this package that sends the same model to all clients (not
+        FedAMP or APPLE).
     coefficient : float | Coefficient
-        c_m of the m-th even round; a number is a constant. The experiments of the paper tune it
+        c_m of the m-th even round; a number stands for a constant. The paper's experiments tune it
         in {0.1, 0.3, 0.5, 0.7, 0.9}.
+
+    Raises
+    ------
+    TypeError
+        ``base`` is not a strategy that can be upcycled, or ``coefficient`` is neither a number nor
+        a function.
+    InvalidValue
+        ``coefficient`` is negative or not finite.
     """
 
     def __init__(self, base: Strategy, coefficient: float | Coefficient = 0.5) -> None:
         if not isinstance(base, Strategy):
             raise TypeError(f"base={base!r}: expected a flwr.serverapp strategy")
         if isinstance(base, Upcycled):
-            raise TypeError("base is upcycled already")
+            raise TypeError("base=Upcycled: expected a strategy that is not upcycled already")
         if not getattr(base, "one_model", True):
             raise TypeError(
-                f"base={type(base).__name__}: it sends each client a model of its own, and an "
-                "upcycled round moves the one model that all clients share, which nobody would "
-                "receive: expected a strategy with one shared model"
+                f"base={type(base).__name__}: expected a strategy with one shared model; this one "
+                "sends each client a model of its own, so no client would receive the shared model "
+                "that an even round extrapolates"
             )
         self.base = base
         if not callable(coefficient) and not isinstance(coefficient, int | float):
@@ -94,10 +102,10 @@ class Upcycled(Strategy):
         )
         self.traffic: dict[int, Traffic] = {}
         self._before = self._after = ArrayRecord()
-        # Bound now: while the base runs its own loop, these names lead to this wrapper.
+        # Bound now, because these names lead to this wrapper while the base runs its own loop.
         self._base_configure = base.configure_train
         self._base_aggregate = base.aggregate_train
-        self._base_state = getattr(base, "state", dict)  # other strategies do not go on
+        self._base_state = getattr(base, "state", dict)  # strategies without `state` cannot resume
         self._base_restore = getattr(base, "restore", lambda state: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,7 +116,7 @@ class Upcycled(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The base's messages in odd rounds; none in even ones."""
+        """Return the base's messages in odd rounds, and no messages in even rounds."""
         messages: list[Message] = []
         if server_round % 2 == 0:
             self._after = arrays
@@ -124,7 +132,13 @@ class Upcycled(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The base's aggregate in odd rounds; the extrapolation in even ones."""
+        """Return the base's aggregate in odd rounds, and the extrapolated model in even rounds.
+
+        Raises
+        ------
+        InvalidValue
+            The coefficient of this round is negative or not finite.
+        """
         replies = list(replies)
         self.traffic[server_round].count(replies)
         if server_round % 2 == 1:
@@ -132,49 +146,55 @@ class Upcycled(Strategy):
         coefficient = self.coefficient(server_round // 2)
         if not 0 <= coefficient < float("inf"):
             raise InvalidValue(
-                f"coefficient({server_round // 2}) is {coefficient!r}: expected a finite number "
-                ">= 0"
+                f"coefficient({server_round // 2})={coefficient!r}: expected a finite number >= 0"
             )
         metrics = MetricRecord({"upcycling-coefficient": float(coefficient)})
-        if not _differ(self._before, self._after):  # the odd round was lost: nothing to reuse
+        if not _differ(
+            self._before, self._after
+        ):  # the odd round failed: there is no step to reuse
             return None, metrics
         if isinstance(self.base, Extrapolates):
             self.base.extrapolate(coefficient)
         return extrapolated(self._before, self._after, coefficient), metrics
 
     def state(self) -> Mapping[str, Arrays]:
-        """The base's, and the model before its last training round."""
+        """Return the base's state, and the model before its last training round."""
         return {**self._base_state(), _BEFORE: to_arrays(self._before)}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Take both back."""
+        """Restore both."""
         self._before = to_record(state[_BEFORE])
         self._base_restore({name: group for name, group in state.items() if name != _BEFORE})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the base does, in odd and even rounds."""
+        """Return the base's evaluation messages, in odd and even rounds."""
         return self.base.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """As the base does."""
+        """Return the base's aggregate of the evaluation."""
         return self.base.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
-        """Log the coefficient, then what the base says of itself."""
+        """Log the coefficient, then the base's own summary."""
         log.info("Upcycled · coefficient %s", self.coefficient)
         self.base.summary()
 
     def start(self, *arguments: Any, **options: Any) -> Result:
-        """Run ``num_rounds`` visible rounds in the base's own loop; every second asks nobody.
+        """Run ``num_rounds`` rounds, odd and even, in the base's own loop.
 
         Parameters
         ----------
         *arguments, **options
-            Those of `flwr.serverapp.strategy.Strategy.start`.
+            Arguments of `flwr.serverapp.strategy.Strategy.start`.
+
+        Returns
+        -------
+        Result
+            The result of the base's ``start``.
         """
         log.info("Upcycled · coefficient %s", self.coefficient)
         with _routed(
@@ -196,14 +216,17 @@ class Upcycled(Strategy):
         return result
 
     def _base_round(self, server_round: int) -> int:
-        """Number under which the base sees an odd round."""
+        """Return the number under which the base sees an odd round."""
         if isinstance(self.base, FederatedStrategy):
             return server_round
         return (server_round + 1) // 2
 
 
 def extrapolated(before: ArrayRecord, after: ArrayRecord, coefficient: float) -> ArrayRecord:
-    """after + coefficient (after − before), each array in its own type; integers as they are."""
+    """Return after + coefficient (after − before), each array in its own dtype.
+
+    Arrays of integers are returned as they are in ``after``.
+    """
     moved = {}
     for name, array in after.items():
         new = array.numpy()
@@ -220,10 +243,10 @@ def _differ(one: ArrayRecord, other: ArrayRecord) -> bool:
 
 
 def _follow(base: Strategy, arrays: ArrayRecord) -> None:
-    """Let a base that keeps its own copy of the global model take the extrapolated one.
+    """Replace the base's own copy of the global model by the extrapolated one, if it keeps one.
 
-    Flower's FedAvgM reads the model it is given in its first round only; Flower's own wrappers
-    (differential privacy) keep the strategy that they wrap as ``strategy``.
+    Flower's FedAvgM reads the given model in its first round only. Flower's own wrappers for
+    differential privacy keep the strategy that they wrap as ``strategy``.
     """
     if isinstance(base, FedAvgM) and base.current_arrays is not None:
         base.current_arrays = arrays.copy()
@@ -233,7 +256,7 @@ def _follow(base: Strategy, arrays: ArrayRecord) -> None:
 
 @contextmanager
 def _routed(base: Strategy, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Lead calls of ``base``'s own loop to the wrapper's methods, for as long as it runs."""
+    """Replace methods of ``base`` by ``methods`` for the duration of the block."""
     own = {name: vars(base)[name] for name in methods if name in vars(base)}
     vars(base).update(methods)
     try:

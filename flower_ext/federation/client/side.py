@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import getLogger
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
+from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
 from flower_ext.federation.client.method import (
     ClientMethod,
     ClientWork,
@@ -32,7 +32,7 @@ from flower_ext.federation.client.method import (
     Question,
 )
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.client.scores import plain_scores, scores_of
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each
@@ -50,6 +50,7 @@ from flower_ext.federation.protection import (
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.uploads import Rows, Upload, content_of
 from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.cells import CellSum
 from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.randomness import derived_seed
 from flower_ext.privacy.updates import l2_norm
@@ -61,8 +62,6 @@ from flower_ext.training import (
     trains_apart,
 )
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
-
-log = getLogger("flwr")
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -140,11 +139,25 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[RecordDict | Exception]:
-        """Evaluate the model that each client would use; or its error."""
+        """Evaluate the model that each client would use; or its error.
+
+        Where scores are summed under noise, no bit of one client's part depends on the others:
+        each is then evaluated by itself.
+        """
         requests, works = self._unpack(messages, contexts, alone=True)
+        if any(isinstance(request, Request) and request.scores for request in requests):
+            return each(self._masked_scores, requests, works, contexts)
         models = self._used(works, memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
         return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+
+    def _masked_scores(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
+        scores: dict[str, float] | Exception = {}
+        if len(work.data.test):
+            models, also = self._used([work], MEMORY_LIMIT), asks_training_loss(request)
+            (scores,) = plain_scores([work], models, also_training=also)
+        policy = self._policy(context)
+        return masked_scores(scores, request, context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use: the one that `score` evaluates.
@@ -318,9 +331,10 @@ class ClientSide:
         if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
                 raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
-            moved = own.value if isinstance(own, BoundedSum) else own
-            if whole:
-                moved = difference(moved, work.received)
+            if isinstance(own, BoundedSum | CellSum):
+                moved = own.value if isinstance(own, BoundedSum) else own.in_numbers()
+            else:
+                moved = difference(own, work.received) if whole else own
             metrics["update-norm"] = l2_norm(moved)
         reply: RecordDict | Upload | None = None
         if sent is not None:

@@ -42,7 +42,7 @@ class WorkerLost(FlowerExtError, RuntimeError):
 
 
 class Workers:
-    """This process and others beside it; the others begin with the first messages.
+    """A pool of this process and others, which start with the first messages.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Theorem 2 of DP²-FedSAM, as published; `client_level_guarantees` is what is provable.
+"""Theorem 2 of DP²-FedSAM, as published; see `client_level_guarantees` for the provable bound.
 
 Source: Zhang, Guo, Gong, DP²-FedSAM.
 
@@ -26,12 +26,13 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 def dp2_fedsam_theorem2(
     *, noise_multiplier: float, sampling_rate: float, rounds: int, delta: float
 ) -> Guarantee:
-    """Theorem 2 of DP²-FedSAM, as published.
+    """Return the guarantee of Theorem 2 of DP²-FedSAM, as published.
 
-    σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε², solved for the smallest ε. Its proof takes the sub-sampled
-    Gaussian's closed form (its Lemma 4), whose two conditions are checked at the proof's order
-    α = 1 + 2 ln(1/δ)/ε. The paper prints the second with the sensitivity C inside; noise here is
-    measured in multiples of C, so the factor is 1.
+    The theorem asks for σ² ≥ 7 r² T (ε + 2 ln(1/δ)) / ε², which is solved here for the smallest ε.
+    Its proof uses the sub-sampled Gaussian's closed form (Lemma 4 of the paper). The two conditions
+    of that lemma are checked at the proof's order α = 1 + 2 ln(1/δ)/ε. The paper prints the second
+    one with a factor of the sensitivity C; here noise is measured in multiples of C, so the factor
+    is 1.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def dp2_fedsam_theorem2(
 def dp2_fedsam_theorem2_noise_multiplier(
     *, epsilon: float, delta: float, sampling_rate: float, rounds: int
 ) -> float:
-    """Smallest σ that Theorem 2 of DP²-FedSAM asks for, as published."""
+    """Return the smallest σ that Theorem 2 of DP²-FedSAM asks for, as published."""
     _check_theorem2(sampling_rate, rounds, delta)
     require_positive("epsilon", epsilon)
     needed = epsilon + 2 * math.log(1 / delta)
@@ -92,7 +93,7 @@ def dp2_fedsam_theorem2_noise_multiplier(
 
 
 def theorem2_of_plan(plan: PrivacyPlan, run: RunFacts) -> list[Guarantee]:
-    """`dp2_fedsam_theorem2` after a run's rounds so far; nothing for plans that it is not about."""
+    """Return `dp2_fedsam_theorem2` for the rounds so far; empty if it does not cover the plan."""
     if not isinstance(plan, NoisedSum):
         return []
     theorem = dp2_fedsam_theorem2(

@@ -1,4 +1,4 @@
-"""Record-level DP for a client that uploads its whole local model in every round: DP-Ditto.
+"""Record-level DP for clients that upload their whole local model in every round: DP-Ditto.
 
 Source: Zhao et al., Convergence-Privacy-Fairness Trade-Off in Personalized Federated Learning.
 
@@ -13,11 +13,14 @@ T, |D_n|              ``rounds``, ``num_examples``
 η_G                   ``ClippedSteps.learning_rate``
 ====================  =====================================================
 
-Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of that do not hold: every client
-takes part in every round, so 1/N samples nothing; a clipped model is moved by one record up to 2C,
-not 2C/|D_n|; and the closed form leaves out the term ε²/(4 ln(1/δ)) of composed Gaussians, which
-matters at a large ε. What does hold bounds each record's gradient inside the local steps, and
-composes Gaussians without amplification. Every guarantee comes as a pair.
+Eqns 7 and 8 ask for σ_u = Δs √(2 q T ln(1/δ)) / ε. Three steps of their derivation do not hold:
+
+1. Every client takes part in every round, so q = 1/N is no sampling rate.
+2. One record moves a clipped model by up to 2C, not 2C/|D_n|.
+3. The closed form omits the term ε²/(4 ln(1/δ)) of composed Gaussians, which matters at a large ε.
+
+The provable bound clips each record's gradient inside the local steps and composes Gaussians
+without amplification. Every guarantee comes as a pair: as published, and provable.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def dp_ditto_noise_stddev(
     num_examples: int,
     clipping_norm: float,
 ) -> float:
-    """σ_u of Eqns 7–8, as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|.
+    """Return σ_u of Eqns 7–8 as published: Δs √(2 T ln(1/δ) / N) / ε with Δs = 2C/|D_n|.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def dp_ditto_epsilon(
     num_examples: int,
     clipping_norm: float,
 ) -> float:
-    """ε of Eqns 7–8 for a given σ_u, as published.
+    """Return ε of Eqns 7–8 as published, for a given σ_u.
 
     Raises
     ------
@@ -100,10 +103,11 @@ def dp_ditto_guarantees(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """What protects one record when clients upload models clipped to C with noise σ_u.
+    """Return the guarantees for one record when clients upload clipped models with noise σ_u.
 
-    As published, and provable. ``steps`` says that each record's gradient was clipped in training;
-    without it only the clipping of the model is left, and one record may move it by 2C.
+    The first guarantee is as published, the second is provable. ``steps`` states that training
+    clipped each record's gradient. Without it only the clipping of the model bounds a record, which
+    may move the model by 2C.
 
     Raises
     ------
@@ -124,7 +128,7 @@ def dp_ditto_guarantees(
         sensitivity=sensitivity, noise_stddev=stddev, delta=delta, releases=rounds
     )
     claimed = 2 * clip / num_examples
-    # Sampling by q = 1/N, were there any, is taken to thin T releases out to qT.
+    # The published proof assumes that sampling at q = 1/N thins T releases out to qT.
     thinned = gaussian_loss(stddev / claimed, releases=rounds / num_clients, delta=delta).epsilon
     return [
         Guarantee(
@@ -159,7 +163,7 @@ def dp_ditto_guarantees(
 
 
 def _moved(clip: float, num_examples: int, steps: ClippedSteps | None) -> tuple[float, str]:
-    """How far one record moves an upload, and why. Clipping projects onto a ball."""
+    """Return how far one record moves an upload, with the reason. Clipping projects onto a ball."""
     if steps is not None:
         steps.require_examples(num_examples)
     ball = 2 * clip

@@ -1,4 +1,4 @@
-"""Facts of a client's problem that Section 6 of Upcycled-FL rests on, and its conditions."""
+"""The facts about a client's problem that Section 6 of Upcycled-FL needs, and its conditions."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from flower_ext.errors import InvalidValue
 from flower_ext.privacy.guarantee import Condition, PreconditionFailed
 
 NEGLIGIBLE_DISTANCE = 1e-8
-"""A minimiser found to within this (L2) passes for exact, as floating point allows no better."""
+"""Distance (L2) below which a minimiser counts as exact, since floating point allows no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalObjective:
-    """What is known of a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
+    """Known facts about a client's problem: minimise F_i(w) + (μ/2)‖w − w̄‖² over w.
 
-    F_i is the mean over records of a loss F̂(w; d). The defaults say that nothing is known.
-    Bounds hold for every record that could be there, and for every w. The last four are facts of
-    the training: a plan takes them from the run (`PerturbationPlan.objective_in`).
+    F_i is the mean over records of a loss F̂(w; d). With the defaults nothing is known. Bounds hold
+    for every possible record and for every w. The last four facts depend on the training: a plan
+    takes them from the run (`PerturbationPlan.objective_in`).
 
     Parameters
     ----------
     convex : bool
         F̂ is convex in w.
     generalised_linear : bool
-        F̂ depends on w through ⟨w, x⟩ alone, x being the features, and is twice continuously
-        differentiable. Logistic regression of two classes is; softmax regression is not.
+        F̂ depends on w through ⟨w, x⟩ alone, where x are the features, and is twice continuously
+        differentiable. Logistic regression of two classes qualifies; softmax regression does not.
     gradient_bound : float
         u₁ ≥ ‖∇F̂‖₂.
     curvature_bound : float
         u₂ ≥ |F̂''|, the second derivative in ⟨w, x⟩.
     feature_norm_bound : float
-        ‖x‖₂, a constant feature for the bias included.
+        Bound on ‖x‖₂, including a constant feature for the bias.
     proximal_weight : float
-        μ.
+        Weight μ of the proximal term.
     distance_to_minimiser : float
-        How far the trained model can be from the exact minimiser (L2); 0 for an exact one.
+        Largest distance of the trained model from the exact minimiser (L2); 0 for an exact one.
     rounding : float
-        How far rounding to its own precision moves a trained model (L2), over its norm or the
-        clipping norm, whichever is less: 2⁻²⁴ in single precision, 2⁻¹¹ in half precision and 2⁻⁸
-        in bfloat16 (and what numbers below the smallest normal one lose, where that matters).
+        Largest distance (L2) by which rounding to its own precision moves a trained model, divided
+        by its norm or the clipping norm, whichever is less: 2⁻²⁴ in single precision, 2⁻¹¹ in half
+        precision and 2⁻⁸ in bfloat16. Includes the loss of subnormal numbers where it matters.
     memoryless : bool
-        Beyond the records, the problem depends on what was sent to and from the client alone;
-        control variates and personal models that a client keeps break this.
+        The problem depends only on the records and on messages to and from the client. Control
+        variates and personal models that a client keeps break this.
     """
 
     convex: bool = False
@@ -72,10 +72,10 @@ class LocalObjective:
             raise InvalidValue("proximal_weight=inf: expected a finite number >= 0")
 
     def stability(self, num_examples: int) -> float:
-        """How far replacing one of |D_i| records moves the trained model (L2); infinite if unknown.
+        """Return how far replacing one of |D_i| records moves the trained model (L2).
 
-        2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7), and
-        twice the distance to it.
+        This is 2u₁/(|D_i|μ) for the exact minimiser (Chaudhuri, Monteleoni, Sarwate 2011, Lemma 7),
+        plus twice the distance to it. It is infinite where the facts give no bound.
         """
         if not (self.convex and self.memoryless and self.proximal_weight > 0):
             return math.inf
@@ -83,7 +83,7 @@ class LocalObjective:
         return exact + 2 * self.distance_to_minimiser
 
     def theorem_6_3_conditions(self) -> list[Condition]:
-        """What Theorem 6.3 asks of the loss, whatever the client."""
+        """Return the conditions of Theorem 6.3 on the loss, which are the same for every client."""
         u1, u2, norm = self.gradient_bound, self.curvature_bound, self.feature_norm_bound
         return [
             Condition("the loss is a generalised linear model", self.generalised_linear),
@@ -98,21 +98,21 @@ class LocalObjective:
         ]
 
     def least_examples(self) -> int:
-        """The fewest examples with which u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
+        """Return the least number of examples with u₂ ≤ 0.5 |D_i| μ (Theorem 6.3).
 
         Raises
         ------
         PreconditionFailed
-            Another condition of the theorem fails already.
+            Another condition of the theorem fails.
         """
         refuse_unless(self.theorem_6_3_conditions())
         least = max(1, math.floor(2 * self.curvature_bound / self.proximal_weight))
-        while not large_enough(self, least).holds:  # the division may have been rounded
+        while not large_enough(self, least).holds:  # the division may have rounded down
             least += 1
         return least
 
     def solution_conditions(self) -> list[Condition]:
-        """What the proofs take for granted of the solver."""
+        """Return the conditions that the proofs impose on the solver."""
         distance = self.distance_to_minimiser
         return [
             Condition(
@@ -136,16 +136,16 @@ def large_enough(objective: LocalObjective, num_examples: int) -> Condition:
 
 
 def refuse_unless(conditions: Sequence[Condition]) -> None:
-    """Refuse to apply Theorem 6.3 where a condition fails.
+    """Refuse to apply Theorem 6.3 if a condition fails.
 
     Raises
     ------
     PreconditionFailed
-        Names each that fails.
+        The message names each condition that fails.
     """
     failed = [condition.text for condition in conditions if not condition.holds]
     if failed:
         raise PreconditionFailed(
-            "Theorem 6.3 (objective perturbation) does not apply; these do not hold: "
+            "Theorem 6.3 (objective perturbation) does not apply; these conditions must hold: "
             + "; ".join(failed)
         )

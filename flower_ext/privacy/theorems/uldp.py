@@ -13,14 +13,15 @@ T                     ``rounds``
 NAIVE (Theorem 3) takes C for what one user can do to a silo's clipped update. Clipping is a
 projection onto a ball: without the user, training may end at its opposite side, 2C away. AVG and
 SGD clip each user's own update, which is then gone altogether, so for them C is right.
+See `silos` for secure sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -38,57 +39,36 @@ from flower_ext.privacy.accounting import (
     gaussian_loss,
     participations_loss,
     privacy_loss_of,
+    residue_of,
 )
 from flower_ext.privacy.assumptions import (
     HIDDEN_DRAW,
     NOISE_OF_OTHERS,
-    NOT_PROVIDED,
-    ON_A_GRID,
+    NONE_OF_THEM,
     WHOLE_UPLOADS,
     noise_assumption,
 )
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import FixedSizeSampling, FullParticipation
+from flower_ext.privacy.theorems.silos import (
+    OF_SILOS,
+    OF_SILOS_IN_CELLS,
+    SECURE_SUM,
+    among_silos,
+    exposures,
+    of_one_user,
+    published_shield,
+    shield_of,
+)
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
 """w_{s,u}: 1/|S| for everybody, or the user's share of records in the silo."""
 
-OF_SILOS = (
-    "the numbers of users, silos and rounds are public",
-    "users have the same id in every silo",
-    "silos train, clip and add noise as told, and do not collude",
-    "no user's records keep a silo from loading its data (Task.data)",
-    ON_A_GRID,
-)
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
-of_one_user = partial(
-    Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
-)
-SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
-"""Assumption of what is said about sums, where silos send their uploads as they are."""
-
-
-def company_assumption(apart: Mapping[int, bool]) -> str:
-    """Return the assumption about users who train in one batch, from the silos' answers.
-
-    Parameters
-    ----------
-    apart : Mapping[int, bool]
-        By silo: True where users train one by one.
-    """
-    together = [str(silo) for silo, alone in apart.items() if not alone]
-    if not together:
-        return "users train one by one" if apart else ""
-    where = "all silos" if len(together) == len(apart) else f"silos {', '.join(together)}"
-    others = "" if len(together) == len(apart) else "; in the other silos they train one by one"
-    return (
-        f"users train in batches in {where}, in compiled code or where a trial with random users "
-        "on the silo's machine found no bit of a model that depends on the others (evidence, not "
-        f"proof){others}"
-    )
 
 
 @lru_cache(maxsize=256)
@@ -117,13 +97,24 @@ def uldp_naive_guarantees(
     noise_multiplier: float,
     rounds: int,
     delta: float,
+    plan: NoisedSum | None = None,
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
     """ULDP-NAIVE, where each silo clips its update to C and adds noise σC√|S|.
 
     All uploads together are a vector that one user moves by at most 2C√|S|, so what is provable
-    holds even against a server that sees each of them: noise multiplier σ/2.
+    holds even against a server that sees each of them: noise multiplier σ/2. With secure sums it
+    is said of the sums as well, whichever silos collude.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        σ.
+    rounds : int
+        Releases so far, discarded ones included.
+    plan : NoisedSum, optional
+        That of the silos, for its secure sums; by default there are none.
 
     Raises
     ------
@@ -132,6 +123,25 @@ def uldp_naive_guarantees(
     """
     published = uldp_closed_form(noise_multiplier=noise_multiplier, rounds=rounds, delta=delta)
     loss = gaussian_loss(noise_multiplier / 2, releases=rounds, delta=delta)
+    shield = shield_of(plan)
+
+    def provable(view: AdversaryView, *more: str) -> Guarantee:
+        return of_one_user(
+            view=view,
+            epsilon=loss.epsilon,
+            delta=delta,
+            basis="provable",
+            accountant=loss.accountant,
+            source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
+            "every silo's update",
+            assumptions=(
+                *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
+                noise_assumption(secure_noise),
+                *more,
+            ),
+            not_covered=tuple(not_covered),
+        )
+
     return [
         of_one_user(
             view=AdversaryView.SUM_ONLY,
@@ -140,7 +150,7 @@ def uldp_naive_guarantees(
             basis="published",
             accountant="closed form (RDP)",
             source="Kato et al., Uldp-FL, Theorem 3",
-            assumptions=(SECURE_SUM,),
+            assumptions=published_shield(plan),
             conditions=(
                 Condition(
                     "one user moves a silo's clipped update by at most C (what holds is 2C: "
@@ -149,17 +159,8 @@ def uldp_naive_guarantees(
                 ),
             ),
         ),
-        of_one_user(
-            view=AdversaryView.EACH_UPLOAD,
-            epsilon=loss.epsilon,
-            delta=delta,
-            basis="provable",
-            accountant=loss.accountant,
-            source=f"noise multiplier {noise_multiplier:.4g}, {rounds} rounds, sensitivity 2C of "
-            "every silo's update",
-            assumptions=(*OF_SILOS, noise_assumption(secure_noise)),
-            not_covered=tuple(not_covered),
-        ),
+        *((provable(AdversaryView.SUM_ONLY, *shield),) if shield else ()),
+        provable(AdversaryView.EACH_UPLOAD),
     ]
 
 
@@ -170,6 +171,7 @@ def uldp_avg_guarantees(
     rounds: int,
     weighting: Weighting = "equal",
     participations: float | None = None,
+    in_uploads: float | None = None,
     secure_noise: bool = True,
     secure_sampling: bool = True,
     secure_sum: str = SECURE_SUM,
@@ -182,21 +184,26 @@ def uldp_avg_guarantees(
     * Released models: amplified by sampling users, as who was sampled stays secret.
     * Sums only: the server knows the sample, so releases compose plainly; where the draw is hidden
       from it as well, they are amplified like released models, and so are uploads.
-    * Each upload: a silo's share of the noise is σC/√|S|. With equal weights a user moves each
-      upload by C/|S|, all of them together by C/√|S|: nothing is lost. With weights by records a
-      user may lie in one silo with all its weight.
+    * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
+      answers. With equal weights a user moves each upload by C/|S|, all of them together by
+      C/√|S|: nothing is lost. With weights by records a user may lie in one silo with all its
+      weight.
 
     Parameters
     ----------
     plan : NoisedSum
-        Samples users, its noise comes from the silos, and its unit is the user.
+        Samples users, its noise comes from the silos, and its unit is the user. With secure sums
+        it is that of `among_silos`.
     num_silos : int
     rounds : int
         Releases so far, discarded ones included.
     weighting : {"equal", "by-records"}
     participations : float, optional
         The most rounds in which any one user was sampled, each weighted by (σ/σ_t)² where the
-        silos supplied another noise σ_t; by default all rounds.
+        silos supplied another noise σ_t; by default all rounds. In secure sums σ_t is the noise of
+        honest silos alone, as `Participations` counts it.
+    in_uploads : float, optional
+        The same for who sees each upload; by default as many.
     secure_noise, secure_sampling : bool
         Whether they come from a cryptographic generator, or from a seed.
     secure_sum : str
@@ -214,28 +221,34 @@ def uldp_avg_guarantees(
     check_user_plan(plan, num_silos, weighting)
     relation = plan.release.relation
     loss = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
-    exposure = float(rounds if participations is None else participations)
+    shield = shield_of(plan := among_silos(plan, num_silos))
+    exposure, in_uploads = exposures(plan, rounds, weighting, participations, in_uploads)
     # The server knows who was sampled, so a neighbour is a user whose records vanish.
     at_server = NeighboringRelation.REPLACE_SPECIAL
-    spread = 1.0 if weighting == "equal" else math.sqrt(num_silos)
+    shares = plan.sum_parameters.least_answers if shield else num_silos
+    spread = 1.0 if weighting == "equal" else math.sqrt(shares)
 
-    def at_server_loss(noise_multiplier: float) -> PrivacyLoss:
+    def at_server_loss(noise_multiplier: float, exposure: float) -> PrivacyLoss:
+        own = replace(plan, noise_multiplier=noise_multiplier)
         if hidden_draw:
-            own = replace(plan, noise_multiplier=noise_multiplier)
             return privacy_loss_of({own.release: rounds}, delta=plan.delta)
-        return participations_loss(
-            noise_multiplier=noise_multiplier / plan.sensitivity,
-            participations=exposure,
-            relation=at_server,
-            delta=plan.delta,
+        return with_residue(
+            lambda delta: participations_loss(
+                noise_multiplier=own.release.noise_multiplier,
+                participations=exposure,
+                relation=at_server,
+                delta=delta,
+            ),
+            residue_of({own.release: rounds}),
+            plan.delta,
         )
 
-    sums = at_server_loss(plan.noise_multiplier)
-    uploads = at_server_loss(plan.noise_multiplier / spread)
+    sums = at_server_loss(plan.noise_multiplier, exposure)
+    uploads = at_server_loss(plan.noise_multiplier / spread, in_uploads)
     everyone = isinstance(plan.sampling, FullParticipation)
     drawn = () if everyone else (_DRAWN if secure_sampling else _DRAWN_BY_SEED,)
     common = (
-        *OF_SILOS,
+        *(OF_SILOS_IN_CELLS if shield else OF_SILOS),
         "a user's weights depend on that user's records alone and sum to at most 1 over the silos",
         "a user's training sees that user's records and the model, nothing of others",
         *filter(None, (company,)),
@@ -258,7 +271,11 @@ def uldp_avg_guarantees(
 
     facts = f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}"
     in_rounds = f"{facts}, {rounds} rounds"
-    exposed = in_rounds if hidden_draw else f"most exposed user: {exposure:.4g} sums' worth"
+
+    def exposed(worth: float) -> str:
+        return in_rounds if hidden_draw else f"most exposed user: {worth:.4g} sums' worth"
+
+    of_one = "" if spread == 1 else "/√least answers" if shield else "/√|S|"
     hidden = () if everyone else (HIDDEN_DRAW, *drawn)
     from_server = (hidden_draw,) if hidden_draw else ()
     return [
@@ -268,21 +285,21 @@ def uldp_avg_guarantees(
             loss,
             in_rounds,
             "the server follows the protocol and keeps sums and uploads to itself",
-            *NOISE_OF_OTHERS,
+            *((NONE_OF_THEM,) if shield else NOISE_OF_OTHERS),
             *hidden,
         ),
         provable(
             AdversaryView.SUM_ONLY,
             sums,
-            exposed,
-            WHOLE_UPLOADS,
-            secure_sum,
+            exposed(exposure) + (", colluders' noise not counted" if shield else ""),
+            *(shield or (WHOLE_UPLOADS, secure_sum)),
             *from_server,
         ),
         provable(
             AdversaryView.EACH_UPLOAD,
             uploads,
-            f"all uploads together: noise multiplier σ{'' if spread == 1 else '/√|S|'}; {exposed}",
+            f"all uploads together: noise multiplier σ{of_one}; {exposed(in_uploads)}"
+            + (", should all masks fall" if shield else ""),
             *from_server,
         ),
     ]
@@ -291,7 +308,7 @@ def uldp_avg_guarantees(
 def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
     if isinstance(plan.sampling, FullParticipation):
         accountant, view = "closed form (RDP)", AdversaryView.SUM_ONLY
-        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", (SECURE_SUM,)
+        source, assumptions = "Kato et al., Uldp-FL, Theorem 5", published_shield(plan)
         epsilon = uldp_closed_form(
             noise_multiplier=plan.noise_multiplier, rounds=rounds, delta=plan.delta
         )
@@ -299,8 +316,9 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
         accountant, view = "RDP", AdversaryView.RELEASED_MODELS
         source = "Kato et al., Uldp-FL, Theorem 5 and Remark 1"
         assumptions = ("who was sampled stays secret",)
+        exact = replace(plan, sensitivity=1.0, residue=0.0)
         epsilon = privacy_loss_of(
-            {replace(plan, sensitivity=1.0).release: rounds}, delta=plan.delta, accountant="rdp"
+            {exact.release: rounds}, delta=plan.delta, accountant="rdp"
         ).epsilon
     return of_one_user(
         view=view,

@@ -1,4 +1,4 @@
-"""Promises of ULDP-GROUP-k to one user: Lemma 9, Theorem 4, and what is provable.
+"""Guarantees of ULDP-GROUP-k for one user: Lemma 9, Theorem 4, and a provable bound.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024).
 
@@ -8,8 +8,8 @@ paper                 here
 k, γ                  ``group_size``, ``DpSgd.sampling_rate``
 ====================  =====================================================
 
-The lemma (Mironov 2017, Proposition 2) is about groups of 2^c records, and is there to compare with
-published numbers; `group_loss` needs no power of two and is several times smaller.
+Lemma 9 (Mironov 2017, Proposition 2) covers groups of 2^c records; use it to compare with published
+numbers. `group_loss` needs no power of two and is several times smaller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flower_ext.privacy.assumptions import OWN_GRADIENTS, noise_assumption
 from flower_ext.privacy.group_privacy import DpSgd, check_group, group_loss
 from flower_ext.privacy.guarantee import Condition, Guarantee
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
-from flower_ext.privacy.theorems.uldp import OF_SILOS, of_one_user
+from flower_ext.privacy.theorems.silos import OF_SILOS, of_one_user
 from flower_ext.privacy.units import AdversaryView
 
 
@@ -35,10 +35,11 @@ def uldp_group_guarantees(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """ULDP-GROUP-k, where silos run DP-SGD on at most ``group_size`` records a user.
+    """Return the guarantees of ULDP-GROUP-k, as published and provable.
 
-    As published, for the largest power of two that is not above k, and at the orders that the
-    authors' figures use: some are below those for which Lemma 9 holds. Provable is `group_loss`.
+    Silos run DP-SGD on at most ``group_size`` records of each user. The published guarantee takes
+    the largest power of two that is not above k, and the orders that the authors' figures use;
+    Lemma 9 does not hold for some of these. The provable one is `group_loss`.
 
     Raises
     ------
@@ -86,7 +87,7 @@ def uldp_group_guarantees(
                 f"each user has at most {group_size} records in all silos together, the same ones "
                 "in every round; which ones are kept depends on that user's records alone",
                 "the group size, the sampling rates and the numbers of steps are public",
-                "every step takes each record independently, in secret",
+                "every step samples each record independently, and the samples stay secret",
                 OWN_GRADIENTS,
                 noise_assumption(secure_noise),
             ),
@@ -100,7 +101,7 @@ def uldp_group_guarantees(
 
 
 def _orders_of_the_figures(group: int) -> list[float]:
-    """Orders that the authors search: tenths from 2k on, and 20 points from k + 10 to 64k."""
+    """Return the orders that the authors search: tenths from 2k on, and 20 points up to 64k."""
     tenths = (2 * group + tenth / 10 for tenth in range(100))
     return [*tenths, *np.linspace(group + 10, 64 * group, 20).tolist()]
 
@@ -108,9 +109,9 @@ def _orders_of_the_figures(group: int) -> list[float]:
 def lemma_9(
     silos: Sequence[DpSgd], doublings: int, delta: float, *, orders: Iterable[float]
 ) -> tuple[float, float]:
-    """ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
+    """Return ε of a group of 2^doublings records by Lemma 9, and the order α that gave it.
 
-    The lemma holds for orders α ≥ 2^(doublings + 1); this function does not check.
+    The lemma holds for orders α ≥ 2^(doublings + 1), which this function does not check.
     """
     alphas = np.array([order for order in orders if order > 2**doublings], dtype=np.float64)
     losses = 3.0**doublings * largest_renyi(silos, alphas)
@@ -121,7 +122,7 @@ def lemma_9(
 
 
 def largest_renyi(silos: Sequence[DpSgd], orders: Iterable[float]) -> np.ndarray:
-    """The largest ρ of any silo at each order α, for one record: it lies in one silo only."""
+    """Return the largest ρ of any silo at each order α, since a record lies in one silo only."""
     alphas = tuple(float(order) for order in orders)
     curves = [
         silo.steps * sampled_gaussian_renyi(silo.noise_multiplier, silo.sampling_rate, alphas)

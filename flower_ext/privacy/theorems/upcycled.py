@@ -1,4 +1,4 @@
-"""Perturbing a client's whole local model: record-level DP before a server that sees every upload.
+"""Record-level DP for clients that perturb their local model; the server sees every upload.
 
 Source: Yin et al., Upcycled-FL (TMLR 2024), Section 6.
 
@@ -8,16 +8,16 @@ paper                 here
 τ, σ                  ``OutputPerturbation``: ``clipping_norm``, ``noise_stddev``
 α                     ``ObjectivePerturbation.rate``
 u₁, u₂, μ             ``LocalObjective``: ``gradient_bound``, ``curvature_bound``,
-                      ``proximal_weight``
+                      α                     ``ObjectivePerturbation.rate``
 |D_i|, M              ``num_examples``, ``participations`` (odd rounds that asked client i)
-ε̄                     the mean over clients, next to the largest
+ε̄                     the mean over clients, reported beside the largest
 ====================  =====================================================
 
-Theorem 6.2 takes τ/|D_i| for the distance that one record can move a clipped model. Nothing bounds
-it like that in general: training may send two neighbouring data sets to opposite ends of the ball,
-2τ apart. What does hold for the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² is
-2u₁/(|D_i|μ). `sensitivity` is the smaller of the two that apply; every guarantee here comes as a
-pair, as published and provable.
+Theorem 6.2 assumes that one record moves a clipped model by at most τ/|D_i|. Nothing ensures that
+in general: training may send two neighbouring data sets to opposite ends of the ball, 2τ apart. For
+the exact minimiser of a convex loss plus (μ/2)‖w − w̄‖² the distance is at most 2u₁/(|D_i|μ).
+`sensitivity` is the smaller of the bounds that hold. Every guarantee here comes as a pair: as
+published, and provable.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from flower_ext.privacy.units import AdversaryView, NeighboringRelation, Privacy
 
 _IN_FLOATS = "arithmetic and noise in floating point (not proof against attacks on low-order bits)"
 _ROUNDINGS = 4
-"""How many times what rounding to a model's precision does to it, in clipping norms, is counted. It
-happens once, before the model is clipped in float64, which takes what it did no further."""
+"""Safety factor on the rounding of a model to its precision, in clipping norms. Rounding happens
+once, before the model is clipped in float64; clipping does not enlarge its effect."""
 
 
 # Theorems as published --------------------------------------------------------------------------
@@ -46,7 +46,7 @@ happens once, before the model is clipped in float64, which takes what it did no
 def upcycled_theorem_6_2(
     perturbation: OutputPerturbation, *, num_examples: int, participations: int, delta: float
 ) -> float:
-    """ε of output perturbation as published: 2√(a ln(1/δ)) + a with a = Mτ²/(2σ²|D_i|²)."""
+    """Return ε of output perturbation as published: 2√(a ln(1/δ)) + a, a = Mτ²/(2σ²|D_i|²)."""
     require_delta(delta)
     a = _moments(perturbation, num_examples, participations)
     return 2 * math.sqrt(a * math.log(1 / delta)) + a
@@ -59,12 +59,12 @@ def upcycled_theorem_6_3(
     num_examples: int,
     participations: int,
 ) -> float:
-    """ε (at δ = 0) of objective perturbation: M (2αu₁μ + 2.8u₂) / (|D_i|μ).
+    """Return ε (at δ = 0) of objective perturbation: M (2αu₁μ + 2.8u₂) / (|D_i|μ).
 
     Raises
     ------
     PreconditionFailed
-        Names every precondition that fails.
+        The message names every precondition that fails.
     """
     require_count("participations", participations)
     refuse_unless([*objective.theorem_6_3_conditions(), large_enough(objective, num_examples)])
@@ -79,10 +79,10 @@ def upcycled_theorem_6_3(
 def sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, num_examples: int | None
 ) -> float:
-    """How far one record can move what is noised (L2): min(2τ, what stability gives).
+    """Return how far one record can move the noised model (L2): min(2τ, stability).
 
-    Clipping is a projection onto a ball, so it moves no two models apart; rounding may, each of
-    them by its ``rounding``, counted `_ROUNDINGS` times.
+    Clipping projects onto a ball and thus moves no two models further apart. Rounding may move each
+    of them by its ``rounding``, which is counted `_ROUNDINGS` times.
     """
     stable = math.inf if num_examples is None else objective.stability(num_examples)
     norm = perturbation.clipping_norm
@@ -97,9 +97,9 @@ def epsilons(
     participations: Mapping[int, int],
     delta: float,
 ) -> dict[int, tuple[float, float]]:
-    """(published, provable) ε of each client that was asked; infinite where nothing is promised.
+    """Return (published, provable) ε of each client that was asked; infinite without a promise.
 
-    A client that was asked but never told its number of examples counts as one that uploaded.
+    A client that was asked but never reported its number of examples counts as if it had uploaded.
     """
     require_delta(delta)
     covered = all(condition.holds for condition in objective.theorem_6_3_conditions())
@@ -138,14 +138,14 @@ def perturbation_guarantees(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """What protects one record of any client: as published, and provable.
+    """Return the guarantees for one record of any client: published, and provable.
 
-    ε is the largest of any client; the source names the smallest and the mean as well.
+    ε is the largest of any client; the source also names the smallest and the mean.
 
     Parameters
     ----------
     num_examples, participations : Mapping[int, int]
-        |D_i| and uploads by client.
+        |D_i| and number of uploads by client.
     """
     by_client = epsilons(
         perturbation,
@@ -183,13 +183,13 @@ def perturbation_guarantees(
             **more,
         )
 
-    # The noise of objective perturbation is in the training: no model without it may stand in.
+    # Objective perturbation puts the noise into training: no model without it may be sent instead.
     ends = () if output else ("training ends without an error, and finite, for every record",)
     assumptions = (
-        "clients train, clip and add noise as told",
+        "clients train, clip and add noise as instructed",
         *ends,
         "the planned rounds and each client's number of examples are public",
-        "bounds on the loss hold for every record that could be there",
+        "bounds on the loss hold for every possible record",
         LOADS,
         ON_A_GRID if output else _IN_FLOATS,
         noise_assumption(secure_noise),
@@ -216,7 +216,7 @@ def perturbation_guarantees(
 def _published_sensitivity(
     perturbation: OutputPerturbation, objective: LocalObjective, sizes: Sequence[int | None]
 ) -> Condition:
-    """Whether τ/|D_i| bounds what one record can do, for every client."""
+    """Return the condition that τ/|D_i| bounds the effect of one record, for every client."""
     tau = perturbation.clipping_norm
     return Condition(
         "one record moves a clipped local model by at most τ/|D_i| (what holds is "

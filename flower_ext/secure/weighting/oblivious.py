@@ -33,6 +33,8 @@ from flower_ext.secure.threads import map_slices
 
 ELEMENT_BYTES = 384
 """Length of a group element."""
+KEY_BYTES = 32
+"""Length of a key of a place."""
 SEAL_BYTES = 16
 """By how much a sealed text is longer."""
 
@@ -54,9 +56,15 @@ ORDER = (PRIME - 1) // 2
 class Sender:
     """One party's side of many transfers: it has P texts for each, and learns no choice."""
 
-    def __init__(self) -> None:
-        self._exponent = 1 + mpz(secrets.randbelow(int(ORDER) - 1))
+    def __init__(self, *, exponent: int | None = None) -> None:
+        drawn = 1 + secrets.randbelow(int(ORDER) - 1) if exponent is None else exponent
+        self._exponent = mpz(drawn)
         self._public = _power(_GENERATOR, self._exponent)
+
+    @property
+    def exponent(self) -> int:
+        """Return the secret a: for durable storage at the sender only."""
+        return int(self._exponent)
 
     @property
     def public(self) -> bytes:
@@ -80,22 +88,46 @@ class Sender:
         ValueError
             Not an element of the group for each transfer.
         """
-        answers = _elements(answer, len(texts), name="answer")
-        step = gmpy2.invert(_power(self._public, self._exponent), PRIME)
+        keys = self.keys(answer, [len(own) for own in texts], workers=workers)
+        return [
+            [
+                ChaCha20Poly1305(joined[KEY_BYTES * at :][:KEY_BYTES]).encrypt(_NONCE, text, None)
+                for at, text in enumerate(own)
+            ]
+            for joined, own in zip(keys, texts, strict=True)
+        ]
 
-        def seal(transfers: Sequence[int]) -> list[list[bytes]]:
-            sealed = []
+    def keys(self, answer: bytes, choices: Sequence[int], *, workers: int = 1) -> list[bytes]:
+        """Return the P keys of each transfer, joined: the receiver can compute one of each P.
+
+        Parameters
+        ----------
+        answer : bytes
+            `Receiver.answer`.
+        choices : Sequence of int
+            P of each transfer.
+
+        Raises
+        ------
+        ValueError
+            Not an element of the group for each transfer.
+        """
+        answers = _elements(answer, len(choices), name="answer")
+        step = gmpy2.invert(_power(self._public, self._exponent), PRIME)
+        public = self.public
+
+        def derived(transfers: Sequence[int]) -> list[bytes]:
+            found = []
             for transfer in transfers:
                 shared = _power(answers[transfer], self._exponent)
                 own = []
-                for place, text in enumerate(texts[transfer]):
-                    cipher = _cipher(self.public, shared, transfer, place)
-                    own.append(cipher.encrypt(_NONCE, text, None))
+                for place in range(choices[transfer]):
+                    own.append(_key(public, shared, transfer, place))
                     shared = shared * step % PRIME
-                sealed.append(own)
-            return sealed
+                found.append(b"".join(own))
+            return found
 
-        return map_slices(seal, range(len(texts)), workers=workers)
+        return map_slices(derived, range(len(choices)), workers=workers)
 
 
 class Receiver:
@@ -141,6 +173,27 @@ class Receiver:
         blinded = map_slices(blind, range(len(self._choices)), workers=self._workers)
         return b"".join(_to_bytes(element) for element in blinded)
 
+    @property
+    def choices(self) -> list[int]:
+        """Return the choice of each transfer."""
+        return [int(choice) for choice in self._choices]
+
+    def keys(self) -> list[bytes]:
+        """Return the key of the chosen place of each transfer, of `Sender.keys`."""
+
+        def derived(transfers: Sequence[int]) -> list[bytes]:
+            return [
+                _key(
+                    self._public,
+                    _power(self._offered, self._exponents[at]),
+                    at,
+                    int(self._choices[at]),
+                )
+                for at in transfers
+            ]
+
+        return map_slices(derived, range(len(self._choices)), workers=self._workers)
+
     def open(self, sealed: Sequence[Sequence[bytes]]) -> list[bytes]:
         """The chosen text of each transfer.
 
@@ -149,25 +202,17 @@ class Receiver:
         ValueError
             Sealed for another answer, or changed on the way.
         """
-
-        def open_(transfers: Sequence[int]) -> list[bytes]:
-            opened = []
-            for at in transfers:
-                place = int(self._choices[at])
-                cipher = _cipher(
-                    self._public, _power(self._offered, self._exponents[at]), at, place
-                )
-                opened.append(cipher.decrypt(_NONCE, sealed[at][place], None))
-            return opened
-
         try:
-            return map_slices(open_, range(len(sealed)), workers=self._workers)
+            return [
+                ChaCha20Poly1305(key).decrypt(_NONCE, texts[place], None)
+                for key, texts, place in zip(self.keys(), sealed, self.choices, strict=True)
+            ]
         except InvalidTag as error:
             raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
-def _cipher(public: bytes, shared: mpz, transfer: int, place: int) -> ChaCha20Poly1305:
-    return ChaCha20Poly1305(derive(_to_bytes(shared), "transfer", public, transfer, place))
+def _key(public: bytes, shared: mpz, transfer: int, place: int) -> bytes:
+    return derive(_to_bytes(shared), "transfer", public, transfer, place)
 
 
 def _power(base: mpz, exponent: mpz) -> mpz:

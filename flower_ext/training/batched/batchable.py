@@ -1,9 +1,9 @@
-"""Which models train in a batch as they do by themselves: known obstacles, and two trials.
+"""Decide which models train in a batch as they do alone: known obstacles, and two trials.
 
-`why_apart` asks whether a batch makes the same of a model, up to rounding. `depends_on_company`
-asks whether it makes the same of it to the last bit, whichever models train beside it: libraries
-choose kernels by the shape of a batch, and unstable training amplifies a difference in the last bit
-without limit.
+`why_apart` finds out whether a batch gives a model the same result, up to rounding.
+`depends_on_company` finds out whether the result is the same to the last bit, whichever models
+train beside it. Libraries choose kernels by the shape of a batch, and unstable training amplifies a
+difference in the last bit without limit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 _STEADY_LOSSES = (cross_entropy, cox_loss)
-"""Measured, on CPUs, to round a model's outputs alike in every batch of models."""
+"""Losses that were measured, on CPUs, to round a model's outputs alike in every batch."""
 MOST_ROWS = 256
-"""Examples in a mini-batch above which models do not train in any company: batches of models gain
-little there, and `depends_on_company` would take longer than the trainings."""
+"""Largest mini-batch with which models train beside others steadily. Above it batches of models
+gain little, and `depends_on_company` would take longer than the trainings."""
 FEWEST_STEADY = 4
-"""Models of a batch in which none depends on the others; see `in_company`."""
+"""Smallest batch in which no model depends on the others; see `in_company`."""
 _COMPANY: Sequence[Sequence[int]] = (
     range(18),
     range(17, -1, -1),
@@ -48,13 +48,13 @@ _COMPANY: Sequence[Sequence[int]] = (
     [0],
     [11],
 )
-"""Which jobs `depends_on_company` trains together, and in which order."""
+"""The jobs that `depends_on_company` trains together, in this order."""
 
 
 def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str | None:
-    """Why these jobs are better trained one by one; None if they are not.
+    """Return why these jobs are better trained one by one; None if they are not.
 
-    If ``steady``, also where a model is not known to round alike in every batch.
+    With ``steady`` the reason may also be that a model might round differently in some batch.
     """
     if reason := why_unusual(jobs):
         return reason
@@ -64,7 +64,7 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
             reason = "of this device nobody knows whether it rounds alike in every batch"
         elif not products_are_reproducible():
             reason = (
-                "matrix products may round otherwise in every batch (MKL's reproducible mode is "
+                "matrix products may round differently in every batch (MKL's reproducible mode is "
                 "off: import flower_ext before anything multiplies matrices, or set MKL_CBWR=AUTO)"
             )
         elif task.loss not in _STEADY_LOSSES:
@@ -77,7 +77,7 @@ def why_apart(task: Task, jobs: Sequence[Job], *, steady: bool = False) -> str |
 
 
 def why_unusual(jobs: Sequence[Job]) -> str | None:
-    """Why these jobs have no form but the loop, whatever their model; None if they might."""
+    """Return why these jobs must train one by one, whatever their model; None if they need not."""
     for part in ("features", "targets"):
         if not isinstance(getattr(jobs[0].examples, part), Tensor):
             return f"{part} are no single tensor"
@@ -91,7 +91,7 @@ def why_unusual(jobs: Sequence[Job]) -> str | None:
 
 
 class _Trial(NamedTuple):
-    """All that random trainings like those of a job depend on."""
+    """Everything that determines random trainings like those of a job."""
 
     kind: Kind
     loss: Callable[..., Tensor]
@@ -100,7 +100,7 @@ class _Trial(NamedTuple):
 
     @property
     def task(self) -> Task:
-        """A task with no data."""
+        """A task without data."""
         device = str(self.kind.device)
         return Task(model=self.kind.build, data=_no_data, loss=self.loss, device=device)
 
@@ -128,7 +128,7 @@ def _trial_of(task: Task, job: Job) -> _Trial:
 
 @lru_cache(maxsize=64)
 def _why_unlike(trial: _Trial) -> str | None:
-    """What keeps models of this kind from training in a batch, with targets of this shape."""
+    """Return why models of this kind cannot train in a batch, with targets of this shape."""
     for module in in_training(trial.kind.build()).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return "batch normalisation changes the model while it is evaluated"
@@ -142,13 +142,13 @@ def _why_unlike(trial: _Trial) -> str | None:
     def jobs() -> list[Job]:
         return [trial.job(count, training, seed=count) for count in (3, 2)]
 
-    # Two short trainings in a batch ought to be what `train` makes of them.
+    # Two short trainings in a batch must agree with `train`.
     with torch.random.fork_rng(devices=[]):
         try:
             both = jobs()
             ours = unstacked(Stack(task, both, lambda name: True).minimise(), both)
             theirs = [train_job(task, job) for job in jobs()]
-        except Exception as error:  # whatever a model or a loss makes of a batch
+        except Exception as error:  # a model or a loss may raise anything for a batch
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):
         for name, p in other.items():
@@ -161,16 +161,16 @@ def _why_unlike(trial: _Trial) -> str | None:
 
 
 def in_company(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs and copies of the first: an even number, and four at least.
+    """Return the jobs with copies of the first: an even number, and at least four.
 
-    Libraries have other kernels for a few models, and for some odd numbers of them.
+    Libraries use other kernels for a few models, and for some odd numbers of models.
     """
     count = max(FEWEST_STEADY, len(jobs) + len(jobs) % 2)
     return [*jobs, *(_again(jobs[0]) for _ in range(count - len(jobs)))]
 
 
 def _again(job: Job) -> Job:
-    """Return the same job, with the batches that it is going to draw."""
+    """Return a copy of the job, which will draw the same batches."""
     generator = torch.Generator(job.generator.device)
     generator.set_state(job.generator.get_state())
     return replace(job, generator=generator)
@@ -179,15 +179,15 @@ def _again(job: Job) -> Job:
 def depends_on_company(task: Task, job: Job) -> bool:
     """Train random models of the kind of ``job`` in different company; True if any bit differs.
 
-    Models, examples and batches come from fixed seeds. So the answer depends on the kind of model,
-    the sizes of its mini-batches, the machine and its number of threads, and on nobody's data but
-    the number of examples of ``job``. False is evidence, and no proof. The process remembers the
-    answer, which takes some 100 ms for a small model.
+    Models, examples and batches come from fixed seeds. The answer therefore depends on the kind of
+    model, the sizes of its mini-batches, the machine and its number of threads. It depends on
+    nobody's data, except for the number of examples of ``job``. False is evidence, not proof. The
+    process remembers the answer, which takes some 100 ms for a small model.
     """
     size = min(len(job.examples), job.training.batch_size)
     if size > MOST_ROWS:
         return True
-    # More than two mini-batches an epoch have no shapes that two do not have.
+    # Two mini-batches an epoch already have all shapes that occur with more.
     count = min(len(job.examples), size + (len(job.examples) % size or size))
     training = LocalTraining(
         batch_size=size,
@@ -200,12 +200,12 @@ def depends_on_company(task: Task, job: Job) -> bool:
 
 @lru_cache(maxsize=1024)
 def _differs(trial: _Trial, count: int, training: LocalTraining, terms: bool, threads: int) -> bool:
-    """Tell whether a model of this kind depends on others; ``threads`` tells answers apart."""
+    """Return True if a model of this kind depends on others; ``threads`` only keys the cache."""
     task = trial.task
 
     def job(number: int) -> Job:
         made = trial.job(count, training, seed=number)
-        # Below a head that begins at zero all gradients vanish, and would tell nothing.
+        # Below a head that begins at zero all gradients vanish and would show nothing.
         params = shaken(made.params, made.generator)
         pull = [Proximal(weight=0.1, anchor=made.params)] if terms else []
         return replace(made, params=params, terms=pull)

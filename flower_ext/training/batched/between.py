@@ -1,6 +1,6 @@
 """Normalisation and dropout between dense layers, as loops over numbers that Numba translates.
 
-Places are unsigned, as Numba would look at each of any other kind whether it is negative.
+Indices are unsigned, because Numba would test every signed one for being negative.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def normalise(
     normed: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Rows of ``inputs`` to ``outputs``: each group with mean 0 and variance 1, and affine.
+    """Normalise rows of ``inputs`` to mean 0 and variance 1 by group, then apply weight and bias.
 
-    What comes before weight and bias goes to ``normed``, and 1 / √(variance + ε) of each group to
-    ``scales``.
+    Write the results to ``outputs``, the values before weight and bias to ``normed``, and
+    1 / √(variance + ε) of each group to ``scales``.
     """
     wide, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
     size, epsilon = wide // groups, ONE / np.float32(layer[SETTING])
@@ -76,7 +76,7 @@ def through_norm(
     normed: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Slopes by what `normalise` puts out to slopes by what it takes, ``down``."""
+    """Turn slopes by the outputs of `normalise` into slopes by its inputs, written to ``down``."""
     wide, groups = np.uint64(layer[INPUTS]), np.uint64(layer[GROUPS])
     size = wide // groups
     share = ONE / np.float32(size)
@@ -109,7 +109,7 @@ def send_norm(
     into: np.ndarray,
     factor: np.float32,
 ) -> None:
-    """``factor`` times the gradient of a norm's weight and bias onto ``into``."""
+    """Add ``factor`` times the gradient of a norm's weight and bias to ``into``."""
     wide = np.uint64(layer[INPUTS])
     for row in range(np.uint64(len(slopes)) // wide):
         slope, own = slopes[row * wide :][:wide], normed[row * wide :][:wide]
@@ -125,7 +125,7 @@ def send_norm(
 
 @loops
 def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) -> None:
-    """``values`` times 0 where what was ``drawn`` says so, else by the inverse of what is kept."""
+    """Write ``values`` to ``into``: 0 where ``drawn`` drops them, else scaled up."""
     dropped = layer[SETTING]
     scale = np.float32(LEVELS / (LEVELS - dropped))
     least = np.float32(dropped - LEVELS // 2)
@@ -135,5 +135,5 @@ def drop(layer: np.ndarray, drawn: Any, values: np.ndarray, into: np.ndarray) ->
 
 @loops
 def numbers_drawn(layer: np.ndarray, count: int) -> Any:
-    """Return how many numbers dropout draws for so many rows."""
+    """Return how many numbers dropout draws for ``count`` rows."""
     return (count * layer[INPUTS] + AT_A_TIME - 1) // AT_A_TIME * AT_A_TIME

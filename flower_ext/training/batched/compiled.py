@@ -1,12 +1,12 @@
 """SGD on networks of dense layers, as loops over numbers that Numba translates.
 
 A mini-batch has few rows. BLAS libraries rearrange matrices before they multiply them, which takes
-longer than these products, and between one operation and the next a model leaves the processor's
-nearest caches. Here one model stays there from its first step to its last.
+longer than these products, and a model leaves the processor's nearest caches between operations.
+Here one model stays there from its first step to its last.
 
 All numbers of a network are one array, with a table of its layers (see `layout`). Nothing here
-allocates, raises or knows Python: what comes out is machine code that runs without Numba. `native`
-has this module make it, in a process of its own.
+allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
+compiles this module in a separate process.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def train(
     norms: Any,
     spare: Any,
 ) -> None:
-    """Train networks one after the other as `local.minimise` with the cross-entropy loss does.
+    """Train networks one after the other, as `local.minimise` does with the cross-entropy loss.
 
     Parameters
     ----------
@@ -97,16 +97,16 @@ def train(
         Random numbers of all dropout, pass after pass.
     counts, rates : int64, float64 (jobs, 4)
     jobs : int
-        How many there are; the columns above are those of `layout`.
+        Number of jobs; `layout` names the columns above.
     table : int64 (depth, 11)
     depth, size : int
-        Layers, and numbers of a network.
+        Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
     factors : float32 ((widest layer + 4) · (rows of a mini-batch + 4),)
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
-        What layers put out before weight and bias of a norm, and the scales of its groups.
+        Outputs of norms before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
-        Room for the work; ``spare`` only for momentum, SAM and terms.
+        Working memory for momentum, SAM and terms, as the arrays above are for the passes.
     """
     layers = carray(table, (depth, COLUMNS))
     count_of, rate_of = carray(counts, (jobs, JOB_COUNTS)), carray(rates, (jobs, JOB_RATES))
@@ -134,13 +134,13 @@ def train(
 
 
 def are_classes(targets: Any, counts: Any, jobs: int, classes: int, found: Any) -> None:
-    """Whether all targets of each job are integers from 0 to ``classes`` − 1: 1 or 0.
+    """Write 1 to ``found`` for each job with targets from 0 to ``classes`` − 1 only, else 0.
 
     Parameters
     ----------
     targets : addresses of int64 arrays, (jobs,)
     counts, found : int64 (jobs,)
-        How many there are, and where the answers go.
+        Numbers of targets, and the answers.
     """
     for job in range(jobs):
         found[job] = 1
@@ -167,7 +167,7 @@ def _descend(
     norms: Any,
     room: np.ndarray,
 ) -> None:
-    """One job, from its first step to its last."""
+    """Train one job, from its first step to its last."""
     count, has_terms = counts[COUNT], counts[HAS_TERMS]
     most = min(count, counts[BATCH_SIZE])
     last = len(layers) - 1
@@ -232,7 +232,7 @@ def _descend(
 
 @loops
 def _drawn_by(layers: np.ndarray, count: int) -> int:
-    """Return how many numbers one pass of so many rows draws."""
+    """Return the number of draws in one pass of ``count`` rows."""
     total = 0
     for layer in layers:
         if layer[KIND] == DROP:
@@ -252,7 +252,7 @@ def _slope(
     normed: np.ndarray,
     drawn: np.ndarray,
 ) -> None:
-    """Forward pass; the slope of the mean cross-entropy by the last outputs to ``slopes``."""
+    """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
     count = len(rows)
     here = used = 0
     for layer in layers:
@@ -303,7 +303,7 @@ def _send(
     into: np.ndarray,
     factor: np.float32,
 ) -> None:
-    """Backward pass: ``factor`` times the gradient onto ``into``, which may be ``weights``."""
+    """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
     lowest, used = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
@@ -351,7 +351,7 @@ def _add_terms(
     pull: np.float32,
     offset: np.ndarray,
 ) -> None:
-    """The terms' part of the gradient at ``point``, for what is trained."""
+    """Add the terms' part of the gradient at ``point``, for trained parameters."""
     for layer in layers:
         entries = layer[OUTPUTS] * (layer[INPUTS] if layer[KIND] == DENSE else 1)
         for part, trains, size in (
@@ -365,7 +365,7 @@ def _add_terms(
 
 @loops
 def _climb(weights: np.ndarray, slope: np.ndarray, radius: np.float32, into: np.ndarray) -> None:
-    """SAM's point w + q g/‖g‖ to ``into``; w itself where it is flat."""
+    """Write SAM's point w + q g/‖g‖ to ``into``; w itself where the gradient is zero."""
     total = 0.0
     for value in slope:
         total += value * value
@@ -383,4 +383,4 @@ EXPORTS: dict[Any, str] = {
     ),
     are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
 }
-"""What machine code is made of, and the types of its arguments."""
+"""Functions to compile, and the types of their arguments."""

@@ -1,9 +1,9 @@
 """Networks of dense layers, each trained from its first step to its last by compiled code.
 
-One thread does it all: two take as long, as models move between their caches.
+One thread trains all of them; two would take as long, because models move between their caches.
 
-`compiled` needs Numba (``pip install 'flower-ext[fast]'``); without it, and where it would not be
-faster, `network` finds none, and these models train in batches like all others.
+`compiled` needs Numba (``pip install 'flower-ext[fast]'``). Without it, and where it would not be
+faster, `network` returns None, and these models train in batches like all others.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ _ACTIVATIONS: Mapping[Any, int] = {
     **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
 }
 _TOGETHER = 2**22
-"""Numbers of the models that are handed out together, 16 MB: who uses them next, in Python, and
-their training drive each other out of the processor's caches, the less the fewer the turns."""
+"""Numbers of the models that are returned together, 16 MB. Training, and the Python code that uses
+the models, drive each other out of the processor's caches; larger groups make that rarer."""
 _MOST_DRAWN = 2**24
-"""Numbers of 32 bits that dropout of one training may draw, 64 MB: all are held at once."""
+"""Limit on the 32-bit numbers that dropout of one training draws, 64 MB, since all are held."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One parameter: where it is among the numbers of its network."""
+    """One parameter's place among the numbers of its network."""
 
     start: int
     shape: torch.Size
 
     @property
     def where(self) -> slice:
-        """Its numbers."""
+        """The slice of its numbers."""
         return slice(self.start, self.start + self.shape.numel())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of one of `layout`'s kinds: its module, name and widths, and what follows it.
+    """A layer of one of `layout`'s kinds: its module, name, widths and activation.
 
-    ``groups`` and ``setting`` are those of `layout`.
+    `layout` explains ``groups`` and ``setting``.
     """
 
     module: nn.Module
@@ -88,7 +88,7 @@ class Layer:
 
 
 class DenseNetwork:
-    """A network of dense layers, norms and dropout: an array of numbers, a table of its layers."""
+    """A network of dense layers, norms and dropout: one array of numbers and a table of layers."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -101,7 +101,7 @@ class DenseNetwork:
         self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
-        """Of which jobs all numbers are of the usual kinds, and all targets classes."""
+        """Return True for jobs with numbers of the usual types whose targets are all classes."""
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
         usual = [plain[id(job.params)] and _is_usual(job) for job in jobs]
@@ -117,9 +117,9 @@ class DenseNetwork:
         return [one and bool(other) for one, other in zip(usual, found, strict=True)]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
-        """As `Form.groups`: those that it `takes`, as many at a time as may be handed out.
+        """Return groups of the jobs that it `takes`, as large as may be returned together.
 
-        What dropout draws takes room, too: those that draw more than may be, are left out.
+        Dropout's draws take memory too; jobs that would draw too many are left out.
         """
         most, room = min(_TOGETHER, memory_limit // 16), 0
         found: list[list[int]] = []
@@ -136,7 +136,7 @@ class DenseNetwork:
         return found
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """What `local.train` makes of the trained parameters of each job, in rows.
+        """Return the trained parameters of each job after `local.train`, in rows.
 
         Raises
         ------
@@ -145,16 +145,16 @@ class DenseNetwork:
         """
         names = [name for name in self.parts if trained(name)]
         if not names:
-            raise InvalidValue("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model: expected at least one")
         rows = torch.empty(len(jobs), self.size)
-        starts = {id(job.params): job.params for job in jobs}  # often all begin alike
+        starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
-        used: list[tuple[Tensor, ...]] = []  # while the code runs
+        used: list[tuple[Tensor, ...]] = []  # keeps the arrays alive while the code runs
         numbers, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
             features, targets = _in_line(examples.features), _in_line(examples.targets)
-            draws = self._drawn(job)  # before its batches are
+            draws = self._drawn(job)  # before its batches are drawn
             order, (pull, offset) = _order(job), self._terms(job, names)
             used.append((features, targets, order, offset, draws))
             drawn.append(draws.data_ptr())
@@ -180,14 +180,14 @@ class DenseNetwork:
         return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-        """Parameters as one row; zeros where there are none."""
+        """Return parameters as one row; zeros where ``names`` has none."""
         row = torch.zeros(self.size)
         for name in names:
             row[self.parts[name].where] = params[name].detach().flatten()
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """The gradient of all terms is pull · w + offset; an empty offset where there are none."""
+        """Return pull and offset; the gradient of all terms is pull · w + offset (maybe empty)."""
         pull, offset, terms = 0.0, _NONE, job.objective
         if terms:
             offset = torch.zeros(self.size)
@@ -197,7 +197,7 @@ class DenseNetwork:
         return pull, offset
 
     def _draws(self, job: Job) -> int:
-        """Return how many numbers of 64 bits dropout draws in a training."""
+        """Return how many 64-bit numbers dropout draws in a training."""
         if not self._dropped:
             return 0
         size = job.training.batch_size
@@ -212,7 +212,7 @@ class DenseNetwork:
         return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
 
     def _room(self, rows: int) -> list[np.ndarray]:
-        """Outputs, slopes, factors and norms for mini-batches of so many rows; three models."""
+        """Allocate outputs, slopes, factors and norms for ``rows`` examples, and three models."""
         widths = [layer.outputs for layer in self.layers]
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind == NORM for layer in self.layers) else 0
@@ -220,7 +220,7 @@ class DenseNetwork:
         return [torch.empty(size).numpy() for size in sizes]
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
-        """The layers as `compiled` reads them."""
+        """Return the table of layers that `compiled` reads."""
         rows, across = [], 0
         for layer in self.layers:
             weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
@@ -244,7 +244,7 @@ def _is_plain(numbers: Tensor) -> bool:
 
 
 def _is_usual(job: Job) -> bool:
-    """Return True for a job with plain features, and with one integer an example to predict."""
+    """Return True for float32 features on the CPU, and one int64 target per example."""
     features, targets = job.examples.features, job.examples.targets
     if not (_is_plain(features) and targets.dtype == torch.int64):
         return False
@@ -252,7 +252,7 @@ def _is_usual(job: Job) -> bool:
 
 
 def _order(job: Job) -> Tensor:
-    """Rows in the order in which they are used, epoch after epoch."""
+    """Return rows in their order of use, epoch after epoch."""
     count = len(job.examples)
     epochs = math.ceil(job.num_steps / math.ceil(count / job.training.batch_size))
     orders = [torch.randperm(count, generator=job.generator) for _ in range(epochs)]
@@ -260,7 +260,7 @@ def _order(job: Job) -> Tensor:
 
 
 def network(task: Task, job: Job) -> DenseNetwork | None:
-    """The network that jobs like this one train, if compiled code can: cross-entropy, on x86."""
+    """Return the network of jobs like this one if compiled code can train it (x86), else None."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
     found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
@@ -269,7 +269,7 @@ def network(task: Task, job: Job) -> DenseNetwork | None:
 
 @lru_cache(maxsize=1)
 def _library() -> Any:
-    """The functions of `compiled`, where they run and are faster than the BLAS library; or None."""
+    """Return the functions of `compiled` if they run here faster than BLAS, else None."""
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
     if find_spec("numba") is None:
@@ -288,7 +288,7 @@ def _library() -> Any:
 def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
 ) -> DenseNetwork | None:
-    """That of a model which is a chain of such layers, for examples and parameters like these."""
+    """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
     if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
@@ -297,7 +297,7 @@ def _network(
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
     found = DenseNetwork(layers)
-    # Each layer is used once, and all its parameters are its own.
+    # Each layer is used once, and no other layer has its parameters.
     own = {name for name, _ in model.named_parameters()}
     used_once = len({layer.name for layer in layers}) == len(layers) and own == set(found.parts)
     alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
@@ -305,7 +305,7 @@ def _network(
 
 
 def _chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
-    """Its layers in order; none if there is anything else than `nn.Flatten` before them."""
+    """Return the layers in order; empty if the model has others than `nn.Flatten` before them."""
     flat, wide = len(shape) == 1, shape.numel()
     layers: list[Layer] = []
     for name, operation in _in_a_row(model) or _traced(model):
@@ -323,27 +323,27 @@ def _chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
 
 
 def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
-    """Return the modules of a sequence in order, and their names; none if it is none.
+    """Return the modules of a sequence with their names, in order; empty for other modules.
 
-    To trace it takes longer than to train it, and each message may bring a model of its own.
+    Tracing would take longer than training, and each message may bring its own model.
     """
     if type(module) is not nn.Sequential:
         return [(name, module)] if name else []
     return [
         found
-        for leaf, child in module._modules.items()  # the same one may be there twice
+        for leaf, child in module._modules.items()  # may contain the same module twice
         for found in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
     ]
 
 
 def _traced(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the operations of a model that is a chain, in order, and names of those with modules.
+    """Return the operations of a model that is a chain, in order, with the names of modules.
 
-    An operation that is no part of a chain is None.
+    An operation that cannot be part of a chain is None.
     """
     try:
         nodes = list(fx.Tracer().trace(model).nodes)
-    except Exception:  # whatever a forward method makes of a symbol
+    except Exception:  # a forward method may raise anything for a symbol
         return []
     found: list[tuple[str, Any]] = []
     for before, node in pairwise(nodes):
@@ -358,7 +358,7 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _layer(module: Any, name: str, wide: int) -> Layer | None:
-    """Return the layer of a module that follows one of this width; None if it is of no kind."""
+    """Return the layer of a module after a layer of width ``wide``; None for unknown kinds."""
     if type(module) is nn.Linear:
         inputs, outputs = module.in_features, module.out_features
         return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)

@@ -1,7 +1,7 @@
-"""SGD and SAM on a stack of models: one tensor a parameter, padded mini-batches, one backward pass.
+"""SGD and SAM on a stack of models, with padded mini-batches and one backward pass for all.
 
-Each job keeps its own model, examples, settings, terms and batch order; momentum, SAM and terms
-cost a few operations for all.
+Each parameter of all models is one tensor. Each job keeps its own model, examples, settings, terms
+and batch order. Momentum, SAM and terms cost a few operations for all jobs together.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from flower_ext.training.task import Task
 log = getLogger("flwr")
 
 IGNORED = -100
-"""Targets that cross_entropy leaves out of its mean."""
+"""Target value that cross_entropy leaves out of its mean."""
 
 
 class Kind(NamedTuple):
-    """All that the form of K models depends on."""
+    """Everything that determines the form of K models."""
 
     build: Callable[[], nn.Module]
     device: torch.device
@@ -46,19 +46,19 @@ class Kind(NamedTuple):
 
 
 def kind_of(task: Task, job: Job) -> Kind:
-    """That of a job's model."""
+    """Return the kind of a job's model."""
     features, device = job.examples.features, task.torch_device()
     return Kind(task.model, device, features.shape[1:], features.dtype, sizes(job.params))
 
 
 def models_for(task: Task, job: Job) -> ManyModels:
-    """How several models of a job's kind are computed at once."""
+    """Return the form that computes several models of a job's kind at once."""
     return _models(kind_of(task, job))
 
 
 @lru_cache(maxsize=64)
 def _models(kind: Kind) -> ManyModels:
-    """How K models of this kind are computed at once."""
+    """Return the form that computes K models of this kind at once."""
 
     def model() -> nn.Module:
         return in_training(kind.build().to(kind.device))
@@ -66,7 +66,7 @@ def _models(kind: Kind) -> ManyModels:
     try:
         return StackedModel(model(), torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device))
     except NotStackable as reason:
-        fresh = model()  # tracing may have left something in the other
+        fresh = model()  # tracing may have changed the first one
         log.info("local trainings of %s go through vmap: %s", type(fresh).__name__, reason)
         return MappedModel(fresh)
 
@@ -74,8 +74,8 @@ def _models(kind: Kind) -> ManyModels:
 class MiniBatches(NamedTuple):
     """One mini-batch of each job that still trains.
 
-    Features and targets have shape (jobs, batch, …); of each mini-batch the first ``counts``
-    examples are real, and the rest is padding.
+    Features and targets have shape (jobs, batch, …). The first ``counts`` examples of each
+    mini-batch are real, and the rest is padding.
     """
 
     x: Tensor
@@ -91,13 +91,13 @@ class Stack:
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         if any(len(job.examples) == 0 for job in jobs):
-            raise InvalidValue("cannot train on a client without examples")
+            raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
         self.models = models_for(task, jobs[0])
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
-            raise InvalidValue("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model: expected at least one")
         every = {
             name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params
@@ -110,13 +110,13 @@ class Stack:
             own_generator(job.generator) if self.models.draws else None for job in jobs
         ]
         self._shape: tuple[Sequence[int], bool] | None = None
-        # Whether each example counts the same, at the usual loss.
+        # Can the loss be computed for all examples at once, each with the same weight?
         self.classifies = task.loss is cross_entropy and not any(
             IGNORED in job.examples.targets for job in jobs
         )
 
     def minimise(self) -> Params:
-        """SGD with momentum, or SAM, on every job to its own end; ``weights`` afterwards."""
+        """Run SGD with momentum, or SAM, on every job to its own end; return ``weights``."""
         rate, momentum, radius = (
             self._numbers([getattr(job.training, name) for job in self.jobs])
             for name in ("learning_rate", "momentum", "sam_radius")
@@ -144,7 +144,7 @@ class Stack:
         return self.weights
 
     def _descend(self, rate: Tensor) -> Params:
-        """Plain SGD: the backward pass moves the weights; no gradient is ever written."""
+        """Run plain SGD: the backward pass moves the weights; no gradient is ever written down."""
         for batch in self.batches:
             now = first(self.weights, len(batch.x))
             targets = {name: Target(w, keep=1.0, factor=-1.0) for name, w in now.items()}
@@ -158,9 +158,9 @@ class Stack:
         terms: Mapping[str, tuple[Tensor, Tensor]],
         climbs: Tensor | None = None,
     ) -> Params:
-        """Each job's gradient of its loss and ``terms`` (see `terms`) at ``point``.
+        """Return each job's gradient of its loss and ``terms`` (see `terms`) at ``point``.
 
-        Those that ``climbs`` leaves out draw nothing for it: they would not by themselves.
+        Jobs that ``climbs`` leaves out draw no random numbers, as they would not draw alone.
         """
         found = {name: torch.empty_like(w) for name, w in point.items()}
         targets = {name: Target(g) for name, g in found.items()}
@@ -176,7 +176,7 @@ class Stack:
         factors: Tensor | None = None,
         climbs: Sequence[bool] | None = None,
     ) -> None:
-        """Each job's gradient of its loss, times its factor, to ``targets``."""
+        """Send each job's gradient of its loss, times its factor, to ``targets``."""
         everything = {**first(self.rest, len(batch.x)), **point}
         x = spared(self.task, batch.x, batched=2)
         own = self.generators[: len(batch.x)]
@@ -186,7 +186,7 @@ class Stack:
         self.models.gradient(everything, x, loss, targets, draws)
 
     def _loss(self, batch: MiniBatches, factors: Tensor | None) -> Loss:
-        """Sum over jobs of factor · loss on the first ``counts`` examples."""
+        """Return the sum over jobs of factor · loss on the first ``counts`` examples."""
         _, y, counts = batch
         if self._shape != (counts, factors is None):  # few batches differ in shape from the last
             self._shape = (counts, factors is None)
@@ -201,7 +201,7 @@ class Stack:
             if self.task.compares_examples:
                 return torch.dot(vmap(loss)(outputs, y, real), scale)
             total = scale.new_zeros(())
-            for count in set(counts):  # a mean over examples or not: no loss ever sees padding
+            for count in set(counts):  # the loss may be any function, so it never sees padding
                 rows = [row for row, own in enumerate(counts) if own == count]
                 own = vmap(loss)(outputs[rows, :count], y[rows, :count])
                 total = total + torch.dot(own, scale[rows])
@@ -213,14 +213,14 @@ class Stack:
         return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def _shares(self, counts: Sequence[int], factors: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Which places of each mini-batch hold examples, and what each of them counts."""
+        """Return a mask of the real examples of each mini-batch, and the weight of each example."""
         number = self._numbers(counts).unsqueeze(1)
         real = torch.arange(max(counts), device=self.device) < number
         share = real / number
         return real, share if factors is None else share * factors.unsqueeze(1)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The gradient of all terms of a job is slope · w + offset, name by name."""
+        """Return slope and offset by name; the gradient of a job's terms is slope · w + offset."""
         if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
@@ -234,19 +234,19 @@ class Stack:
 
 
 def first(params: Mapping[str, Tensor], active: int) -> Params:
-    """Of the first ``active`` jobs only: views."""
+    """Return views of the first ``active`` jobs."""
     return {name: p[:active] for name, p in params.items()}
 
 
 def along(values: Tensor, like: Tensor) -> Tensor:
-    """One value a job, in a shape that multiplies ``like``."""
+    """Reshape one value per job so that it multiplies ``like``."""
     return values.to(like.dtype).view(-1, *(1 for _ in like.shape[1:]))
 
 
 def add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """The gradient of ``terms`` (see `Stack.terms`) at ``point``, on top of ``slopes``."""
+    """Add the gradient of ``terms`` (see `Stack.terms`) at ``point`` to ``slopes``."""
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(along(factor[:active], point[name]), point[name])
@@ -254,14 +254,14 @@ def add_terms(
 
 
 def _norms(params: Mapping[str, Tensor]) -> Tensor:
-    """L2 norm of each job over all its parameters."""
+    """Return each job's L2 norm over all its parameters."""
     squares = [p.flatten(1).square().sum(dim=1) for p in params.values()]
-    # Not by torch.sum over a stack of them, which rounds by how many models there are.
+    # torch.sum over a stack of these would round by the number of models.
     return sum(squares[1:], squares[0]).sqrt()
 
 
 class Batches:
-    """The mini-batches of all jobs, step by step, in each job's own order."""
+    """Mini-batches of all jobs, step by step, in each job's own order."""
 
     def __init__(self, jobs: Sequence[Job], device: torch.device, *, draws: bool = False) -> None:
         self.jobs, self.device, self.draws = jobs, device, draws
@@ -271,7 +271,7 @@ class Batches:
         return self._epochs() if self.alike else self._gathered()
 
     def _epochs(self) -> Iterator[MiniBatches]:
-        """Clients of one size: an epoch's examples are copied in order, and cut into batches."""
+        """Yield batches of clients of one size: copy an epoch's examples in order, and cut them."""
         count, size = len(self.jobs[0].examples), self.jobs[0].training.batch_size
         steps = torch.tensor([job.num_steps for job in self.jobs])
         per_epoch = math.ceil(count / size)
@@ -279,7 +279,7 @@ class Batches:
             active, start = int((steps > step).sum()), step % per_epoch * size
             if start == 0:
                 orders = [torch.randperm(count, generator=j.generator) for j in self.jobs[:active]]
-                # A batch of all examples may keep its order, unless each place has a mask.
+                # A batch of all examples may keep its order, unless dropout masks go by position.
                 if step == 0 or per_epoch > 1 or self.draws:
                     features = self._ordered("features", orders)
                     targets = self._ordered("targets", orders)
@@ -294,7 +294,7 @@ class Batches:
         return copied
 
     def _gathered(self) -> Iterator[MiniBatches]:
-        """Clients of any size: every mini-batch is gathered and padded."""
+        """Yield batches of clients of any size: gather and pad every mini-batch."""
         jobs = self.jobs
         longest = max(len(job.examples) for job in jobs)
         width = min(longest, max(job.training.batch_size for job in jobs))
@@ -304,7 +304,7 @@ class Batches:
         for index, job in enumerate(jobs):
             drawn = batch_rows(len(job.examples), job.training, job.generator)
             for step, chosen in enumerate(drawn):
-                rows[step, index] = chosen[0]  # padding is a member of its batch
+                rows[step, index] = chosen[0]  # padding repeats an example of its own batch
                 rows[step, index, : len(chosen)] = chosen
                 every[step].append(len(chosen))
         number = torch.arange(len(jobs), device=self.device).unsqueeze(1)
@@ -322,7 +322,7 @@ class Batches:
 
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
-    """Each job's whole model: its row, and its own parameters where there are no rows."""
+    """Return each job's whole model: its row where there is one, else its own parameters."""
     each = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
         {name: each[name][row] if name in each else p for name, p in job.params.items()}

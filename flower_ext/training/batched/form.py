@@ -1,4 +1,4 @@
-"""Interfaces: of a form of many trainings, and of a form of many models at once."""
+"""Interfaces of forms: ways to train many jobs, or to compute many models at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Form(Protocol):
     """A way to train jobs whose examples have one shape and type."""
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterable[list[int]]:
-        """Yield the indices of those jobs that it trains, as groups to train together."""
+        """Yield the indices of the jobs that this form trains, as groups to train together."""
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """Return what `local.train` makes of the parameters of a group, in rows, one a job.
+        """Return the parameters of a group after `local.train`, stacked, with one row per job.
 
         Raises
         ------
@@ -31,19 +31,19 @@ class Form(Protocol):
 
 
 Loss = Callable[[Tensor], Tensor]
-"""A number from the outputs of K models, of shape (K, batch, …)."""
+"""A function from the outputs of K models, of shape (K, batch, …), to a number."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the gradient of one parameter goes: ``tensor ← keep · tensor + factor · gradient``."""
+    """Destination of a parameter's gradient: ``tensor ← keep · tensor + factor · gradient``."""
 
     tensor: Tensor
     keep: float = 0.0
     factor: float = 1.0
 
     def add(self, gradient: Tensor) -> None:
-        """Take a gradient."""
+        """Add a gradient."""
         if self.keep == 0:
             torch.mul(gradient, self.factor, out=self.tensor)
             return
@@ -52,7 +52,7 @@ class Target:
         self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Take the gradient a @ b, which is not written anywhere else."""
+        """Add the gradient a @ b, which is never written down elsewhere."""
         self.tensor.baddbmm_(a, b, beta=self.keep, alpha=self.factor)
 
 
@@ -62,14 +62,14 @@ class ManyModels(Protocol):
     parameters: list[str]
     """Names of the model's parameters."""
     fewest: int
-    """Models below which one after the other is faster."""
+    """Smallest number of models for which a batch is faster than one by one."""
     steady: bool
-    """Whether no model is known to depend on which others there are, not even by its rounding."""
+    """True if no model is known to depend on the other models, not even by its rounding."""
     draws: bool
-    """Whether a model draws random numbers."""
+    """True if a model draws random numbers."""
 
     def stack(self, many: Sequence[Tensor]) -> Tensor:
-        """Return one parameter of many models as one tensor."""
+        """Stack one parameter of many models into one tensor."""
 
     def gradient(
         self,
@@ -84,18 +84,19 @@ class ManyModels(Protocol):
         Parameters
         ----------
         params : Mapping[str, Tensor]
-            Of K models, each with a first dimension of K. Those without a target are frozen.
+            Parameters of K models, each with a first dimension of K. Those without a target are
+            frozen.
         x : Tensor
             Mini-batches (K, batch, …).
         loss : Callable[[Tensor], Tensor]
         targets : Mapping[str, Target]
         draws : Draws, optional
-            What the models draw, if they do.
+            Random numbers for models that draw.
         """
 
 
 def stacked(many: Sequence[Tensor]) -> Tensor:
-    """As `torch.stack`, but faster where all are the same object: models that start alike."""
+    """Stack tensors as `torch.stack` does, but faster if all are one object (a common start)."""
     one = many[0]
     if any(other is not one for other in many):
         return torch.stack(list(many))

@@ -1,4 +1,4 @@
-"""Trainings on stacked parameters: which jobs share a batch, and how many fit into one."""
+"""Groups of trainings on stacked parameters: which jobs share a batch, and how many fit."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from flower_ext.training.params import Params
 from flower_ext.training.task import Task
 
 MEMORY_LIMIT = 2**30
-"""Bytes that one batch of trainings may take, unless the caller says otherwise."""
+"""Bytes that one batch of trainings may take, unless the caller chooses another limit."""
 _CACHE = 12 * 2**20
-"""Bytes of parameters and activations in a batch on a CPU: more leave its caches."""
+"""Bytes of parameters and activations in a batch on a CPU; more would leave its caches."""
 _LEAST_TOGETHER = 8
 _TOGETHER_ELSEWHERE = 4096
 
 
 class InBatches:
-    """Trainings on stacked parameters (a `Form`), for jobs that `why_apart` finds no fault with.
+    """Trainings on stacked parameters (a `Form`), for jobs to which `why_apart` does not object.
 
-    If ``steady``, no model depends on which jobs train beside it.
+    With ``steady`` no model depends on the jobs that train beside it.
     """
 
     def __init__(self, task: Task, *, steady: bool = False) -> None:
         self.task, self.steady = task, steady
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> Iterator[list[int]]:
-        """Yield groups, the longest job first in each; those that gain nothing are left out.
+        """Yield groups, the longest job first in each; jobs that gain nothing are left out.
 
-        A batch narrows as its jobs end, so those that would outlast all others are left out. Of
-        equally long ones those with as many examples are neighbours, so that less is padded.
+        A batch narrows as its jobs end, so jobs that would outlast all others are left out. Among
+        jobs of equal length those with similar numbers of examples are neighbours, to pad less.
         """
         if not self.steady and len(jobs) < 2:
             return
@@ -61,14 +61,14 @@ class InBatches:
                     yield group
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """As `Form.minimise`."""
+        """Train a group, as `Form.minimise` does."""
         like = jobs[0].params
         rows = Stack(self.task, in_company(jobs) if self.steady else jobs, trained).minimise()
         return {n: w[: len(jobs)].to(like[n].device, like[n].dtype) for n, w in rows.items()}
 
     @staticmethod
     def _kind(job: Job) -> tuple[float, ...]:
-        """Return the size and all else that changes how a batch computes."""
+        """Return the size and everything else that changes how a batch computes."""
         training, ignores = job.training, IGNORED in job.examples.targets
         ways = (training.momentum > 0, training.sam_radius > 0, bool(job.objective))
         return -job.num_steps, -len(job.examples), training.batch_size, ignores, *ways
@@ -79,9 +79,9 @@ def _size(job: Job) -> tuple[float, ...]:
 
 
 def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) -> list[list[int]]:
-    """Which jobs are best trained together: their indices, the longest first in each group.
+    """Return groups of jobs that are best trained together, as indices, the longest job first.
 
-    All of a group have examples of one shape and type; those that `InBatches` leaves out are
+    All jobs of a group have examples of one shape and type. Jobs that `InBatches` leaves out form
     groups of one.
     """
     found: list[list[int]] = []
@@ -95,7 +95,7 @@ def groups(task: Task, jobs: Sequence[Job], memory_limit: int = MEMORY_LIMIT) ->
 
 
 def alike(jobs: Sequence[Job]) -> list[list[int]]:
-    """Jobs whose examples have one shape and type."""
+    """Group jobs whose examples have one shape and type."""
     found = defaultdict(list)
     for index, job in enumerate(jobs):
         found[job.examples.form].append(index)
@@ -103,7 +103,7 @@ def alike(jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def together(task: Task, job: Job, memory_limit: int) -> int:
-    """How many jobs like this one fit into ``memory_limit`` bytes; at least one."""
+    """Return how many jobs like this one fit into ``memory_limit`` bytes; at least one."""
     numbers = sum(p.numel() for p in job.params.values())
     features = job.examples.features
     batch = min(job.training.batch_size, len(features))
@@ -111,15 +111,15 @@ def together(task: Task, job: Job, memory_limit: int) -> int:
     most = _TOGETHER_ELSEWHERE
     if task.torch_device().type == "cpu":
         most = max(_LEAST_TOGETHER, _CACHE // (4 * (numbers + activations)))
-    # Weights, their gradient, velocity, terms and SAM's second point; what layers keep for their
-    # backward pass, and its own.
+    # Counted are weights, their gradient, velocity, terms and SAM's second point; also what layers
+    # keep for the backward pass, and the pass itself.
     needed = 4 * (8 * numbers + features.numel() + 3 * activations)
     return int(max(1, min(most, memory_limit // needed)))
 
 
 @lru_cache(maxsize=64)
 def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch.dtype) -> int:
-    """Numbers that the layers put out for one example, and the example's own."""
+    """Count the numbers in all layers' outputs for one example, and in the example itself."""
     count = 2 * math.prod(shape)
 
     def add(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
@@ -135,5 +135,5 @@ def _activations(build: Callable[[], nn.Module], shape: torch.Size, dtype: torch
     for module in model.modules():
         module.register_forward_hook(add)
     with torch.no_grad():
-        model(torch.zeros((2, *shape), dtype=dtype))  # one alone may be too few
+        model(torch.zeros((2, *shape), dtype=dtype))  # some layers refuse a single example
     return count // 2

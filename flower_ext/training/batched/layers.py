@@ -1,8 +1,8 @@
-"""Layers and operations for K models at once, and how their gradients go where they are wanted.
+"""Layers and operations for K models at once, which send gradients to their targets.
 
-From the first layer that works on channels, images travel as (batch, K·channels, height, width),
-channels last in memory: what treats channels alike knows no models. Everything else is
-(K, batch, …).
+From the first layer that works on channels on, images have the shape (batch, K·channels, height,
+width), channels last in memory; operations that treat channels alike then need not know about
+models. Everything else has the shape (K, batch, …).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flower_ext.training.params import Params
 
 
 class Pass:
-    """What the layers of one pass over K models read and draw, and where their gradients go."""
+    """Parameters, random numbers and gradient targets of one pass over K models."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class Pass:
         self.leaves: Params = {}
 
     def leaf(self, name: str) -> Tensor:
-        """A parameter whose gradient, if it is wanted, autograd finds."""
-        name = name.lstrip(".")  # of a model of a single layer
+        """Return a parameter; autograd computes its gradient if there is a target for it."""
+        name = name.lstrip(".")  # a model of a single layer has an empty layer name
         value = self.params[name].detach()
         if name in self.targets:
             value = self.leaves[name] = value.requires_grad_()
         return value
 
     def product(self, x: Tensor, layer: str) -> Tensor:
-        """x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
+        """Return x Wᵀ + b of shape (K, rows, outputs), for the weight and bias of ``layer``."""
         names = [f"{layer}.{leaf}".lstrip(".") for leaf in ("weight", "bias")]
         weight, bias = (self.params.get(name) for name in names)
         assert weight is not None
@@ -64,7 +64,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Product(torch.autograd.Function):
     """x Wᵀ + b, whose backward pass sends the gradients of W and b to their targets.
 
-    ``begin`` does nothing but require a gradient, so that there is a backward pass at all.
+    ``begin`` only requires a gradient, so that autograd runs a backward pass at all.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        # The product with W comes first: a target may be W itself.
+        # The product with W comes first, because a target may be W itself.
         down = torch.bmm(slope, ctx.weight) if ctx.needs_input_grad[1] else None
         weight, bias = ctx.targets
         if weight is not None:
@@ -100,7 +100,7 @@ def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) ->
     weight = parameters.leaf(f"{name}.weight")
     groups = len(weight) * layer.groups
     x, kernel = _by_channel(x), weight.flatten(0, 1)
-    if len(kernel) == 1:  # PyTorch's backward pass wants a single filter in its usual order
+    if len(kernel) == 1:  # PyTorch's backward pass needs a single filter in the default order
         kernel = kernel.contiguous()
     bias = None if layer.bias is None else parameters.leaf(f"{name}.bias")
     added = bias.flatten() if bias is not None and torch.get_num_threads() == 1 else None
@@ -114,8 +114,8 @@ def _convolution(parameters: Pass, x: Tensor, *, layer: nn.Conv2d, name: str) ->
 class _Biased(torch.autograd.Function):
     """x (batch, K·channels, height, width) plus the biases (K, channels), in place.
 
-    The gradients of the biases are summed model by model. With several threads a convolution sums
-    them in an order that depends on how many channels there are.
+    Gradients of the biases are summed model by model, because with several threads a convolution
+    sums them in an order that depends on the number of channels.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ def _layer_norm(parameters: Pass, x: Tensor, *, layer: nn.LayerNorm, name: str) 
 
 
 def _affine(parameters: Pass, x: Tensor, name: str) -> Tensor:
-    """Each model's weight times x (K, batch, …), plus its bias if it has one."""
+    """Return each model's weight times x (K, batch, …), plus its bias if it has one."""
 
     def leaf(part: str) -> Tensor:
         own = parameters.leaf(f"{name}.{part}")
@@ -171,7 +171,7 @@ def _affine(parameters: Pass, x: Tensor, name: str) -> Tensor:
 
 
 class _Wanting(torch.autograd.Function):
-    """x, whose gradient is always wanted: PyTorch's group_norm crashes without, channels last."""
+    """x with a gradient that is always computed: without it group_norm crashes, channels last."""
 
     @staticmethod
     def forward(ctx: Any, begin: Tensor, x: Tensor) -> Tensor:
@@ -207,14 +207,14 @@ def _dropout(parameters: Pass, x: Tensor, *, layer: nn.Dropout, name: str) -> Te
 
 
 def _by_channel(x: Tensor) -> Tensor:
-    """(K, batch, C, height, width) → (batch, K·C, height, width), channels last in memory."""
+    """Convert (K, batch, C, h, w) to (batch, K·C, h, w), channels last in memory."""
     if x.dim() == 4:
         return x
     return x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
 
 
 def by_model(x: Tensor, count: int) -> Tensor:
-    """The way back from `_by_channel`; what has been there all along as it is."""
+    """Undo `_by_channel`; return tensors that never went through it unchanged."""
     return x.reshape(len(x), count, -1, *x.shape[2:]).transpose(0, 1) if x.dim() == 4 else x
 
 
@@ -250,7 +250,7 @@ OPERATIONS: frozenset[Any] = frozenset(
         *("relu", "tanh", "sigmoid", "add", "mul"),
     }
 )
-"""Functions, and methods of tensors, that treat every number alike."""
+"""Functions, and methods of tensors, that treat all numbers alike."""
 
 UNSTEADY: frozenset[Any] = frozenset(
     {
@@ -258,12 +258,13 @@ UNSTEADY: frozenset[Any] = frozenset(
         nn.AdaptiveAvgPool2d,
     }
 )
-"""Of these PyTorch rounds the last numbers of an array, which fill no vector register, otherwise
-than those before them (measured on CPUs): which model comes last depends on the others."""
+"""Layers and operations whose rounding depends on position. PyTorch rounds the last numbers of an
+array, which do not fill a vector register, unlike those before them (measured on CPUs). The model
+that comes last therefore depends on the others."""
 
 
 def usual(layer: nn.Module) -> bool:
-    """Return False for a layer whose settings its form does not know."""
+    """Return False for a layer with settings that its form does not support."""
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros"
     if isinstance(layer, nn.Flatten):

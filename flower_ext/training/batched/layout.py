@@ -1,27 +1,28 @@
-"""How a network of dense layers lies in memory: what `dense` writes and `compiled` reads."""
+"""Memory layout of a network of dense layers, which `dense` writes and `compiled` reads."""
 
 COLUMNS = 11
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
 ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, COLUMNS)
-"""Columns of its table, one row a layer: its kind and widths, where weight and bias begin among all
-numbers (or −1), what follows the layer, whether they are trained, and the widths of all layers
-below. A norm has groups, and 1 / ε; dropout drops so many of `LEVELS`."""
+"""Columns of the network's table, one row per layer: its kind and widths, the places of weight and
+bias among all numbers (or −1), its activation, whether weight and bias are trained, and the widths
+of all layers below. A norm also has groups, and 1 / ε as its setting; dropout has the number of
+`LEVELS` that it drops."""
 DENSE, NORM, DROP = range(3)
 """Kinds of layers."""
 PLAIN, RELU, TANH, SIGMOID = range(4)
-"""What follows a layer."""
+"""Activations after a layer."""
 LINE = 16
-"""Numbers in a line of the processor's caches: every network begins with one."""
+"""Numbers in a line of the processor's caches; every network begins on such a line."""
 
 JOB_NUMBERS = 4
 WEIGHTS, START, FEATURES, OFFSET = range(JOB_NUMBERS)
-"""Where a job's numbers are: its weights, what they begin as, its examples, its terms' offset."""
+"""Addresses of a job's numbers: weights, their start, examples, and the terms' offset."""
 JOB_INTEGERS = 2
 TARGETS, ORDER = range(JOB_INTEGERS)
-"""Where its classes are, and the rows in the order in which they are used, epoch after epoch."""
+"""Addresses of a job's classes, and of its rows in order of use, epoch after epoch."""
 JOB_COUNTS = 4
 COUNT, BATCH_SIZE, STEPS, HAS_TERMS = range(JOB_COUNTS)
-"""Its examples, how many of them a mini-batch has, mini-batches, and whether there are terms."""
+"""A job's examples, examples per mini-batch, mini-batches, and whether it has terms."""
 JOB_RATES = 4
 LEARNING_RATE, MOMENTUM, SAM_RADIUS, PULL = range(JOB_RATES)
-"""The gradient of all terms of its objective at w is pull · w + offset."""
+"""A job's rates; the gradient of all terms of its objective at w is pull · w + offset."""

@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
-What comes out is what `train` makes of the jobs one by one, up to the order of floating-point sums.
-Networks of dense layers train as compiled code (`dense`), other models in a batch (`descent`), and
-those that a batch would change one by one (`batchable`).
+The results are those of `train` for each job, up to the order of floating-point sums. Networks of
+dense layers train as compiled code (`dense`) and other models in a batch (`descent`). Models that a
+batch would change train one by one (`batchable`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train_many(
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[Params]:
-    """What `train` returns for each job, in their order.
+    """Train each job as `train` does; return the models in the order of the jobs.
 
     Jobs that cannot be trained together, or would not gain by it, are trained one by one.
 
@@ -58,10 +58,10 @@ def train_each(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[Params]:
-    """As `train_many`, but each model as soon as it and those before it are there.
+    """Train as `train_many`, but yield each model as soon as it and those before it are ready.
 
-    Who uses a model at once finds it in the processor's caches, and need not hold all of them.
-    ``steady`` is that of `train_groups`.
+    Consume each model immediately: it is still in the processor's caches, and memory stays bounded.
+    ``steady`` is the option of `train_groups`.
     """
     if len(jobs) == 1 and not steady and _goes_alone(task, jobs[0]):
         yield train_job(task, jobs[0], trained=trained)
@@ -84,22 +84,22 @@ def train_groups(
     memory_limit: int = MEMORY_LIMIT,
     steady: bool = False,
 ) -> Iterator[tuple[list[int], Params]]:
-    """What `train_many` trains, batch by batch: the indices of jobs, and their models in rows.
+    """Train as `train_many`, batch by batch: yield the indices of jobs, and their stacked models.
 
-    Each parameter has a first dimension of these jobs; it is the caller's to change. What no job of
-    a batch trains, buffers too, may be missing. Who needs sums over models rather than the models
+    Each parameter has a first dimension of these jobs, and the caller may change it. Parameters and
+    buffers that no job of a batch trains may be absent. A caller that needs only sums over models
     never holds more than one batch of them.
 
     Parameters
     ----------
     steady : bool
-        Keep every model from depending on the other jobs, even by its rounding, which unstable
-        training amplifies: for jobs that a guarantee bounds one by one. Costs time where jobs
-        differ in their numbers of examples, and trains one by one what may depend on its company
+        Keep every model from depending on other jobs, even by its rounding, which unstable training
+        amplifies. A guarantee that bounds jobs one by one needs this. It costs time if jobs differ
+        in their numbers of examples, and models that may depend on their company train one by one
         (see `batchable`).
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
         own = [jobs[index] for index in members]
         for group, rows in _train_alike(task, own, trained, memory_limit, steady):
@@ -113,16 +113,16 @@ def train_surely(
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
 ) -> Iterator[tuple[list[int], Params | Exception]]:
-    """Train steadily (see `train_groups`), and yield its error for each job that raises.
+    """Train steadily (see `train_groups`); for each job that raises, yield its error.
 
-    One record can make a training raise: a label out of range is enough. No other model changes by
-    that in any bit: those that an error leaves untrained begin anew, half of them at a time, and a
+    One record can make a training raise, for example by a label out of range. That changes no other
+    model in any bit: jobs that an error leaves untrained restart, half of them at a time, and a
     steady training does not depend on its company.
 
     Parameters
     ----------
     jobs : sequence of Callable[[], Job]
-        Each makes its job, with the same generator every time.
+        Each makes its job, with the same generator state every time.
     """
     parts = [[*range(len(jobs))]]
     while parts:
@@ -136,7 +136,7 @@ def train_surely(
                 done = [numbers[index] for index in group]
                 left = [index for index in left if index not in set(done)]
                 yield done, rows
-        except Exception as error:  # whatever a model or a loss makes of a record
+        except Exception as error:  # a model or a loss may raise anything for a record
             if len(left) == 1:
                 yield left, error
             else:
@@ -163,9 +163,9 @@ def _train_alike(
 
 
 def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
-    """Forms for jobs that are alike, the fastest first; the last one takes whatever is left."""
+    """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
     if len(jobs) == 1 and not steady:
-        # Known layers show all that they do: no trial of theirs has to be paid for.
+        # Known layers show all that they do, so the cost of a trial can be saved.
         if why_unusual(jobs) is None and hull_of(task.blueprint, task.torch_device()):
             network = dense.network(task, jobs[0])
             if network is not None:
@@ -180,7 +180,7 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
 
 
 def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:
-    """Return True if no form but `Alone` takes a job without company."""
+    """Return True if only `Alone` takes a single job."""
     forms = _forms(task, [job], steady)
     return isinstance(next(f for f in forms if any(f.groups([job], MEMORY_LIMIT))), Alone)
 
@@ -197,17 +197,17 @@ class Alone:
         return [[index] for index in order]
 
     def minimise(self, jobs: Sequence[Job], trained: Callable[[str], bool]) -> Params:
-        """As `Form.minimise`."""
+        """Train one job, as `Form.minimise` does."""
         (job,) = jobs
         model = train_job(self.task, job, trained=trained)
-        # Copies, as what was not trained may be the job's own.
+        # Copies, because untrained parameters may be the job's own.
         return {name: p.clone().unsqueeze(0) for name, p in model.items()}
 
 
 def trains_apart(task: Task, example: Examples, training: LocalTraining) -> bool:
-    """Return True if `train_groups` trains models like these one by one where ``steady``.
+    """Return True if `train_groups` with ``steady`` trains models like these one by one.
 
-    Of ``example`` only shapes and types count. Mini-batches of other sizes may be judged otherwise.
+    Only shapes and types of ``example`` matter. The answer may differ for other mini-batch sizes.
     """
     rows = min(training.batch_size, _TYPICAL_ROWS)
     features, targets = (

@@ -1,4 +1,4 @@
-"""K models of one architecture by `torch.vmap`, which knows nearly every layer."""
+"""K models of one architecture by `torch.vmap`, which supports nearly every layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flower_ext.training.dropout import Draws
 
 
 class MappedModel:
-    """K models of any architecture that `torch.vmap` knows, at its overhead."""
+    """K models of any architecture that `torch.vmap` supports, at its overhead."""
 
     fewest = 5
     steady = False
-    """Nobody knows how what vmap makes of a model rounds."""
+    """False because the rounding of vmap's operations is unknown."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -33,7 +33,7 @@ class MappedModel:
 
     @staticmethod
     def stack(many: Sequence[Tensor]) -> Tensor:
-        """One parameter of many models."""
+        """Stack one parameter of many models."""
         return stacked(many)
 
     def gradient(
@@ -44,7 +44,7 @@ class MappedModel:
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:
-        """As `ManyModels.gradient`."""
+        """Send the gradient to ``targets``, as `ManyModels.gradient` does."""
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
         self._now = draws
         outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
@@ -64,15 +64,15 @@ class MappedModel:
 
 
 class _Noise(torch.autograd.Function):
-    """What each of the models multiplies its x by, which only vmap asks for."""
+    """Dropout factors of all models; defined under vmap only."""
 
     @staticmethod
     def forward(x: Tensor, p: float, draws: Draws) -> Tensor:
-        raise NotImplementedError("dropout of what is the same for every model")
+        raise NotImplementedError("dropout of values that are the same for every model")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: what is drawn has no gradient."""
+        """Keep nothing, because random numbers have no gradient."""
 
     @staticmethod
     def vmap(

@@ -1,9 +1,9 @@
-"""Machine code of `compiled`: made once on a machine, kept in a file, and run without Numba.
+"""Machine code of `compiled`: made once per machine, kept in a file, and run without Numba.
 
-Another process compiles, what it prints is kept, and LLVM's linker, which llvmlite brings, loads it
-from then on. Beside ``numba.cfunc(cache=True)``, in one run on two shared cores: code as fast and
-equal to the last bit; in every process that trains 0.04 s and 49 MB to load it in place of 0.5 to
-0.9 s and 119 MB; once on a machine 22 s to compile it in place of 10.
+A separate process compiles and prints the code; the file keeps it, and LLVM's linker, which
+llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)`` (one run on two
+shared cores), the code is as fast and equal to the last bit. Every process that trains loads it in
+0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes 22 s instead of 10.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SOURCES = [
     _HERE.parent / "dropout.py",
 ]
 _LONGEST = 600.0
-"""Seconds that compiling may take: it takes some twenty."""
+"""Longest time for compiling, in seconds; it usually takes some twenty."""
 _ARGUMENTS = {"train": 14, "are_classes": 5}
 # Nothing is allocated, so there are no references to count.
 _UNCOUNTED = """
@@ -43,14 +43,14 @@ define void @NRT_decref(ptr %p) alwaysinline { ret void }
 
 
 class Library:
-    """The functions of `compiled` as machine code; NumPy arrays stand for addresses.
+    """The functions of `compiled` as machine code; arguments that are arrays become addresses.
 
-    Other threads go on while one of them runs.
+    Other threads continue while a function runs.
 
     Raises
     ------
     RuntimeError
-        The code can neither be found nor be made.
+        The code can neither be found nor be compiled.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Library:
         self.are_classes = self._function("are_classes")
 
     def _function(self, name: str) -> Callable[..., None]:
-        """As Numba calls one: with places for a result and an error, which it will not have."""
+        """Wrap a function as Numba calls it, with unused places for a result and an error."""
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * _ARGUMENTS[name]
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
@@ -74,7 +74,7 @@ class Library:
 
 
 def _loaded(code: bytes) -> Any:
-    """An object file, with all that it calls found in this process."""
+    """Load an object file and resolve everything that it calls in this process."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -82,12 +82,12 @@ def _loaded(code: bytes) -> Any:
 
 
 def _code(folders: Sequence[Path]) -> bytes:
-    """The object file, from one of ``folders`` or made now."""
+    """Return the object file from one of ``folders``, or compile it now."""
     name = f"dense-{_key()}.o"
     for folder in folders:
         if (kept := recall(folder / name)) is not None:
             return kept
-    log.info("compiling the training of dense networks, once on a machine: half a minute")
+    log.info("compiling the training of dense networks, once per machine: half a minute")
     code = _compiled()
     for folder in folders:
         with suppress(OSError):
@@ -98,23 +98,23 @@ def _code(folders: Sequence[Path]) -> bytes:
 
 
 def _key() -> str:
-    """Of all that the code depends on."""
+    """Return a digest of everything that the code depends on."""
     facts = [version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), _features()]
     sources = [source.read_bytes() for source in _SOURCES]
     return hashlib.sha256(repr((facts, sources)).encode()).hexdigest()[:16]
 
 
 def _folders() -> list[Path]:
-    """Where the code is kept: beside the package, or in the user's cache."""
+    """Return the folders for the code: beside the package, and the user's cache."""
     folders = [_HERE / "__pycache__"]
-    with suppress(RuntimeError):  # of who has no home
+    with suppress(RuntimeError):  # the user has no home
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folders.append(Path(cache) / "flower_ext")
     return folders
 
 
 def _compiled() -> bytes:
-    """What `main` prints in a process of its own."""
+    """Return the output of `main` in a separate process."""
     path = os.pathsep.join([str(_HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
@@ -133,7 +133,7 @@ def _compiled() -> bytes:
 
 
 def _features() -> str:
-    """What the processor can; registers of 512 bits too, where LLVM would prefer half of them."""
+    """Return the processor's features, with 512-bit registers even where LLVM avoids them."""
     return f"{llvm.get_host_cpu_features().flatten()},-prefer-256-bit"
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     for function, arguments in EXPORTS.items():
         made: Any = numba.cfunc(arguments, error_model="numpy")(function)
         module = llvm.parse_assembly(made.inspect_llvm())
-        # What it calls lies beside it; around it is what would tell Python of errors.
+        # It calls functions beside it; the wrapper around it would report errors to Python.
         module.get_function(made.native_name).linkage = "internal"
         module.get_function(made.native_name.removeprefix("cfunc.")).name = function.__name__
         whole.triple, whole.data_layout = module.triple, module.data_layout
@@ -167,12 +167,12 @@ def main() -> None:
     builder.getModulePassManager().run(whole, builder)
     _check_alone(whole)
     code = machine.emit_object(whole)
-    _loaded(code)  # this process may die of it, those that train shall not
+    _loaded(code)  # a crash must happen in this process, not in one that trains
     sys.stdout.buffer.write(code)
 
 
 def _check_alone(module: Any) -> None:
-    """Refuse code that needs what Numba brings, and not only what every process has."""
+    """Refuse code that needs functions from Numba, beyond those that every process has."""
     needed = [f.name for f in module.functions if f.is_declaration and "." not in f.name]
     here = ctypes.CDLL(None)
     if missing := [name for name in needed if not hasattr(here, name)]:

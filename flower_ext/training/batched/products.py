@@ -1,6 +1,6 @@
 """Products of small matrices, and activations, as loops over numbers that Numba translates.
 
-A mini-batch has few rows: these are faster than a BLAS library, which rearranges matrices first.
+For the few rows of a mini-batch these are faster than a BLAS library, which rearranges matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flower_ext.training.batched.layout import (
 ONE, ZERO = np.float32(1), np.float32(0)
 
 loops = njit(error_model="numpy")
-# Sums in any order, which vector registers want; NaN and infinity stay what they are.
+# Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
 sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
@@ -45,11 +45,11 @@ def fill(into: np.ndarray, value: np.float32) -> None:
 def multiply(
     weights: np.ndarray, layer: np.ndarray, values: np.ndarray, below: int, here: int, count: int
 ) -> None:
-    """Rows x of a layer's inputs to x Wᵀ + b: two rows and five neurons at a time."""
+    """Write x Wᵀ + b for rows x of a layer's inputs: two rows and five neurons at a time."""
     wide, high = layer[INPUTS], layer[OUTPUTS]
     matrix = weights[layer[WEIGHT] :][: high * wide]
     for first in range(0, high, 5):
-        # The last one again where there are fewer: it is computed twice.
+        # If fewer than five are left, the last one is repeated and computed twice.
         p, q, r = first, min(first + 1, high - 1), min(first + 2, high - 1)
         s, t = min(first + 3, high - 1), min(first + 4, high - 1)
         u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
@@ -88,12 +88,12 @@ def add_products(
     sources: int,
     wide: int,
 ) -> None:
-    """``into`` += ``factors`` · ``values``: (targets, wide), (targets, sources), (sources, wide).
+    """Add ``factors`` · ``values`` to ``into``: (targets, sources) · (sources, wide).
 
-    Five sources and two targets at a time. Where there are fewer sources the last comes again, by
-    zero (see `_send`).
+    Five sources and two targets at a time. If fewer than five sources are left, the last one is
+    repeated with factors of zero (see `_send`).
     """
-    # Unsigned places, as Numba would look at each of any other kind whether it is negative.
+    # Unsigned indices, because Numba would test every signed one for being negative.
     size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
     for first in range(0, sources, 5):
         p = np.uint64(first * wide)
@@ -127,7 +127,7 @@ def _five(row: np.ndarray, first: int) -> tuple[float, float, float, float, floa
 
 @loops
 def activate(values: np.ndarray, kind: int) -> None:
-    """Apply what follows a layer, in place."""
+    """Apply the activation of a layer, in place."""
     if kind == RELU:
         for i in range(len(values)):
             values[i] = ZERO if values[i] <= 0 else values[i]  # NaN stays
@@ -141,7 +141,7 @@ def activate(values: np.ndarray, kind: int) -> None:
 
 @loops
 def through(slopes: np.ndarray, outputs: np.ndarray, kind: int) -> None:
-    """Slopes by what an activation puts out to slopes by what it takes."""
+    """Turn slopes by an activation's outputs into slopes by its inputs, in place."""
     if kind == RELU:
         for i in range(len(slopes)):
             slopes[i] = ZERO if outputs[i] <= 0 else slopes[i]

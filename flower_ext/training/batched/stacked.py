@@ -1,9 +1,9 @@
 """One architecture with many sets of parameters: K models on K mini-batches in one pass.
 
-The model is traced and each of its layers replaced by one that computes for K models. Weights of
-linear and convolutional layers never have a gradient of their own: the backward pass adds its
-product right to where it is wanted (a velocity, a gradient, or the weights themselves), which
-saves the largest tensors of the whole computation from being written and read once more.
+The model is traced, and a form for K models replaces each of its layers. Weights of linear and
+convolutional layers never get a gradient tensor of their own: the backward pass adds the product
+directly to its target (a velocity, a gradient, or the weights themselves). That saves writing and
+reading the largest tensors of the computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flower_ext.training.dropout import Draws, own_dropout
 
 
 def hooked(model: nn.Module) -> bool:
-    """Whether a module has hooks, which a traced forward pass does not show."""
+    """Return True if a module has hooks, which a traced forward pass does not show."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(
         "forward" in vars(module)
@@ -36,30 +36,30 @@ def hooked(model: nn.Module) -> bool:
 
 
 class NotStackable(InvalidValue):
-    """A model holds something that has no form for many models; the message says what."""
+    """A model holds something that has no form for many models; the message names it."""
 
 
 class StackedModel:
     """K models of one architecture.
 
-    Tensors lie as `layers` has them.
+    The module `layers` describes the shapes of tensors.
 
     Parameters
     ----------
     model : nn.Module
         Any instance; its own parameters are not used.
     example : Tensor
-        Features of one example. The stacked form is held against the model on it, once.
+        Features of one example, on which the stacked form is compared with the model, once.
 
     Raises
     ------
     NotStackable
         The model has a layer or an operation that is not in `LAYERS` or `OPERATIONS`, or uses one
-        in a way that this form does not foresee.
+        in a way that this form does not support.
     """
 
     fewest = 1
-    """Models below which one after the other is faster."""
+    """Smallest number of models for which a batch is faster than one by one."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.parameters = [name for name, _ in model.named_parameters()]
@@ -73,7 +73,7 @@ class StackedModel:
         whole = nn.Sequential(model) if type(model) in LAYERS else model  # a single layer
         try:
             graph = fx.Tracer().trace(whole)
-        except Exception as error:  # whatever a forward method makes of a symbol
+        except Exception as error:  # a forward method may raise anything for a symbol
             raise NotStackable(f"its forward pass cannot be traced ({error})") from error
         self._nodes = _pooled_first(graph, model)
         layers = [_name(node, model) for node in self._nodes if node.op == "call_module"]
@@ -86,15 +86,15 @@ class StackedModel:
         self.steady = UNSTEADY.isdisjoint(
             type(_layer(node, model)) if node.op == "call_module" else node.target for node in steps
         )
-        """Whether no model depends on which others there are, not even by its rounding."""
+        """True if no model depends on the others, not even by its rounding."""
         self.draws = any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
         )
-        """Whether a model draws random numbers."""
+        """True if a model draws random numbers."""
         self._check(own_dropout(model), example)
 
     def __call__(self, parameters: Pass, x: Tensor) -> Tensor:
-        """Outputs (K, batch, …) for mini-batches ``x`` (K, batch, …)."""
+        """Return outputs (K, batch, …) for mini-batches ``x`` (K, batch, …)."""
         values: dict[fx.Node, Any] = {}
         outputs: Any = None
         for node in self._nodes:
@@ -109,10 +109,10 @@ class StackedModel:
 
     @staticmethod
     def stack(many: Sequence[Tensor]) -> Tensor:
-        """One parameter of many models; convolutional weights with their input channels last."""
+        """Stack one parameter of many models; convolutional weights get input channels last."""
         if many[0].dim() != 4:
             return stacked(many)
-        # Models that share a tensor must share its permuted form too.
+        # Models that share a tensor must also share its permuted form.
         moved = {id(one): one.permute(0, 2, 3, 1) for one in many}
         return stacked([moved[id(one)] for one in many]).permute(0, 1, 4, 2, 3)
 
@@ -124,7 +124,7 @@ class StackedModel:
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:
-        """As `ManyModels.gradient`."""
+        """Send the gradient to ``targets``, as `ManyModels.gradient` does."""
         parameters = Pass(params, targets, draws)
         value = loss(self(parameters, x))
         inputs = [parameters.begin, *parameters.leaves.values()]
@@ -143,23 +143,23 @@ class StackedModel:
                 draws = Draws([torch.Generator().manual_seed(0) for _ in models], [3, 3])
                 found = self(Pass(stacked, {}, draws), x)
                 expected = torch.stack([_drawn(model, one, x[0]) for one in models])
-        except Exception as error:  # shapes that the form of a layer does not foresee
+        except Exception as error:  # shapes that the form of a layer does not support
             raise NotStackable(f"its forward pass has no such form ({error})") from error
         if found.shape != expected.shape or not torch.allclose(found, expected, 1e-3, 1e-4):
             raise NotStackable("its forward pass mixes dimensions in an unforeseen way")
 
 
 def _drawn(model: nn.Module, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """What a model puts out where its draws begin with 0."""
+    """Return a model's outputs if its draws begin with seed 0."""
     with seeded(0, devices=False):
         outputs: Tensor = functional_call(model, dict(params), (x,))
         return outputs
 
 
 def _pooled_first(graph: fx.Graph, model: nn.Module) -> list[fx.Node]:
-    """The steps of a model, with max pooling before ReLU where it came right after it.
+    """Return the steps of a model, with max pooling moved before a ReLU that it follows.
 
-    Values and gradients are the same, and ReLU has a fraction of the numbers to look at.
+    Values and gradients stay the same, and ReLU handles a fraction of the numbers.
     """
     for relu in graph.nodes:
         if not _is_relu(relu, model) or len(relu.users) != 1:
@@ -182,7 +182,7 @@ def _is_relu(node: fx.Node, model: nn.Module) -> bool:
 
 
 def _form(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
-    """What a step of the traced model is for many models."""
+    """Return the form of a traced step for many models."""
     if node.op == "call_module":
         name, layer = _name(node, model), _layer(node, model)
         form = LAYERS.get(type(layer))
@@ -198,7 +198,7 @@ def _form(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
 
 
 def _name(node: fx.Node, model: nn.Module) -> str:
-    """Of the layer that ``node`` calls; that of a model of a single layer is empty."""
+    """Return the name of the layer that ``node`` calls; empty for a model of a single layer."""
     return "" if type(model) in LAYERS else str(node.target)
 
 

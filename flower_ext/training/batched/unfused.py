@@ -1,6 +1,6 @@
-"""Layers that `torch.vmap` cannot follow as they are, from operations that it can.
+"""Step-by-step forms of layers that `torch.vmap` cannot follow.
 
-PyTorch computes a recurrent layer as one operation, which has no form for many models; nor does
+PyTorch computes a recurrent layer as one operation, which has no form for many models. Nor does
 vmap know which row of each model's embedding is padding.
 """
 
@@ -15,23 +15,23 @@ from torch.nn import functional
 from flower_ext.errors import InvalidValue
 
 States = tuple[Tensor, ...]
-"""What a cell remembers, the hidden state first; each (batch, hidden size)."""
+"""States of a cell, the hidden state first; each (batch, hidden size)."""
 
 
 def faster_alone(layer: nn.Module, device: torch.device) -> bool:
-    """Whether in steps a recurrent layer would take longer for many models than one by one."""
+    """Return True if a recurrent layer in steps takes longer for many models than one by one."""
     if not isinstance(layer, nn.RNNBase) or device.type != "cpu":
         return False
     return layer.hidden_size > _MOST_NEURONS.get(type(layer), 0)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """``model`` itself, its recurrent layers and padded embeddings in steps from now on.
+    """Give recurrent layers and padded embeddings of ``model`` their form in steps; return it.
 
     Raises
     ------
     ValueError
-        A layer of these kinds is an unusual one.
+        A layer of these kinds has settings that the form does not support.
     """
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):
@@ -46,7 +46,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def _embedding(layer: nn.Embedding, x: Tensor) -> Tensor:
-    """Rows of the weight; none of its gradient is for padding."""
+    """Return rows of the weight; padding contributes nothing to its gradient."""
     rows = functional.embedding(x, layer.weight)
     padding = torch.eq(x, layer.padding_idx)  # type: ignore[arg-type]
     return torch.where(padding.unsqueeze(-1), rows.detach(), rows)
@@ -55,7 +55,7 @@ def _embedding(layer: nn.Embedding, x: Tensor) -> Tensor:
 def _recurrent(
     layer: nn.RNNBase, x: Tensor, start: Tensor | States | None = None
 ) -> tuple[Tensor, Tensor | States]:
-    """Outputs and last states, as ``layer`` would find them for a batch of sequences."""
+    """Return outputs and last states, as ``layer`` computes them for a batch of sequences."""
     if not isinstance(x, Tensor) or x.dim() != 3:
         raise TypeError("expected a batch of sequences of one length, as a tensor")
     cell, memories = _CELLS[type(layer)]
@@ -107,6 +107,6 @@ def _rnn(layer: nn.RNNBase, inputs: Tensor, recurrent: Tensor, states: States) -
 
 
 _CELLS = {nn.LSTM: (_lstm, 2), nn.GRU: (_gru, 1), nn.RNN: (_rnn, 1)}
-"""One step of a layer, and how many states it keeps."""
+"""One step of each kind of layer, and its number of states."""
 _MOST_NEURONS = {nn.LSTM: 32, nn.GRU: 128, nn.RNN: 128}
-"""More of them are faster as one operation on a CPU, where models leave its caches at each step."""
+"""Largest sizes for steps on a CPU; with more neurons models leave its caches at each step."""

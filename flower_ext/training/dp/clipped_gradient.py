@@ -1,8 +1,8 @@
-"""The sum of clipped gradients of single examples, however a model may be taken apart.
+"""The sum of clipped gradients of single examples, by the fastest method that a model allows.
 
-What goes in and out of every layer gives the norm of each example's gradient and the sum of the
-clipped ones in one pass (`one_pass`); examples pass in small groups that stay in the caches. Where
-a model might mix them, each example's gradient is found by vmap, or in a loop.
+The inputs and outputs of every layer give the norm of each example's gradient, and the sum of the
+clipped ones, in one pass (`one_pass`). Examples pass in small groups that stay in the caches. Where
+a model might mix examples, each example's gradient is found by vmap, or in a loop.
 """
 
 from __future__ import annotations
@@ -42,47 +42,47 @@ _HALF = (torch.float16, torch.bfloat16)
 class ClippedGradient:
     """Sum over examples of their gradients, each clipped to ``clipping_norm``, in float64.
 
-    An example's gradient is that of its own loss, as if there were no others. One that is not
-    finite, or whose loss raises, counts as zero: were it an error, that alone would tell of a
-    record.
+    An example's gradient is that of its own loss, as if there were no others. A gradient that is
+    not finite, or an example whose loss raises, counts as zero: an error would reveal something
+    about that record.
 
     Parameters
     ----------
     names : list of str
-        The parameters that are trained: the norm is taken over all of these together.
+        The trained parameters; the norm is taken over all of them together.
     clipping_norm : float
 
     Raises
     ------
     ValueError
-        The loss compares examples, the model has batch normalisation, or trained parameters are of
-        half precision; once it is called: features are of another type than the model's numbers.
+        The loss compares examples, the model has batch normalisation, or a trained parameter has
+        half precision. On a call: features have another type than the model's numbers.
     """
 
     def __init__(self, task: Task, names: list[str], *, clipping_norm: float) -> None:
         if task.compares_examples:
             raise InvalidValue(
-                "the loss compares examples, so that none has a gradient of its own to clip: "
+                "the loss compares examples, so no example has a gradient of its own to clip: "
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
         self.model, self.followed = _built(task), _built(task)
-        with suppress(ValueError):  # an unusual layer, which vmap may know or say that it does not
+        with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
         for name in names:
             if self.params[name].dtype in _HALF:
                 raise InvalidValue(
                     f"{name!r} is of type {self.params[name].dtype}: expected float32 or float64, "
-                    "as one record's rounding might move the gradients of others: train the "
+                    "because rounding one record might move the gradients of others: train the "
                     "model in float32 (model.float())"
                 )
         layers = {name.rpartition(".")[0] for name in names}
         self.layers = {name: self.model.get_submodule(name) for name in layers}
         self.by_vmap: bool | None = None
-        """Whether vmap follows model and loss; None until there are examples."""
+        """True if vmap follows model and loss; None until there are examples."""
         self.in_one_pass: bool | None = None if all(map(is_known, self.layers.values())) else False
-        """Whether layers tell examples apart; None until there are some (see `_choose`)."""
+        """True if layers keep examples apart; None until there are examples (see `_choose`)."""
         self._one_pass = OnePass(self.model, names, self.layers)
         self._known: _Known | None = None
         self._told: set[int] = set()
@@ -93,7 +93,7 @@ class ClippedGradient:
         self.together = _TOGETHER if written else 16 * _TOGETHER
 
     def __call__(self, params: Mapping[str, Tensor], features: Tree, targets: Tree) -> Params:
-        """At ``params`` (the whole model), on (examples, …); zero for no examples."""
+        """Return the sum at ``params`` (the whole model), on (examples, …); zero without any."""
         summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in self.names}
         if trees.length(features) == 0:
             return summed
@@ -106,7 +106,7 @@ class ClippedGradient:
                 self._add(summed, parts, there)
                 some = some or bool(there.any())
         if not some:
-            self._tell(ERROR, "the loss of every example raises: look into the task or the data")
+            self._tell(ERROR, "the loss raises for every example: check the task and the data")
         return summed
 
     def _add(self, summed: Params, parts: Parts, there: Tensor) -> None:
@@ -121,16 +121,16 @@ class ClippedGradient:
             summed[name] += part.total(factors).view_as(summed[name])
 
     def _gradients(self, x: Tree, y: Tree) -> Iterator[tuple[Parts, Tensor]]:
-        """Yield examples' gradients, and which of them are there."""
+        """Yield examples' gradients, with a mask of the examples that have one."""
         if self.in_one_pass or self.by_vmap:
             count, device = trees.length(x), trees.first(x).device
             there = torch.ones(count, dtype=torch.bool, device=device)
-            with suppress(Exception):  # whatever a model or a loss makes of a record
+            with suppress(Exception):  # a model or a loss may raise anything for a record
                 yield self._together(x, y, there)
                 return
             own = [self._own(self.task.loss, *pair) is not None for pair in trees.each((x, y))]
             there = torch.tensor(own, device=device)
-            # Another in its place keeps the shapes, and with them how all others are rounded.
+            # A stand-in keeps the shapes, and with them the rounding of all other examples.
             rows = torch.arange(count, device=device)
             rows = rows.where(there, there.int().argmax())
             with suppress(Exception):
@@ -141,7 +141,7 @@ class ClippedGradient:
             yield self._in_a_loop(*pair)
 
     def _together(self, x: Tree, y: Tree, there: Tensor) -> tuple[Parts, Tensor]:
-        """Return gradients of examples that pass together, in a number that was tried out."""
+        """Return gradients of examples that pass together, in a number that passed its trial."""
         if not self.in_one_pass:
             return self._by_vmap(spared(self.task, x), y, self.task.loss), there
         more = _room(trees.length(x)) - trees.length(x)
@@ -154,12 +154,12 @@ class ClippedGradient:
         return self._one_pass(spared(self.task, x), y, self.task.loss), there
 
     def _choose(self, features: Tree, targets: Tree) -> None:
-        """Find out how to get at the gradients of as many examples.
+        """Choose the method for this number of examples.
 
-        One pass finds every example's own gradient, unless a layer sees patches or times as rows,
-        is used twice, or examples mix: it is tried out with each number of examples that it is
-        given. What a model does may depend on values, too: such a model is refused (`watched`).
-        Tried out on random examples, so that it depends on nobody's data.
+        One pass finds every example's own gradient, unless a layer treats patches or times as rows,
+        a layer is used twice, or examples mix. A trial checks that for each number of examples. A
+        model may also change its operations by the values that it sees; such a model is refused
+        (`watched`). Trials use random examples, so the choice depends on nobody's data.
         """
         if self._known is None:
             form = trees.form(features), trees.form(targets)
@@ -188,7 +188,7 @@ class ClippedGradient:
             self.by_vmap = known.by_vmap
 
     def _say_unlike_types(self, features: Tree, targets: Tree) -> None:
-        """Raise what would let each example count as zero: here no record's values are known."""
+        """Raise an error that would make each example count as zero; no record is read."""
         x, y = self._random(features, targets)
         try:
             _alone(self.model, self._point(), self.task.loss, *trees.each((x, y))[0])
@@ -198,17 +198,17 @@ class ClippedGradient:
             log.debug("a random example raises", exc_info=True)
 
     def _random(self, features: Tree, targets: Tree) -> tuple[Tree, Tree]:
-        """Return a few random examples, and zeros for targets."""
+        """Return a few random examples, with zeros for targets."""
         generator = torch.Generator().manual_seed(0)
         return random_examples(features, TRIED, generator), zeros(targets, TRIED)
 
     def _vmap_follows(self, features: Tree, targets: Tree) -> bool:
-        """Tell whether there is no branch on values, nor an operation that vmap does not know."""
+        """Return True if vmap works: no branch on values, no operation that it does not know."""
         self._by_vmap(*self._random(features, targets), self.task.loss)
         return True
 
     def _by_vmap(self, x: Tree, y: Tree, loss: Loss) -> Parts:
-        """Every example's own gradient, for any model that vmap follows."""
+        """Return every example's own gradient, for any model that vmap follows."""
         chosen = {name: self.params[name] for name in self.names}
 
         def alone(chosen: Params, x: Tree, y: Tree) -> Tensor:
@@ -218,7 +218,7 @@ class ClippedGradient:
         return {name: Rows(gradient) for name, gradient in each.items()}
 
     def _in_a_loop(self, x: Tree, y: Tree) -> tuple[Parts, Tensor]:
-        """Every example's own gradient, for any model at all; and for which there is one."""
+        """Return every example's own gradient, for any model, and a mask of those that have one."""
         every = [self._own(self.task.loss, *pair) for pair in trees.each((x, y))]
         nothing = {name: torch.zeros_like(self.params[name]) for name in self.names}
         found = {name: torch.stack([(own or nothing)[name] for own in every]) for name in nothing}
@@ -226,26 +226,26 @@ class ClippedGradient:
         return {name: Rows(gradient) for name, gradient in found.items()}, there
 
     def _own(self, loss: Loss, x: Tree, y: Tree) -> Params | None:
-        """The gradient of one example; None if it raises."""
+        """Return the gradient of one example; None if it raises."""
         leaves = {name: self.params[name].detach().requires_grad_() for name in self.names}
         try:
-            x = trees.mapped(Tensor.clone, x)  # a model may write into it
+            x = trees.mapped(Tensor.clone, x)  # the model may write into it
             value = _alone(self.model, {**self._point(), **leaves}, loss, x, y)
             slopes = torch.autograd.grad(
                 value, list(leaves.values()), allow_unused=True, materialize_grads=True
             )
-        except Exception as error:  # whatever a model or a loss makes of a record
+        except Exception as error:  # a model or a loss may raise anything for a record
             self._tell(WARNING, f"an example's loss raises {type(error).__name__}: counts as zero")
             log.debug("an example's loss raises", exc_info=True)
             return None
         return dict(zip(leaves, slopes, strict=True))
 
     def _point(self) -> Params:
-        """Return all of the model, with copies of its buffers: the next example sees no change."""
+        """Return the model with copies of its buffers, so that the next example sees no change."""
         return {**self.params, **clone(dict(self.model.named_buffers()))}
 
     def _tell(self, level: int, what: str) -> None:
-        """Say it once, to who has the data: who gets the sum learns nothing of it."""
+        """Log a message once, on the client's own machine; the server learns nothing of it."""
         if level not in self._told:
             self._told.add(level)
             log.log(level, what)
@@ -253,7 +253,7 @@ class ClippedGradient:
 
 @dataclass
 class _Known:
-    """What was found out about models of one kind."""
+    """Facts that trials found out about models of one kind."""
 
     by_vmap: bool | None = None
     in_one_pass: bool | None = None
@@ -271,23 +271,23 @@ def _built(task: Task) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InvalidValue(
-                f"{name!r} is batch normalisation, by which every example moves every "
+                f"{name!r} is batch normalisation, through which every example moves every "
                 "gradient: use GroupNorm (flower_ext.training.replace_batch_norm)"
             )
-        if getattr(module, "inplace", False):  # it would overwrite what a layer put out
+        if getattr(module, "inplace", False):  # it would overwrite another layer's output
             module.inplace = False
         if getattr(module, "max_norm", None) is not None:
             raise InvalidValue(
-                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, as an "
+                f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
                 "example would rewrite rows that others look up"
             )
-        if isinstance(module, nn.Conv2d):  # faster on a CPU, for pooling above all
+        if isinstance(module, nn.Conv2d):  # faster on a CPU, above all for pooling
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
 
 def _holds(check: Callable[..., bool], *facts: object) -> bool:
-    """Return what ``check`` returns; False where the model raises as it is taken apart."""
+    """Return the result of ``check``; False if the model raises."""
     try:
         return check(*facts)
     except Exception:
@@ -296,12 +296,12 @@ def _holds(check: Callable[..., bool], *facts: object) -> bool:
 
 
 def _alone(model: nn.Module, params: Params, loss: Loss, x: Tree, y: Tree) -> Tensor:
-    """The loss of one example, without the dimension of examples."""
+    """Return the loss of one example, which comes without the dimension of examples."""
     x, y = trees.mapped(lambda leaf: leaf.unsqueeze(0), (x, y))
     return loss(call(model, params, x), y)
 
 
 def _room(count: int) -> int:
-    """As many examples or up to an eighth more: few numbers of examples need to be tried out."""
+    """Return ``count`` or up to an eighth more, so that few numbers of examples need a trial."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step

@@ -1,4 +1,4 @@
-"""DP-SGD: every example's gradient clipped, their sum noised (see `clipped_gradient`).
+"""DP-SGD: clip every example's gradient and noise their sum (see `clipped_gradient`).
 
 Source: Abadi et al. (2016), Algorithm 1, with Poisson sampling and a public divisor
 (`train_dp_sgd`), or in passes over all examples (`train_clipped_steps`).
@@ -28,15 +28,15 @@ from flower_ext.training.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class DpSgdTraining:
-    """How DP-SGD trains on the records of one silo or client.
+    """Settings of DP-SGD on the records of one silo or client.
 
     Parameters
     ----------
     steps : int
     sampling_rate : float
-        Probability with which a step takes each record, independently (Poisson).
+        Probability with which a step samples each record, independently (Poisson).
     batch_size : float
-        What the noised sum is divided by: a public number, usually the expected one.
+        Divisor of the noised sum: a public number, usually the expected batch size.
     learning_rate : float
     clipping_norm : float
         L2 bound C on one record's gradient over all trained parameters.
@@ -77,8 +77,8 @@ def train_dp_sgd(
 
     Guarantees
     ----------
-    Every step releases the sum of clipped gradients with noise of standard deviation σC; a record
-    moves that sum by at most C. Who took part in a step is known only to ``sampling``.
+    Every step releases the sum of clipped gradients with noise of standard deviation σC. A record
+    moves that sum by at most C. Only ``sampling`` knows which records took part in a step.
 
     Parameters
     ----------
@@ -109,14 +109,14 @@ def train_dp_sgd(
 
 @dataclass(frozen=True, kw_only=True)
 class StepNoise:
-    """What protects the records in each step of a local training.
+    """Protection of the records in each step of a local training.
 
     Parameters
     ----------
     clipping_norm : float
         L2 bound G on one record's gradient over all trained parameters.
     stddev : float
-        Of the noise that every step adds to each weight: in the unit of the weights.
+        Noise that every step adds to each weight, in the unit of the weights.
     source : NoiseSource
     """
 
@@ -132,7 +132,7 @@ class StepNoise:
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedJob(Job):
-    """A local training by clipped and noised steps; its terms must depend on no record."""
+    """A local training by clipped and noised steps; its terms must not depend on any record."""
 
     noise: StepNoise
 
@@ -144,17 +144,18 @@ def train_clipped_steps(
     trained: Callable[[str], bool] = lambda name: True,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[Params]:
-    """Each job's model after its steps w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
+    """Return each job's model after w ← w − η ((1/B) Σ clip(∇F̂(w; record), G) + ∇terms) + z.
 
     Guarantees
     ----------
-    Mini-batches come in passes, in an order that depends on no record; all steps divide by the same
-    B. So a record moves a step that uses it by at most 2ηG/B, and each step adds N(0, stddev² I).
+    Mini-batches come in passes, in an order that depends on no record, and all steps divide by the
+    same B. So a record moves a step that uses it by at most 2ηG/B, and each step adds
+    N(0, stddev² I).
 
     Raises
     ------
     ValueError
-        As `train_dp_sgd`; or the training asks for more than plain steps.
+        As `train_dp_sgd`; also if the training asks for more than plain steps.
     """
     return [_clipped_steps(task, job, trained) for job in jobs]
 
@@ -167,7 +168,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     if training.optimizer != SGD:
         raise InvalidValue(f"optimizer={training.optimizer!r}: expected {SGD!r} with clipped steps")
     if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
     weights = {name: w.clone() for name, w in problem.start.items()}
@@ -182,7 +183,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
         step = clipped_gradient({**problem.rest, **weights}, x, y)
         pull = gradient(added, weights) if terms else {}
         moved = {}
-        for name, w in weights.items():  # in float64 until noise covers what rounding does
+        for name, w in weights.items():  # in float64 until noise covers the effect of rounding
             moved[name] = w.double().sub_(step[name], alpha=training.learning_rate / size)
             if terms:
                 moved[name].sub_(pull[name], alpha=training.learning_rate)

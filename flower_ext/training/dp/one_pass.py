@@ -1,7 +1,7 @@
-"""One pass of many examples: what goes in and out of every layer, and the loss of each alone.
+"""One pass of many examples: every layer's input and output, and the loss of each example.
 
-Features and outputs may be trees. Of what the model puts out, the loss is shown what has a row an
-example, and nothing that may be of all of them.
+Features and outputs may be trees. The loss sees only those outputs that have one row per example,
+because other outputs might mix examples.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class OnePass:
     model : nn.Module
         None of its parameters requires a gradient.
     names : list of str
-        The parameters that are trained.
+        The trained parameters.
     layers : Mapping[str, nn.Module]
-        Those that have them; `per_example.is_known` is true of each.
+        The layers that hold them; `per_example.is_known` is true for each.
     """
 
     def __init__(self, model: nn.Module, names: list[str], layers: Mapping[str, nn.Module]) -> None:
         self.model, self.names, self.layers = model, names, layers
         self.last: Tree | None = None
-        """One more example, which counts nothing and is there in every pass; None without need."""
+        """An extra example, the same in every pass, that counts nothing; None if not needed."""
 
     def __call__(self, x: Tree, y: Tree, loss: Loss) -> Parts:
         """Return the gradients of all parameters that the loss depends on."""
@@ -49,7 +49,7 @@ class OnePass:
 
         def widen(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             rows = count + (self.last is not None)
-            if inputs[0].dim() and len(inputs[0]) == 1 < rows:  # the same for all, as places are
+            if inputs[0].dim() and len(inputs[0]) == 1 < rows:  # shared by all, such as positions
                 return inputs[0].expand(rows, *inputs[0].shape[1:]), *inputs[1:]
             return inputs
 
@@ -79,12 +79,12 @@ class OnePass:
         return {name: parts[name] for name in self.names if name in parts}
 
     def reads_last(self, x: Tree) -> bool:
-        """Tell whether the model's way depends on its last example, the same in every pass.
+        """Return True if the model's operations depend on its last example, the same in every pass.
 
         Raises
         ------
         ReadsValues
-            Its way depends on others, too.
+            The operations depend on other examples too.
         """
         given = self._with_last(x)
         with watched([leaf for _, leaf in trees.named("", given)], self.model) as watch:
@@ -97,7 +97,7 @@ class OnePass:
         return trees.mapped(lambda *both: torch.cat(both), x, self.last)
 
     def _outputs(self, x: Tree, count: int) -> Any:
-        """Return what the model makes of ``x``, but for the last example."""
+        """Return the model's outputs for ``x``, without those of the last example."""
         outputs = called(self.model, self._with_last(x))
         if self.last is None:
             return outputs
@@ -106,12 +106,12 @@ class OnePass:
 
 
 def has_rows(leaf: Any, count: int) -> bool:
-    """Tell whether a leaf of what a model puts out may have a row for each of ``count``."""
+    """Return True if an output may have one row for each of ``count`` examples."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
 
 def summed(loss: Loss, outputs: Any, y: Tree, count: int) -> Tensor:
-    """Σ loss of one example alone: a mean may weigh examples by what the others are."""
+    """Return the sum of each example's own loss; a mean might weigh examples by the others."""
     if loss is functional.cross_entropy and isinstance(outputs, Tensor) and outputs.dim() == 2:
         return functional.cross_entropy(outputs, y, reduction="sum")
     rows = {name: leaf for name, leaf in trees.named("", outputs) if has_rows(leaf, count)}

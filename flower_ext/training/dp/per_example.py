@@ -1,9 +1,10 @@
 """The gradient of every example of a batch, layer by layer, from one pass over all of them.
 
-A layer's gradient of one example is a product of what came in and of the slope of what went out.
-Where it takes less, it is never written down: its norm and weighted sums over examples come from
-the factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023). Norms and sums come in
-float64, so that no number of examples or weights makes one count for more by rounding.
+A layer's gradient for one example is a product of the layer's input and the slope of its output.
+Where that costs less, the gradient is never written down: its norm and weighted sums over examples
+are computed from the two factors (book-keeping and ghost norms, Li et al. 2022; Bu et al. 2023).
+Norms and sums are in float64, so that rounding gives no example a larger weight, however many
+examples or parameters there are.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ from torch.nn.grad import conv2d_weight
 from flower_ext.training.validation import objections, opacus
 
 _ROUNDING = 16
-"""Times a number's relative precision: what is left of products whose sum is zero."""
+"""Multiple of a number's precision that bounds the rest of products whose sum is zero."""
 _FEW_CHANNELS = 32
-"""Fewer are at least as fast as a convolution of groups (on a CPU), without Opacus' import."""
+"""With fewer channels a grouped convolution is at least as fast (on a CPU), without Opacus."""
 _PATCHES = 2**22
-"""Numbers of the patches that Opacus writes down together."""
+"""Largest number of elements in the patches that Opacus writes down at a time."""
 _WIDENED = 2**20
-"""Numbers that are turned into double precision together: more leave the processor's caches."""
+"""Numbers converted to float64 at a time; more would leave the processor's caches."""
 _SQUARED = 256
-"""Numbers whose squares are added up in single precision: off by at most 1.6e-5 of their sum,
-whatever their order, and so by 0.8e-5 of a norm."""
+"""Numbers whose squares are added up in single precision. In any order the sum is off by at most
+1.6e-5, relatively, and a norm thus by 0.8e-5."""
 
 
 class Rows:
-    """Gradients of a parameter, one row an example."""
+    """Gradients of a parameter, one row per example."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows.reshape(len(rows), -1)
 
     def only(self, sound: Tensor) -> Rows:
-        """Zero but for some examples."""
+        """Return gradients that are zero except for the ``sound`` examples."""
         return Rows(self.rows.where(sound.unsqueeze(1), 0.0))
 
     def squares(self) -> Tensor:
-        """‖gradient‖² of every example."""
+        """Return ‖gradient‖² of every example."""
         return _squares(self.rows)
 
     def total(self, factors: Tensor) -> Tensor:
-        """Σ factor · gradient."""
+        """Return Σ factor · gradient."""
         summed = self.rows.new_zeros(self.rows.shape[1], dtype=torch.float64)
         some = max(1, _WIDENED // max(1, len(summed)))
         pairs = zip(torch.split(factors.double(), some), torch.split(self.rows, some), strict=True)
@@ -57,10 +58,11 @@ class Rows:
 
 
 class Products:
-    """Gradients Σ_t s_t a_tᵀ of a weight over places t of an example, never written.
+    """Gradients Σ_t s_t a_tᵀ of a weight over the places t of an example, never written down.
 
-    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022): in float64, as
-    terms of either sign may cancel. What rounding might leave of terms that do counts too.
+    Their squares are Σ_t Σ_u ⟨s_t, s_u⟩ ⟨a_t, a_u⟩ (ghost norms, Li et al. 2022). They are computed
+    in float64, because terms of opposite sign may cancel. A margin covers what rounding leaves of
+    terms that do.
 
     Parameters
     ----------
@@ -72,12 +74,12 @@ class Products:
         self.slopes, self.inputs = slopes, inputs
 
     def only(self, sound: Tensor) -> Products:
-        """Zero but for some examples."""
+        """Return gradients that are zero except for the ``sound`` examples."""
         rows = sound.view(-1, 1, 1)
         return Products(self.slopes.where(rows, 0.0), self.inputs.where(rows, 0.0))
 
     def squares(self) -> Tensor:
-        """‖gradient‖² of every example."""
+        """Return ‖gradient‖² of every example."""
         if self.slopes.shape[1] == 1:
             return _squares(self.slopes.flatten(1)) * _squares(self.inputs.flatten(1))
         sizes: Tensor = vector_norm(self.slopes, dim=2) * vector_norm(self.inputs, dim=2)
@@ -89,40 +91,40 @@ class Products:
         return (squares.sqrt() + rounding).square()
 
     def total(self, factors: Tensor) -> Tensor:
-        """Σ factor · gradient."""
+        """Return Σ factor · gradient."""
         scaled = self.slopes.double() * factors.view(-1, 1, 1)
         return scaled.flatten(0, 1).T @ self.inputs.flatten(0, 1).double()
 
 
 class Lookups:
-    """Gradients of a table of which each place of an example looks up one row, never written.
+    """Gradients of a table in which each place of an example looks up one row, never written down.
 
-    Their squares are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row: as `Products`
-    whose inputs are one at that row, and zero elsewhere.
+    Their squares are Σ ⟨s_t, s_u⟩ over the places t and u that look up the same row. That equals
+    `Products` whose inputs are one at that row and zero elsewhere.
 
     Parameters
     ----------
     slopes, places : Tensor
-        (examples, places, width) and (examples, places): numbers of rows.
+        (examples, places, width), and row numbers (examples, places).
     rows : int
-        Of the table.
+        Number of rows of the table.
     """
 
     def __init__(self, slopes: Tensor, places: Tensor, rows: int) -> None:
         self.slopes, self.places, self.rows = slopes, places, rows
 
     def only(self, sound: Tensor) -> Lookups:
-        """Zero but for some examples."""
+        """Return gradients that are zero except for the ``sound`` examples."""
         return Lookups(self.slopes.where(sound.view(-1, 1, 1), 0.0), self.places, self.rows)
 
     def squares(self) -> Tensor:
-        """‖gradient‖² of every example."""
+        """Return ‖gradient‖² of every example."""
         some = max(1, _PATCHES // self.places.shape[1] ** 2)
         pairs = zip(torch.split(self.slopes, some), torch.split(self.places, some), strict=True)
         return torch.cat([_squares_of_sums(*pair) for pair in pairs])
 
     def total(self, factors: Tensor) -> Tensor:
-        """Σ factor · gradient."""
+        """Return Σ factor · gradient."""
         scaled = self.slopes.double() * factors.view(-1, 1, 1)
         summed = scaled.new_zeros(self.rows, scaled.shape[2])
         return summed.index_add_(0, self.places.flatten(), scaled.flatten(0, 1))
@@ -138,7 +140,7 @@ def _squares_of_sums(slopes: Tensor, places: Tensor) -> Tensor:
 
 
 def _squares(rows: Tensor) -> Tensor:
-    """‖row‖² in float64: a sum of many squares in single precision loses the last ones."""
+    """Return ‖row‖² in float64, because a long sum of squares in float32 loses its last terms."""
     whole = rows.shape[1] // _SQUARED * _SQUARED
     norms = [
         vector_norm(rows[:, :whole].view(len(rows), -1, _SQUARED), dim=2),
@@ -173,19 +175,19 @@ def _convolution(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Parts:
 
 
 def _is_better_unwritten(weight: Tensor, places: int) -> bool:
-    """Whether the products of all pairs of places take less than every example's gradient."""
+    """Return True if products of all pairs of places cost less than every example's gradient."""
     return places == 1 or weight.numel() > 4 * places * (len(weight) + weight[0].numel())
 
 
 def _patches(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    """What each place of the output is made of: (examples, places, numbers)."""
+    """Return the inputs that each place of the output reads: (examples, places, numbers)."""
     assert isinstance(layer.padding, tuple)
     placed = layer.kernel_size, layer.dilation, layer.padding, layer.stride
     return functional.unfold(images, *placed).mT
 
 
 def _grouped(layer: nn.Conv2d, x: Tensor, slope: Tensor) -> Tensor:
-    """Every example's own gradient: the convolution with a group of channels for each."""
+    """Return every example's own gradient, by a convolution with a channel group per example."""
     assert isinstance(layer.padding, tuple)
     count, kernels = len(x), layer.weight.shape[1:]
     x, slope = (
@@ -220,24 +222,24 @@ _FORMS: dict[type[nn.Module], Callable[..., Parts]] = {
     nn.Embedding: _embedding,
     nn.GroupNorm: _group_norm,
 }
-"""Layers of which some form was measured to be faster than Opacus' (docs/decisions.md)."""
+"""Layers for which one of these forms was measured to be faster than Opacus'."""
 _SAMPLED = {
     *(nn.Conv1d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
-"""Layers left to Opacus. An `EmbeddingBag` is not: a word that a bag has twice would count once."""
+"""Layers left to Opacus. Not `EmbeddingBag`: it would count a word twice in a bag only once."""
 
 
 def gradients(layer: nn.Module, x: Tensor, slope: Tensor) -> Parts:
-    """The gradients of a layer's parameters, from what came in and the slope of what went out."""
+    """Return the gradients of a layer's parameters, from its input and its output's slope."""
     return _FORMS.get(type(layer), _sampled)(layer, x, slope)
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Return True if `gradients` takes the layer; a trial then looks at how the model uses it.
+    """Return True if `gradients` supports the layer; a trial then checks how the model uses it.
 
-    What few random examples might not show is left out here: padding that is not of zeros, and
-    words that count by their frequency.
+    Settings that a few random examples might not reveal are excluded here: padding by other values
+    than zeros, and gradients scaled by the frequency of words.
     """
     usual = getattr(layer, "padding_mode", "zeros") == "zeros"
     if not usual or getattr(layer, "scale_grad_by_freq", False):
@@ -246,7 +248,7 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def _sampled(layer: nn.Module, x: Tensor, slope: Tensor) -> dict[str, Rows]:
-    """By Opacus, which passes over frozen parameters and expects strides as they usually are."""
+    """Compute gradients by Opacus, which skips frozen parameters and expects usual strides."""
     sampler = opacus().GradSampleModule.GRAD_SAMPLERS[type(layer)]
     layer.requires_grad_(True)
     try:

@@ -1,6 +1,6 @@
-"""Trials on random examples: does one pass find every example's own gradient?
+"""Trials on random examples that compare one pass with every example's own gradient.
 
-They depend on shapes and types of examples and on nobody's values.
+A trial depends on the shapes and types of the examples, never on anybody's values.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from flower_ext.training.dp.watched import sober
 from flower_ext.training.params import Params, clone, shaken
 
 TRIED = 3
-"""Random examples on which one pass is held against each one's own gradient."""
+"""Number of random examples on which one pass is compared with each one's own gradient."""
 _ODD = (math.nan, math.inf, -math.inf, 300.0, -300.0, 0.0)
-"""Features of an example by which a model may change what it does to all others."""
+"""Values of an example by which a model may change what it does to all others."""
 _PIECE, _ALIKE, _ROUNDED = 16, 1e-3, 1e-6
-"""Examples with which more of them are compared; how far off rounding may be; and what it leaves
-where the terms of a sum cancel."""
+"""Examples in a piece with which larger passes are compared; the tolerated relative rounding; and
+the rest that rounding leaves where the terms of a sum cancel."""
 
 
 class Trial:
-    """One pass with random weights on random examples.
+    """A comparison of one pass, with random weights, on random examples.
 
-    Below a head that begins at zero all slopes are zero, and would tell nothing.
+    Weights must be random because below a head that begins at zero all slopes are zero.
 
     Parameters
     ----------
     one_pass : OnePass
     params : Mapping[str, Tensor]
-        Parameters by name: random for as long as a trial takes.
+        Parameters by name; they are random for the duration of a trial.
     own : Callable[[Loss, Tree, Tree], Params | None]
-        The gradient of one example by itself; None if it raises.
+        Returns the gradient of one example by itself; None if it raises.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Trial:
         self.one_pass, self.params, self.own = one_pass, params, own
 
     def tells_apart(self, features: Tree, targets: Tree, loss: Loss) -> bool:
-        """Tell whether one pass over a few random examples finds every one's own gradient.
+        """Return True if one pass over a few random examples finds every one's own gradient.
 
-        From now on it has a last example, if it needs one.
+        Sets the last example of ``one_pass``, if the model needs one.
 
         Raises
         ------
         ReadsValues
-            What the model does depends on values.
+            The model's operations depend on values.
         """
         one_pass = self.one_pass
         with self._shaken() as generator:
@@ -85,9 +85,9 @@ class Trial:
         return self.is_like(features, _PIECE, TRIED)
 
     def _keeps_apart(self, x: Tree, directions: Tree) -> bool:
-        """Tell whether the gradients of all others are the same, however odd the first example is.
+        """Return True if all others' gradients stay the same, however odd the first example is.
 
-        False is certain; True is evidence, as for the numbers in `_ODD` alone.
+        False is certain. True is evidence only, because it holds for the values in `_ODD`.
         """
         factors = torch.eye(TRIED).to(trees.first(x).device)[1:]
 
@@ -112,7 +112,7 @@ class Trial:
         return True
 
     def is_like(self, features: Tree, count: int, piece: int = _PIECE) -> bool:
-        """Tell whether one pass over ``count`` random examples is like passes over pieces."""
+        """Return True if one pass over ``count`` random examples agrees with passes over pieces."""
         one_pass = self.one_pass
         with self._shaken() as generator:
             tried = self._examples(features, -(-count // piece) * piece, generator)
@@ -157,7 +157,7 @@ class Trial:
     def _examples(
         self, features: Tree, count: int, generator: torch.Generator
     ) -> tuple[Tree, dict[str, Tensor]]:
-        """Random examples, and directions in which to add up what the model makes of them."""
+        """Return random examples, and random directions along which to sum the model's outputs."""
         x = random_examples(features, count, generator)
         with torch.no_grad():
             outputs = called(self.one_pass.model, trees.mapped(lambda leaf: leaf[:2].clone(), x))
@@ -170,10 +170,10 @@ class Trial:
 
 
 def random_examples(features: Tree, count: int, generator: torch.Generator) -> Tree:
-    """Return random examples like these.
+    """Return random examples with the shapes and types of ``features``.
 
-    Integers are ones and zeros. Of several in an example the first is a one, as of masks; the first
-    example has ones alone, and the last one ends with a zero.
+    Integers are ones and zeros. If an example has several, the first is a one, as in masks. The
+    first example consists of ones, and the last example ends with a zero.
     """
 
     def made(leaf: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def random_examples(features: Tree, count: int, generator: torch.Generator) -> T
 
 
 def zeros(targets: Tree, count: int) -> Tree:
-    """Return targets like these."""
+    """Return ``count`` targets of zeros, with the shapes and types of ``targets``."""
     return trees.mapped(lambda leaf: leaf.new_zeros((count, *leaf.shape[1:])), targets)
 
 
@@ -199,10 +199,10 @@ def _along(outputs: Any, directions: Mapping[str, Tensor]) -> Tensor:
 
 
 def _alike(found: Params, expected: Params, zero_too: bool = False) -> bool:
-    """Return True if all rows of numbers agree, and of each name one is not zero.
+    """Return True if all rows agree, and each name has a row that is not zero.
 
-    Or all are, with ``zero_too``. What rounding leaves of a bias's gradient, as under softmax,
-    agrees if that of the weight beside it does, which tells as much of the layer.
+    With ``zero_too``, rows may all be zero. A bias's gradient may be nothing but rounding, as under
+    softmax. It then counts as equal if the weight beside it agrees, which tests the same layer.
     """
     for name, part in found.items():
         own = part.reshape(len(part), -1).double()

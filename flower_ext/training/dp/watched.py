@@ -1,8 +1,9 @@
-"""A watch on models that read values of their features: a branch may turn a whole batch.
+"""A watch on models that read values of their features, by which a branch may turn a whole batch.
 
-A model that reads no value does the same operations to every batch of a shape, whatever the numbers
-are. One reading is harmless: whether *all* values are true, or *any*, where a row that is there in
-every batch decides it. So Hugging Face's models ask whether a mask hides anything.
+A model that reads no value applies the same operations to every batch of a shape, whatever its
+numbers. One kind of reading is harmless: a test whether *all* or *any* values are true, if a row
+that is in every batch decides the answer. Hugging Face's models test in this way whether a mask
+hides anything.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _ROW_BY_ROW = {
     *(_aten.le.Scalar, _aten.logical_not.default, _aten.bitwise_not.default),
     *(_aten.slice.Tensor, _aten.index.Tensor, _aten.view.default),
 }
-"""Operations after which a row is still of one example, if there are as many rows."""
+"""Operations that keep each row the row of one example, if the number of rows stays the same."""
 _OUT_OF_SIGHT = {
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__dlpack__),
 }
-"""Methods that read values, or let others read them, without an operation that a watch sees."""
+"""Methods that read values, or expose them, without an operation that a watch sees."""
 _DROPPING = {
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout),
@@ -45,12 +46,12 @@ class ReadsValues(Exception):
 
 
 class Watch(TorchDispatchMode):
-    """Raises `ReadsValues` where a model reads what came of its features, or keeps it.
+    """Raise `ReadsValues` if a model reads a value derived from its features, or keeps it.
 
     Parameters
     ----------
     features : sequence of Tensor
-        As the model is given them: a row an example, the last of which is there in every pass.
+        The model's inputs, one row per example; the last row is the same in every pass.
     model : nn.Module
     """
 
@@ -58,7 +59,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.needs_last = len(features[0]), False
         self._own = {_place(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self._seen: dict[int, StorageWeakRef] = {}  # lest another takes the place of one
+        self._seen: dict[int, StorageWeakRef] = {}  # else an address could be reused
         for leaf in features:
             self._see(leaf)
         self._by_row, self._settled = [*features], list[Tensor]()
@@ -67,7 +68,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Look at one operation, and do it."""
+        """Inspect one operation, then run it."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         depends = drawn or any(map(self.follows, given))
@@ -88,7 +89,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def follows(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor came of features."""
+        """Return True if a tensor was derived from features."""
         return _place(tensor) in self._seen
 
     def _see(self, tensor: Tensor) -> None:
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):
             self._seen[place] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], given: list[Tensor], out: Tensor) -> None:
-        """Remember what is still a row an example, and answers that the last row decides."""
+        """Record results with one row per example, and answers that the last row decides."""
         taken = given[0]
         if func == _aten.eq.Scalar and any(
             taken is count and args[1] == most for count, most in self._counts
@@ -114,7 +115,7 @@ class Watch(TorchDispatchMode):
         if (func == _aten.all.default and has_zero) or (func == _aten.any.default and has_some):
             self._settled.append(out)
         if func == _aten.sum.default and has_zero and taken.dtype == torch.bool:
-            self._counts.append((out, taken.numel()))  # never as many
+            self._counts.append((out, taken.numel()))  # the count never reaches this number
 
 
 class _OutOfSight(TorchFunctionMode):
@@ -132,18 +133,18 @@ class _OutOfSight(TorchFunctionMode):
 
 @contextmanager
 def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[Watch]:
-    """Watch a model that is given these; see `Watch`."""
+    """Watch a model that gets these features; see `Watch`."""
     with _OutOfSight(watch := Watch(features, model)), watch:
         yield watch
 
 
 class sober(TorchFunctionMode):
-    """Lets a model drop nothing at random, so that it does the same twice."""
+    """Switch off a model's random parts, such as dropout, so that it does the same twice."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do what is called, without its random part."""
+        """Run the function without its random part."""
         if func in _DROPPING:
             return args[0] if args else (kwargs or {})["input"]
         if func is functional.rrelu:
@@ -154,9 +155,9 @@ class sober(TorchFunctionMode):
 
 
 def _reads(func: Any, given: list[Tensor]) -> bool:
-    if func == _aten.index.Tensor:  # by numbers, and the result has a shape that is known
+    if func == _aten.index.Tensor:  # indexing by numbers gives a shape known beforehand
         return any(index.dtype in (torch.bool, torch.uint8) for index in given[1:])
-    if func.namespace not in ("aten", "prims"):  # nobody knows what it does
+    if func.namespace not in ("aten", "prims"):  # an unknown operation may read anything
         return True
     return not _READING.isdisjoint(func.tags) or func in _READING_TOO
 

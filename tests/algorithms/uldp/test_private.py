@@ -1,4 +1,4 @@
-"""Private weights: the plain method within the precision; nobody reads or repeats anything."""
+"""Private weights: the result equals the plain method; nobody reads or repeats a secret."""
 
 import json
 import stat
@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import (
@@ -18,13 +18,10 @@ from flower_ext.algorithms.uldp import (
     PrivateWeighting,
     UldpAvg,
     UldpSgd,
-    keeping,
-    private,
-    private_silo,
 )
+from flower_ext.algorithms.uldp.weighting import keeping, paillier, paillier_silo
 from flower_ext.data import SiloData, histogram
 from flower_ext.federation import (
-    ClientVault,
     FederationNotReady,
     InProcessGrid,
     records,
@@ -39,7 +36,18 @@ from flower_ext.privacy import (
 )
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
-from tests.support.private_silos import SMALL, difference, make, start
+from tests.support.private_silos import (
+    METHOD,
+    SMALL,
+    Forgetful,
+    FreshProcesses,
+    Meddler,
+    Owned,
+    difference,
+    make,
+    start,
+    vault,
+)
 from tests.support.silos import (
     COMMON,
     LOCAL,
@@ -53,12 +61,6 @@ from tests.support.silos import (
 )
 from tests.support.travelling import Recorder
 from tests.support.weighting import numbers
-
-METHOD = PrivateUldpAvg.client.name
-
-
-def vault(grid, number):
-    return ClientVault(grid.contexts[1_000 + number], METHOD)
 
 
 def kept(grid, number=0):
@@ -150,8 +152,8 @@ HIDDEN = replace(SMALL, draw_choices=5)
 
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
-    """Who that was only a test can tell, which is all parties at once."""
-    rounds, weigh = {}, private_silo.WeightingSilo.weigh
+    """Only a test, which acts for all parties at once, can know who was drawn."""
+    rounds, weigh = {}, paillier_silo.WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
         size = self.settings.ciphertext_bytes
@@ -160,12 +162,12 @@ def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeyp
         )
         return weigh(self, message, *args, **options)
 
-    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", watched)
+    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", watched)
     strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4))
     grid, model = start(strategy)
     assert strategy.refusals == []
     assert all(len(taken) == 1 for taken in rounds.values())
-    order, key = kept(grid)._order, strategy._connected._key
+    order, key = kept(grid)._order, strategy._connected.party._key
     users = {
         number: sorted(order[at] for at, x in enumerate(key.decrypt(*taken)) if x)
         for number, taken in rounds.items()
@@ -191,7 +193,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     pieces = [data[at : at + 384] for _, data in told for at in range(0, len(data), 384)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, "users", "weights")}
-    assert len(sent) == ROUNDS  # the same for all silos
+    assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy._connected.settings
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
 
@@ -240,7 +242,7 @@ def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
 
 
 def raw(message):
-    """All bytes and texts of a message."""
+    """Return all bytes and strings of a message."""
     content = message.content
     parts = [a.data for r in content.array_records.values() for a in r.values()]
     for config in content.config_records.values():
@@ -249,7 +251,7 @@ def raw(message):
 
 
 def arrays(messages, record, name):
-    """Named arrays of messages, by message."""
+    """Return the named arrays of messages, by message."""
     found = []
     for message in messages:
         sent = message.content.array_records.get(record)
@@ -319,7 +321,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
         sent += numbers(data, facts.ciphertext_bytes)
     weights = arrays(grid.sent, "users", "weights")
     assert len(weights) == SILOS * ROUNDS
-    for data in {data for _, data in weights}:  # one list a round, for all silos
+    for data in {data for _, data in weights}:  # one list per round, for all silos
         sent += numbers(data, facts.ciphertext_bytes)
     assert len(sent) == USERS * SILOS + SILOS * ROUNDS * facts.ciphertexts + USERS * ROUNDS
     assert len(set(sent)) == len(sent)
@@ -327,7 +329,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
 
 def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.settings
+    server, facts = strategy._connected.party, strategy._connected.settings
     n, held = server._key.public.n, histogram(silos(), USERS)
     blinds = kept(grid)._blinds
     secret = {mpz(int(x)) for x in np.unique([*held.ravel(), *held.sum(axis=0)])}
@@ -348,7 +350,7 @@ def test_no_count_and_no_weight_is_in_what_the_server_receives(transcript):
 
 def test_no_upload_and_no_partial_sum_shows_anything_with_the_secret_key(transcript):
     strategy, grid = transcript
-    server, facts = strategy._connected, strategy._connected.settings
+    server, facts = strategy._connected.party, strategy._connected.settings
     public = server._key.public
     for number in map(str, range(1, ROUNDS + 1)):
         sums = [
@@ -378,26 +380,6 @@ def test_bytes_of_the_protocol_are_counted(transcript):
 
 
 # Refusals ----------------------------------------------------------------------------------------
-
-
-class Meddler(InProcessGrid):
-    """Changes the replies to one kind of message; ``meddle`` takes and returns a list of them."""
-
-    def __init__(self, *args, meddle, kind="train", groups=("2",), **options):
-        super().__init__(*args, **options)
-        self.meddle, self.kind, self.groups, self.asked = meddle, kind, groups, []
-        self.earlier = []
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        self.asked += messages
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        chosen = messages and messages[0].metadata.message_type.startswith(self.kind)
-        if chosen and messages[0].metadata.group_id in self.groups:
-            replies = self.meddle(replies, self)
-        if chosen:
-            self.earlier += replies
-        return replies
 
 
 def with_sum(change):
@@ -447,14 +429,14 @@ def test_without_the_sum_of_every_silo_nothing_is_decrypted(meddle, said, tmp_pa
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = make(ledger=ledger)
     decrypted = []
-    close = private.WeightingServer.close_round
+    close = paillier.WeightingServer.close_round
 
     def watched(self, *args, **options):
         result = close(self, *args, **options)
         decrypted.append(self._last_round)
         return result
 
-    monkeypatch.setattr(private.WeightingServer, "close_round", watched)
+    monkeypatch.setattr(paillier.WeightingServer, "close_round", watched)
     start(strategy, Meddler, meddle=meddle)
     assert decrypted == [1, 3]
     entries = Ledger.read(tmp_path / "ledger.jsonl")
@@ -541,27 +523,27 @@ def test_a_round_that_is_configured_twice_is_refused():
     strategy = make()
     grid, _ = start(strategy, rounds=1)
     initial = ArrayRecord(task().initial_params(SEED))
-    strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+    strategy.configure_train(2, initial, ConfigRecord(), grid)
     with pytest.raises(ProtocolError, match="expected a number above 2"):
-        strategy.configure_train(2, initial, private.ConfigRecord(), grid)
+        strategy.configure_train(2, initial, ConfigRecord(), grid)
 
 
 def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
     def weigh(self, *args, **options):
         raise ValueError("updates reach a magnitude of 3.14159")
 
-    monkeypatch.setattr(private_silo.WeightingSilo, "weigh", weigh)
+    monkeypatch.setattr(paillier_silo.WeightingSilo, "weigh", weigh)
     strategy = make()
-    with pytest.raises(FederationNotReady, match="why is in its own log"):
+    with pytest.raises(FederationNotReady, match="the reason is in its own log"):
         start(strategy)
     assert len(strategy.refusals) == SILOS * ROUNDS
     for refusal in strategy.refusals:
-        assert "why is in its own log" in refusal
+        assert "the reason is in its own log" in refusal
         assert "3.14" not in refusal
 
 
 def beyond_the_plan():
-    """User 12 of 12, from zero."""
+    """User 12 of 12, counted from zero."""
     one = silos()[1]
     return SiloData(train=one.train, test=one.test, owners=one.owners.clone().fill_(USERS))
 
@@ -582,7 +564,7 @@ def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, dat
         return received
 
     kind = f"query.{METHOD}"
-    with pytest.raises(FederationNotReady, match="why is in its own log") as error:
+    with pytest.raises(FederationNotReady, match="the reason is in its own log") as error:
         start(make(protocol=protocol), Meddler, data(), meddle=watch, kind=kind, groups=("0",))
     failed = [reply.error.reason for reply in replies if reply.has_error()]
     assert failed
@@ -594,23 +576,6 @@ def test_what_is_wrong_with_the_data_of_a_silo_stays_with_the_silo(protocol, dat
 # State -------------------------------------------------------------------------------------------
 
 
-class FreshProcesses(InProcessGrid):
-    """Every message reaches a new process, which knows the stored context alone."""
-
-    def _answers(self, messages):
-        replies = []
-        for message in messages:
-            keeping._earlier.clear()
-            keeping._pools.clear()
-            context = self.contexts[message.metadata.dst_node_id]
-            stored = vault(self, context.node_id - 1_000).load()
-            context.state = RecordDict()
-            if stored is not None:
-                vault(self, context.node_id - 1_000).store(bytes(stored))
-            replies += super()._answers([message])
-        return replies
-
-
 @pytest.mark.parametrize("sampling", [FullParticipation(USERS), PoissonSampling(USERS, 0.4)])
 def test_every_message_may_reach_a_fresh_process(sampling):
     _, model = start(strategy := make(sampling=sampling), FreshProcesses)
@@ -620,16 +585,6 @@ def test_every_message_may_reach_a_fresh_process(sampling):
         assert difference(model, expected) <= ROUNDS * SMALL.precision
 
 
-class Forgetful(InProcessGrid):
-    """Silo 1 loses its state before round 2."""
-
-    def send_and_receive(self, messages, *, timeout=None):
-        messages = list(messages)
-        if messages and messages[0].metadata.group_id == "2":
-            self.contexts[1_001].state = RecordDict()
-        return super().send_and_receive(messages, timeout=timeout)
-
-
 def test_a_silo_that_lost_its_keys_ends_the_run(tmp_path):
     strategy = make(ledger=Ledger(tmp_path / "ledger.jsonl"))
     with pytest.raises(ProtocolError, match=r"silos \[1\] have lost their keys"):
@@ -637,15 +592,6 @@ def test_a_silo_that_lost_its_keys_ends_the_run(tmp_path):
     last = Ledger.read(tmp_path / "ledger.jsonl")[-1]
     assert last["kind"] == "discard"
     assert "lost their keys" in last["reason"]
-
-
-class Owned(Forgetful):
-    """Every silo keeps its secrets in a folder of its own as well."""
-
-    def __init__(self, *args, folder, **options):
-        super().__init__(*args, **options)
-        for context in self.contexts.values():
-            context.node_config["state-folder"] = str(folder / str(context.node_id))
 
 
 def test_with_a_folder_for_secrets_a_silo_outlives_its_supernode(tmp_path):
@@ -675,7 +621,7 @@ def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch
 
     monkeypatch.setattr(keeping, "prepare", full)
     start(strategy := make())
-    assert len(strategy.refusals) == ROUNDS  # silo 1 in every round, nobody else
+    assert len(strategy.refusals) == ROUNDS  # from silo 1 in every round, and from nobody else
     assert all("node 1001" in refusal for refusal in strategy.refusals)
 
 
@@ -688,7 +634,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     start(strategy := make(protocol=coarse, ledger=ledger))
     bound = strategy._connected.settings.contribution_bound(0.3) / 0.3
     assert strategy.accounted.sensitivity == bound > 1.05
-    assert strategy.plan.sensitivity == 1.0  # the given plan stays as it was made
+    assert strategy.plan.sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
@@ -699,7 +645,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
 def test_where_a_run_goes_on_the_larger_sensitivity_of_both_set_ups_counts():
     def after(before, anew):
         earlier, strategy = make(), make()
-        earlier._sensitivity, strategy._sensitivity = before, anew
+        earlier._costs["sensitivity"], strategy._costs["sensitivity"] = before, anew
         strategy.restore(earlier.state())
         return strategy.accounted.sensitivity
 
@@ -732,7 +678,7 @@ def test_a_user_with_too_many_records_is_noticed_by_its_silo_or_in_the_first_sum
 @pytest.mark.parametrize("users", [2, USERS])
 @pytest.mark.parametrize("silos", [2, 100])
 def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, silos):
-    """Coarser ones round the noise of every silo to zero, and the sum is that of the updates."""
+    """Larger steps would round the noise of every silo to zero, and leave the sum without noise."""
     sampling, local = FullParticipation(users), {"num_silos": silos}
     stddev = plan(sampling).client_noise_stddev(silos)
     coarsest = stddev / 4 * (users + 2 * silos) / 2

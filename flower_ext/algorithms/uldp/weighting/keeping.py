@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import OrderedDict
 from dataclasses import asdict
 from logging import getLogger
 from typing import Any
 
+from flower_ext.algorithms.uldp.weighting.protocol import cores
 from flower_ext.federation import ClientVault, Remaining
 from flower_ext.secure import WeightingSettings, WeightingSilo, ZeroPool
 
@@ -26,13 +26,6 @@ _PROCESS_KEEPS = 8
 """Silos whose tables stay; each has up to ``table_memory_limit`` bytes of them."""
 _earlier: OrderedDict[tuple[bytes, int], WeightingSilo] = OrderedDict()
 _pools: OrderedDict[str, ZeroPool] = OrderedDict()
-
-
-def cores() -> int:
-    """How many threads this process may keep busy."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def settings_to_facts(settings: WeightingSettings) -> dict[str, Any]:

@@ -1,0 +1,299 @@
+"""Private weighting over ring-LWE: its settings, and the server's end of a run.
+
+Experimental, not externally reviewed. The protocol is in `flower_ext.secure.weighting.lattice`.
+
+====================  =====================================================
+protocol              here
+====================  =====================================================
+steps 1 and 2         ``begin`` (silos' keys), ``keys`` (of all, and the server's)
+step 3                answer of silo 0 to ``keys``: sealed seeds, choices of the transfer
+steps 4 and 5         ``count`` (the seed arrives, masked counts leave)
+epoch, round          `LatticeServer`, with every training message
+====================  =====================================================
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from logging import getLogger
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.algorithms.uldp.weighting.lattice_silo import (
+    COUNT,
+    COUNTS,
+    KEY,
+    KEYS,
+    NAME,
+    OPENING,
+    SEALED,
+    SEED,
+    SERVER_KEY,
+    SILO_KEYS,
+    WEIGHTS,
+    settings_to_facts,
+)
+from flower_ext.algorithms.uldp.weighting.protocol import (
+    BEGIN,
+    PROTOCOL,
+    SHOWN_PLACES,
+    SHOWN_TIME,
+    ServerEnd,
+    Silos,
+    Upload,
+    WeightingProtocol,
+    as_record,
+    cores,
+)
+from flower_ext.checks import require_at_least_one
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import Remaining, records
+from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.secure.weighting.lattice.messages import (
+    LatticeSum,
+    MaskedCounts,
+    SealedSeed,
+    SiloKey,
+    TransferAnswer,
+)
+from flower_ext.secure.weighting.lattice.server import LatticeServer as Party
+from flower_ext.secure.weighting.lattice.settings import LatticeSettings
+
+log = getLogger("flwr")
+
+_EXPERIMENTAL = (
+    "private weighting over ring-LWE is experimental and not externally reviewed: its proof is in "
+    "docs/lattice-weighting.md, and nobody outside this project has checked it"
+)
+_RING = (
+    "ring-LWE is hard in Z_q[X]/(X^4096 + 1) for q of 96 bits, ternary secrets and errors of "
+    "variance 10.5"
+)
+_TRANSFER = (
+    "oblivious transfer: the computational Diffie-Hellman problem is hard in the 3072-bit group of "
+    "RFC 3526, HKDF-SHA256 acts as a random oracle and keyed BLAKE2b as a pseudorandom function"
+)
+_CHANNELS = (
+    "channels between silos and server are confidential and authenticated: who reads what one silo "
+    "receives, and colludes with the other silos, learns its numbers of records"
+)
+_ROUNDED = 2.0**-7
+"""Steps, at most, by which one silo moves a coordinate: two bytes of a word of 2²⁴ a step are left
+out (2⁻⁸), words of c1 are rounded (2048 · 2⁻²⁴), and r · e + e2 · s is below 2⁻³⁷."""
+_LARGEST_RESIDUE = 1e-3
+"""How far all sums of a run may be from exact ones, in standard deviations of their noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeWeighting(WeightingProtocol):
+    """Settings of private weighting over ring-LWE. Experimental, not externally reviewed.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        The most records of one user in any one silo, where ``silo_record_limits`` are not given.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo. Every silo checks its own, so that no user can
+        have more than their sum. Set-up and every draw of users take time in proportion to the
+        sum: give limits that are close to the data.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    """
+
+    name: ClassVar[str] = NAME
+    secure_sum: ClassVar[str] = (
+        f"{_EXPERIMENTAL}; no silo colludes with the server, which relays keys unchanged; in every "
+        f"word of a sum one silo's noise and dither are as the protocol says; {_RING}; "
+        f"{_TRANSFER}; X25519 and ChaCha20 are not broken"
+    )
+
+    max_records_per_user: int = 2000
+    silo_record_limits: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least_one("max_records_per_user", self.max_records_per_user)
+        limits = self.silo_record_limits
+        if limits is not None:
+            object.__setattr__(self, "silo_record_limits", tuple(limits))
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """Places that were drawn, and how long a silo takes."""
+        return SHOWN_PLACES, SHOWN_TIME
+
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return what a provable guarantee rests on beside ``secure_sum``."""
+        common = ("all silos and the server follow the protocol", _CHANNELS)
+        if view is AdversaryView.SUM_ONLY:
+            return common
+        if view is AdversaryView.RELEASED_MODELS:
+            hints = f"{_RING}, also for who sees the released models (hint-RLWE)"
+            return _EXPERIMENTAL, hints, _TRANSFER, "ChaCha20 is not broken", *common
+        return _EXPERIMENTAL, *common
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        limits = self.silo_record_limits
+        most = (
+            f"at most {self.max_records_per_user} records of a user in a silo"
+            if limits is None
+            else f"at most {', '.join(map(str, limits))} records of a user in the silos"
+        )
+        return f"private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed): {most}"
+
+    def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> LatticeServer:
+        """Return the server's end of a new run.
+
+        Raises
+        ------
+        ValueError
+            As `LatticeSettings`; or the plan's noise is too small to hide what the protocol adds.
+        """
+        limits = self.silo_record_limits
+        stddev = plan.client_noise_stddev(silos)
+        try:
+            settings = LatticeSettings(
+                run=secrets.token_hex(16),
+                users=plan.sampling.population,
+                silos=silos,
+                coordinates=coordinates,
+                silo_record_limits=(self.max_records_per_user,) * silos
+                if limits is None
+                else limits,
+                clipping_norm=plan.clipping_norm,
+                noise_stddev=stddev,
+                rounds=plan.rounds,
+            )
+        except InvalidValue as error:
+            if not str(error).startswith("noise_stddev"):
+                raise
+            raise InvalidValue(
+                f"noise_multiplier={plan.noise_multiplier:g} of the plan, shared by {silos} "
+                f"silos: {error}"
+            ) from error
+        server = LatticeServer(settings)
+        least = math.sqrt(plan.rounds) * server.residue / _LARGEST_RESIDUE
+        if plan.noise_multiplier < least:
+            raise InvalidValue(
+                f"noise_multiplier={plan.noise_multiplier:g} of the plan: protocol='lattice' needs "
+                f"{least:.2g} at least to hide what it adds to {plan.rounds} sums; expected more "
+                "noise, fewer rounds, smaller silo_record_limits, or protocol='paillier'"
+            )
+        return server
+
+
+class LatticeServer(ServerEnd):
+    """The server's end of one run; keys and the public seed are fresh.
+
+    Parameters
+    ----------
+    settings : LatticeSettings
+    """
+
+    def __init__(self, settings: LatticeSettings) -> None:
+        self.settings = settings
+        self._weights: bytes | None = None
+
+    @cached_property
+    def party(self) -> Party:
+        """The server of `flower_ext.secure`, which makes its keys when it is first needed."""
+        return Party(self.settings, workers=cores())
+
+    @property
+    def sensitivity(self) -> float:
+        """By how many clipping norms one user moves a decoded sum."""
+        norm = self.settings.clipping_norm
+        return self.settings.contribution_bound(norm) / norm
+
+    @property
+    def residue(self) -> float:
+        """By how many clipping norms a sum may be away from one that shows no secret.
+
+        Given the dithers, an error of t steps in a coordinate moves its rounded sum by t + 1 steps
+        at most. The errors e_u come to `error_bound` for every user, drawn or not, and what silos
+        round off and re-randomise to less than 2⁻⁷ steps a silo. One silo's share of the noise has
+        to hide it all, so that the sum counts √|S| times.
+        """
+        settings, silos = self.settings, self.settings.silos
+        carries = (1 + silos * _ROUNDED) * math.sqrt(settings.coordinates) * settings.step
+        errors = settings.users * settings.error_bound
+        return math.sqrt(silos) * (carries + errors) / settings.clipping_norm
+
+    @property
+    def sum_bytes(self) -> int:
+        """Length of a silo's masked sum."""
+        return _length(LatticeSum, self.settings)
+
+    def set_up(self, silos: Silos) -> None:
+        """Exchange keys, transfer the keys of the weights, and receive masked counts."""
+        settings, party = self.settings, self.party
+        log.info(
+            "private weighting: a silo sends %.1f MB a round and receives weights of %.1f MB",
+            settings.upload_bytes / 1e6,
+            settings.weights_bytes / 1e6,
+        )
+        facts = {PROTOCOL: NAME, **settings_to_facts(settings)}
+        told = silos.ask(BEGIN, KEY, _length(SiloKey, settings), facts=facts)
+        keys = party.relay_keys(
+            [replace(SiloKey.from_bytes(key, settings), silo=silo) for silo, key in told.items()]
+        )
+        public = {
+            SERVER_KEY: records.to_bytes_array(party.public_key.to_bytes()),
+            SILO_KEYS: np.stack([records.to_bytes_array(key.to_bytes()) for key in keys]),
+        }
+        shared = {silo: {KEYS: records.to_record(public)} for silo in told}
+        one, others = _length(SealedSeed, settings), settings.silos - 1
+        length = one * others + _length(TransferAnswer, settings)
+        sealed = silos.ask(KEYS, SEALED, length, own=shared, only=(0,))[0]
+        seeds = party.relay_seed(
+            [
+                SealedSeed.from_bytes(sealed[at : at + one], settings)
+                for at in range(0, one * others, one)
+            ]
+        )
+        party.receive_answer(TransferAnswer.from_bytes(sealed[one * others :], settings))
+        for_one = {seed.receiver: {SEED: as_record({SEED: seed.to_bytes()})} for seed in seeds}
+        counts = silos.ask(COUNT, COUNTS, _length(MaskedCounts, settings), own=for_one)
+        party.receive_counts(
+            [
+                replace(MaskedCounts.from_bytes(masked, settings), silo=silo)
+                for silo, masked in counts.items()
+            ]
+        )
+
+    def open_round(
+        self, number: int, sampled: Sequence[int] | None, silos: Silos
+    ) -> Mapping[str, bytes]:
+        """Encrypt the weights of the round's users, in a fresh epoch wherever users are drawn."""
+        if self._weights is None or sampled is not None:
+            self._weights = self.party.open_epoch(sampled=sampled).to_bytes()
+        opening = self.party.open_round(number)
+        return {WEIGHTS: self._weights, OPENING: opening.to_bytes()}
+
+    def check_upload(self, silo: int, upload: Upload) -> None:
+        """Refuse what is no masked sum of this round."""
+        self.party.check_sum(self._sum(silo, upload))
+
+    def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
+        """Decrypt the sum over all silos."""
+        sums = [self._sum(*one) for one in uploads.items()]
+        return self.party.close_round(sums, progress=Remaining("decryption"))
+
+    def _sum(self, silo: int, upload: Upload) -> LatticeSum:
+        """Return a sum of ``silo``, whatever it says: the transport knows who sent it."""
+        found = LatticeSum.from_bytes(upload.data, self.settings)
+        return replace(found, silo=silo, round_number=upload.round_number)
+
+
+def _length(kind: Any, settings: LatticeSettings) -> int:
+    """Return the bytes of a message of one kind."""
+    return int(len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings)))

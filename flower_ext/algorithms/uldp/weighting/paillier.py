@@ -1,0 +1,342 @@
+"""Protocol 1 over Paillier: its settings, and the server's end of a run.
+
+====================  =====================================================
+paper                 here
+====================  =====================================================
+setup (a)–(c)         steps ``begin`` (silos' keys) and ``keys`` (of all; silo 0 seals R)
+setup (d)–(f)         step ``count`` (R arrives, blinded counts leave)
+weighting (a)         `PaillierServer.open_round`: Enc(B_inv(N_u)) of every user
+weighting (b), (c)    `PaillierSilo.weigh`; `PaillierServer.close_round`
+oblivious transfer    step ``draw`` (to silo 0) before weighting (a); ``draw_choices``: P
+N_max, P              ``max_records_per_user``, ``precision``
+====================  =====================================================
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from logging import getLogger
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.algorithms.uldp.weighting import keeping
+from flower_ext.algorithms.uldp.weighting.paillier_silo import (
+    ANSWER,
+    COUNT,
+    COUNTS,
+    DRAW,
+    KEY,
+    KEYS,
+    OFFER,
+    SEED,
+    SEEDS,
+    SERVER_KEY,
+    SILO_KEYS,
+    WEIGHTS,
+)
+from flower_ext.algorithms.uldp.weighting.protocol import (
+    BEGIN,
+    NOISE_ROOM,
+    NUMBER,
+    SHOWN_PLACES,
+    SHOWN_TIME,
+    ServerEnd,
+    Silos,
+    Upload,
+    WeightingProtocol,
+    as_record,
+    cores,
+)
+from flower_ext.errors import InvalidValue
+from flower_ext.federation import Remaining, records
+from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
+from flower_ext.secure import (
+    BlindedCounts,
+    DrawAnswer,
+    MaskedSum,
+    SealedSeed,
+    SiloKey,
+    WeightingServer,
+    WeightingSettings,
+    estimate_round,
+)
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
+
+log = getLogger("flwr")
+
+_KEY_BYTES = 32
+_SEALED_BYTES = 60
+_LARGEST_STEP = 0.25
+"""Of the encoding, in standard deviations of a silo's noise; coarser steps round noise away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateWeighting(WeightingProtocol):
+    """Settings of Protocol 1 over Paillier; refuses what could overflow before any encryption.
+
+    Parameters
+    ----------
+    max_records_per_user : int
+        N_max: the most records that one user may have over all silos.
+    allowed_totals : tuple of int, optional
+        If given, every user has one of these numbers of records over all silos, or none: less work.
+    silo_record_limits : tuple of int, optional
+        The most records of one user in each silo. Where they sum to N_max at most, no user can
+        exceed it; without them an excess ends the run when the first sum is decrypted.
+    precision : float
+        P: largest error of a coordinate of the sum over silos. The method refuses one that is
+        coarse against the silos' noise.
+    draw_choices : int, optional
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer: no party learns
+        who takes part, so that drawing amplifies against the server as well. The plan's
+        ``sampling_rate`` has to be a multiple of 1 / ``draw_choices``.
+    key_bits : int
+        Length of the Paillier modulus.
+    allow_insecure_key_size : bool
+        For tests and simulation; silos that refuse seeded noise refuse small keys.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    """
+
+    name: ClassVar[str] = "paillier"
+    secure_sum: ClassVar[str] = (
+        "private weighting: no silo colludes with the server, which relays keys unchanged; "
+        "Paillier encryption, X25519 and ChaCha20 are not broken"
+    )
+
+    max_records_per_user: int = 2000
+    allowed_totals: tuple[int, ...] | None = None
+    silo_record_limits: tuple[int, ...] | None = None
+    precision: float = 1e-10
+    draw_choices: int | None = None
+    key_bits: int = 3072
+    allow_insecure_key_size: bool = False
+
+    def __post_init__(self) -> None:
+        silos = 2 if self.silo_record_limits is None else len(self.silo_record_limits)
+        facts = {"users": 1, "silos": silos, "coordinates": 1}
+        bounds = {"update_bound": self.precision, "noise_bound": self.precision}
+        self.settings(run="check", **facts, **bounds)
+
+    @property
+    def assumed_totals(self) -> str:
+        """What no silo can check, as it knows its own records only; empty where there is nothing.
+
+        A total that is not foreseen shows in a sum out of bounds, on which a server may try totals.
+        """
+        if self.allowed_totals is not None:
+            totals = " or ".join(str(total) for total in self.allowed_totals)
+            foreseen = f"{totals} records over all silos, or none"
+        elif self.silo_record_limits is None:
+            foreseen = f"at most {self.max_records_per_user} records over all silos"
+        else:
+            return ""
+        return (
+            f"every user has {foreseen}: otherwise the run ends, and the server may find that "
+            "user's number of records"
+        )
+
+    def settings(self, **facts: Any) -> WeightingSettings:
+        """The public facts of one run.
+
+        Raises
+        ------
+        ValueError
+            As `WeightingSettings`.
+        """
+        return WeightingSettings(**asdict(self), **facts)
+
+    def draw_hits(self, plan: ReleasePlan) -> int:
+        """How many of a user's ``draw_choices`` stand for taking part.
+
+        Raises
+        ------
+        ValueError
+            ``plan`` draws nobody, or at a rate that is no multiple of 1 / ``draw_choices``.
+        """
+        choices, sampling = self.draw_choices, plan.sampling
+        if choices is None:
+            return 1
+        rate = sampling.rate if isinstance(sampling, PoissonSampling) else 1.0
+        hits = round(rate * choices)
+        if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
+            raise InvalidValue(
+                f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
+                f"multiple of 1/{choices} below 1"
+            )
+        return hits
+
+    @property
+    def hidden_draw(self) -> str:
+        """With ``draw_choices`` not even the server learns who was drawn."""
+        if self.draw_choices is None:
+            return ""
+        return (
+            "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all "
+            "parties follow the protocol; the computational Diffie-Hellman problem is hard in the "
+            "3072-bit group of RFC 3526"
+        )
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """How many users have no records, and which places were drawn."""
+        return (
+            "how many users have no record in any silo (not which): the server",
+            *(() if self.hidden_draw else (SHOWN_PLACES,)),
+            SHOWN_TIME,
+        )
+
+    def assumptions(self, view: AdversaryView) -> Sequence[str]:
+        """Return what no silo can check of the users' totals."""
+        return tuple(filter(None, (self.assumed_totals,)))
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        totals = self.allowed_totals
+        return (
+            f"private weighting: keys of {self.key_bits} bits"
+            + (" (INSECURE: simulation only)" if self.allow_insecure_key_size else "")
+            + f", precision {self.precision:g}, at most {self.max_records_per_user} records a user"
+            + (f", one of {totals}" if totals else "")
+            + ("" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}")
+        )
+
+    def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> PaillierServer:
+        """Return the server's end of a new run.
+
+        Raises
+        ------
+        ValueError
+            As `WeightingSettings`; or steps of the encoding are coarse against a silo's noise.
+        """
+        stddev = plan.client_noise_stddev(silos)
+        settings = self.settings(
+            run=secrets.token_hex(16),
+            users=plan.sampling.population,
+            silos=silos,
+            coordinates=coordinates,
+            draw_hits=self.draw_hits(plan),
+            update_bound=plan.clipping_norm,
+            noise_bound=NOISE_ROOM * stddev,
+        )
+        if settings.step > (largest := _LARGEST_STEP * stddev):
+            raise InvalidValue(
+                f"precision={settings.precision!r}: it rounds to steps of {settings.step:.3g}, too "
+                f"coarse for a silo's noise of standard deviation {stddev:.3g}; expected at most "
+                f"about {settings.precision * largest / settings.step:.3g}"
+            )
+        return PaillierServer(settings)
+
+
+class PaillierServer(ServerEnd):
+    """The server's end of one run; keys are fresh.
+
+    Parameters
+    ----------
+    settings : WeightingSettings
+        ``update_bound`` is the clipping norm.
+    """
+
+    def __init__(self, settings: WeightingSettings) -> None:
+        self.settings = settings
+        self._party: WeightingServer | None = None
+
+    @property
+    def party(self) -> WeightingServer:
+        """The server of `flower_ext.secure`, which makes its key when it is first needed."""
+        if self._party is None:
+            self._party = WeightingServer(self.settings, workers=cores())
+        return self._party
+
+    @property
+    def sensitivity(self) -> float:
+        """By how many clipping norms one user moves a decoded sum."""
+        norm = self.settings.update_bound
+        return self.settings.contribution_bound(norm) / norm
+
+    @property
+    def sum_bytes(self) -> int:
+        """Length of a silo's masked sum."""
+        return self.settings.ciphertexts * self.settings.ciphertext_bytes
+
+    def set_up(self, silos: Silos) -> None:
+        """Take the steps (a)–(f) of the set-up."""
+        settings = self.settings
+        _log_estimate(settings)
+        facts = keeping.settings_to_facts(settings)
+        keys = silos.ask(BEGIN, KEY, _KEY_BYTES, facts=facts)
+        relayed = self.party.relay_keys([SiloKey(silo=s, public=key) for s, key in keys.items()])
+        public = {
+            SERVER_KEY: records.to_bytes_array(self.party.public_key),
+            SILO_KEYS: np.stack([records.to_bytes_array(key.public) for key in relayed]),
+        }
+        shared = {silo: {KEYS: records.to_record(public)} for silo in keys}
+        length = _SEALED_BYTES * (settings.silos - 1)
+        sealed = silos.ask(KEYS, SEEDS, length, own=shared, only=(0,))[0]
+        parts = [sealed[at : at + _SEALED_BYTES] for at in range(0, length, _SEALED_BYTES)]
+        seeds = self.party.relay_seed(
+            [SealedSeed(receiver=s, sealed=part) for s, part in enumerate(parts, start=1)]
+        )
+        for_one = {seed.receiver: {SEED: as_record({SEED: seed.sealed})} for seed in seeds}
+        length = settings.users * settings.residue_bytes
+        counts = silos.ask(COUNT, COUNTS, length, own=for_one)
+        self.party.receive_counts([BlindedCounts(silo=s, counts=c) for s, c in counts.items()])
+
+    def open_round(
+        self, number: int, sampled: Sequence[int] | None, silos: Silos
+    ) -> Mapping[str, bytes]:
+        """Encrypt the weights of the round's users (weighting (a)), the same for all silos."""
+        progress = Remaining(f"round {number}: encryptions")
+        if self.settings.draw_choices is None:
+            plain = self.party.open_round(number, sampled=sampled, progress=progress)
+            return {WEIGHTS: plain.weights}
+        offer = self.party.offer_draw(number)
+        told = silos.ask(
+            DRAW,
+            ANSWER,
+            self.settings.users * ELEMENT_BYTES,
+            facts={NUMBER: number},
+            own={0: {OFFER: as_record({OFFER: offer.public})}},
+            asked=(0,),
+        )
+        drawn = self.party.open_drawn_round(
+            DrawAnswer(round_number=number, answer=told[0]), progress=progress
+        )
+        return {OFFER: drawn.public, WEIGHTS: drawn.sealed}
+
+    def check_upload(self, silo: int, upload: Upload) -> None:
+        """Refuse what is no list of ciphertexts of this round."""
+        self.party.check_sum(_masked(silo, upload))
+
+    def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
+        """Decrypt the sum over all silos (weighting (c))."""
+        sums = [_masked(silo, upload) for silo, upload in uploads.items()]
+        return self.party.close_round(sums, progress=Remaining("decryptions"))
+
+
+def _masked(silo: int, upload: Upload) -> MaskedSum:
+    return MaskedSum(round_number=upload.round_number, silo=silo, ciphertexts=upload.data)
+
+
+def _log_estimate(settings: WeightingSettings) -> None:
+    guess = estimate_round(settings, prepared=keeping.pool_pays(settings))
+    log.info(
+        "private weighting: on one core a round takes %.0f s in a silo that has all %d users "
+        "(%.0f s less while nobody is drawn, %.0f s more in the first) and %.0f s in the "
+        "server, which has %d cores; a silo sends %.1f MB and receives %.1f MB",
+        guess.silo,
+        settings.users,
+        guess.fold + guess.tables,
+        guess.prepare,
+        guess.server,
+        cores(),
+        guess.upload_bytes / 1e6,
+        guess.download_bytes / 1e6,
+    )

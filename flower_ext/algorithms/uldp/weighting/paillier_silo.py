@@ -1,0 +1,155 @@
+"""A silo's end of Protocol 1 over Paillier.
+
+Every step begins from what the vault holds, and has stored its outcome there before anything leaves
+(see `keeping`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from logging import getLogger
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.algorithms.uldp.weighting import keeping
+from flower_ext.algorithms.uldp.weighting.protocol import (
+    BEGIN,
+    NUMBER,
+    PROTOCOL,
+    STEP,
+    Arrays,
+    counts_of,
+)
+from flower_ext.algorithms.uldp.weights import owned
+from flower_ext.errors import knowing_no_data, tellable
+from flower_ext.federation import ClientVault, Question, Remaining, records
+from flower_ext.secure import (
+    DrawOffer,
+    EncryptedWeights,
+    ProtocolError,
+    SealedSeed,
+    SealedWeights,
+    SiloKey,
+    WeightingSilo,
+)
+
+log = getLogger("flwr")
+
+KEYS, COUNT, DRAW = "keys", "count", "draw"
+"""Questions after `BEGIN`."""
+KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
+    "key",
+    "silos",
+    "server",
+    "seeds",
+    "seed",
+    "counts",
+)
+OFFER, ANSWER, WEIGHTS = "offer", "answer", "weights"
+"""Arrays."""
+
+
+def begin(question: Question) -> Arrays:
+    """Make this silo's keys, and answer with the public one."""
+    facts = {name: v for name, v in question.asked.items() if name not in (STEP, PROTOCOL)}
+    with knowing_no_data():
+        settings = keeping.settings_from_facts(facts)
+        if settings.allow_insecure_key_size and not question.may_simulate:
+            raise PermissionError(
+                f"the server asks for keys of {settings.key_bits} bits that may be insecure: this "
+                "client takes part only in simulation (client_app(..., allow_seeded_noise=True))"
+            )
+    owned(question.data, settings.users)
+    silo = WeightingSilo(settings, question.partition)
+    keeping.keep(silo, question.vault)
+    return {KEY: records.to_bytes_array(silo.key.public)}
+
+
+def resume(vault: ClientVault) -> PaillierSilo | None:
+    """Return the silo as it was stored last; None if there is none."""
+    silo = keeping.resume(vault)
+    return None if silo is None else PaillierSilo(silo)
+
+
+class PaillierSilo:
+    """A silo after `begin`."""
+
+    def __init__(self, silo: WeightingSilo) -> None:
+        self.silo = silo
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.silo.settings.run
+
+    @property
+    def users(self) -> int:
+        """The number of users that the silos agreed on."""
+        return self.silo.settings.users
+
+    @property
+    def index(self) -> int:
+        """The silo's place among the silos, from zero."""
+        return self.silo.index
+
+    def answer(self, question: Question) -> Arrays:
+        """Take one step of the set-up, or of a draw that nobody knows."""
+        steps = {KEYS: self._take_keys, COUNT: self._count, DRAW: self._draw}
+        step = str(question.asked[STEP])
+        if step not in steps:
+            known = ", ".join((BEGIN, *steps))
+            raise tellable(ProtocolError(f"step={step!r}: expected one of {known}"))
+        return steps[step](question)
+
+    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> PaillierOpenSum:
+        """Begin this silo's sum of round ``number``."""
+        if OFFER in sent:
+            sealed = SealedWeights(round_number=number, public=sent[OFFER], sealed=sent[WEIGHTS])
+            return PaillierOpenSum(self.silo, sealed)
+        weights = EncryptedWeights(round_number=number, weights=sent[WEIGHTS])
+        return PaillierOpenSum(self.silo, weights)
+
+    def _take_keys(self, question: Question) -> Arrays:
+        silo, sent = self.silo, question.arrays[KEYS]
+        public = [bytes(key) for key in sent[SILO_KEYS]]
+        keys = [SiloKey(silo=number, public=key) for number, key in enumerate(public)]
+        silo.receive_keys(sent[SERVER_KEY].tobytes(), keys)
+        log.info("silo %d: fingerprint of all silos' keys %s", silo.index, silo.fingerprint)
+        sealed = [seed.sealed for seed in silo.seal_seed()] if silo.index == 0 else []
+        keeping.keep(silo, question.vault)
+        return {SEEDS: records.to_bytes_array(b"".join(sealed))} if sealed else {}
+
+    def _count(self, question: Question) -> Arrays:
+        silo = self.silo
+        if silo.index != 0:
+            sealed = question.arrays[SEED][SEED].tobytes()
+            silo.open_seed(SealedSeed(receiver=silo.index, sealed=sealed))
+        blinded = silo.blind_counts(counts_of(question.data, silo.settings.users))
+        return {COUNTS: records.to_bytes_array(blinded.counts)}
+
+    def _draw(self, question: Question) -> Arrays:
+        number, public = int(question.asked[NUMBER]), question.arrays[OFFER][OFFER].tobytes()
+        answer = self.silo.answer_draw(DrawOffer(round_number=number, public=public))
+        return {ANSWER: records.to_bytes_array(answer.answer)}
+
+
+class PaillierOpenSum:
+    """A silo's sum of one round: it takes all updates at once, by coordinates."""
+
+    def __init__(self, silo: WeightingSilo, weights: EncryptedWeights | SealedWeights) -> None:
+        self._silo, self._weights = silo, weights
+        self._updates: dict[int, NDArray[np.float64]] = {}
+
+    def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
+        """Keep updates until all are there."""
+        self._updates |= updates
+
+    def finish(self, noise: NDArray[np.float64]) -> bytes:
+        """Return the masked sum, having used the round up."""
+        silo, number = self._silo, self._weights.round_number
+        keeping.prepare(silo)
+        progress = Remaining(f"silo {silo.index}, round {number}: coordinates")
+        masked = silo.weigh(self._weights, self._updates, noise, progress=progress)
+        keeping.remember(silo)
+        return masked.ciphertexts

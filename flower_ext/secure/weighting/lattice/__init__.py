@@ -1,0 +1,58 @@
+"""Private weighting for large models, over ring-LWE. Experimental: nobody outside has reviewed it.
+
+The server learns Σ_s Σ_u (n_su / N_u) Δ_su + z_s and nothing else of the records; silos learn
+nothing of one another. The protocol is this package's own. It answers what Kato et al., "Uldp-FL"
+(PVLDB 2024), leave open: models of a million parameters. Protocol 1 of that paper, over Paillier,
+is in `flower_ext.secure.weighting` and remains the default.
+
+Protocol 1 inverts blinded totals, for which a plaintext must hold lcm(1, …, N_max). Here the
+inverse is looked up. Silos share a secret shift ρ_u for each user; the server learns only
+x_u = N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos
+can open one of them, at ρ_u.
+
+=========================  ================================================================
+specification              here
+=========================  ================================================================
+R_q, n, k, b               `ring`; `DEGREE`, `WEIGHT_BITS`, `FRACTION_BITS` in `settings`
+M, N_max, C                ``choices``, ``max_records_per_user``, ``clipping_norm``
+n_su, N_u, ρ_u, x_u        ``counts``, their sum over silos, ``shifts``, ``shifted``
+s, (pk0, pk1), a_u, b_u    `keys`, `weights`
+K_{u,i}                    keys of the oblivious transfer, `oblivious.Sender.keys`
+V_su, r, e2, D_s, z_s      `sums`; z_s is ``noise``
+=========================  ================================================================
+
+The order of calls, with the message that each step returns (classes are in `messages`):
+
+=======  ==================================================  ==============================
+step     call                                                message
+=======  ==================================================  ==============================
+1        ``server.public_key``                               ServerKey, to all silos
+         ``silo.key``                                        SiloKey, to the server
+2        ``server.relay_keys(keys)``                         tuple of SiloKey, to all silos
+         ``silo.receive_keys(server_key, keys)``
+3        ``silo0.seal_seed()``                               SealedSeed for every other silo
+         ``silo0.answer_transfer()``                         TransferAnswer, to the server
+4        ``server.relay_seed(seeds)``                        each SealedSeed to its receiver
+         ``server.receive_answer(answer)``
+         ``silo.open_seed(seed)`` but for silo 0
+5        ``silo.mask_counts(counts)``                        MaskedCounts, to the server
+         ``server.receive_counts(messages)``
+epoch    ``server.open_epoch(sampled=None)``                 LatticeWeights, to all silos
+         ``silo.receive_weights(weights)``
+round    ``server.open_round(round_number)``                 RoundOpening, to all silos
+         ``silo.weigh(opening, updates, noise)``             LatticeSum, to the server
+         ``server.close_round(sums)``                        the sum, float64 (coordinates,)
+=======  ==================================================  ==============================
+
+An epoch lasts until other users are drawn. Every new draw takes a new epoch, and so does a server
+that restarted. A silo that restarted takes the weights of its last epoch again, if they are the
+same to the last bit. Instead of ``weigh``, a silo may call ``begin(opening)`` and, on the result,
+``add(updates)`` for a few users at a time and then ``finish(noise)``: it then never holds all
+users' updates at once.
+
+The transport must be confidential and authenticated between each silo and the server: whoever
+reads what one silo receives, and colludes with all other silos, learns its record counts.
+
+`LatticeServer` and `LatticeSilo` are the parties. Nothing here knows torch or Flower. Needs the
+extra ``weighting``; with ``fast`` (Numba) it is some fifty times as fast and sends the same.
+"""

@@ -1,0 +1,261 @@
+"""Messages between the server and the silos of private weighting over ring-LWE, and their bytes.
+
+Every message begins with four letters that name its kind, followed by integers of eight bytes
+(big-endian) and a body whose length the settings determine. Words of polynomials lie in the body
+as little-endian numbers of 6 bytes (residues, first parts of a sum) or 8 bytes (second parts).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.weighting.lattice.layout import DEGREE
+from flower_ext.secure.weighting.lattice.ring import RESIDUE_BYTES
+from flower_ext.secure.weighting.lattice.settings import (
+    FIRST_WORD_BYTES,
+    SECOND_WORD_BYTES,
+    LatticeSettings,
+)
+from flower_ext.secure.weighting.messages import check_later
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
+
+SEED_BYTES = 32
+"""Length of seeds, of nonces and of X25519 keys."""
+COUNT_BYTES = 4
+"""Length of a masked count."""
+_SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
+
+
+class _Message:
+    """A frozen dataclass of integers, followed by one or more fields of bytes.
+
+    Subclasses name their kind, and give the lengths of their fields of bytes in order.
+    """
+
+    kind: ClassVar[bytes]
+    integers: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def to_bytes(self) -> bytes:
+        """Return the message as it travels."""
+        head = struct.pack(f">{len(self.integers)}Q", *(getattr(self, i) for i in self.integers))
+        return b"".join([self.kind, head, *(getattr(self, part) for part in self.parts)])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, settings: LatticeSettings) -> Self:
+        """Undo `to_bytes`.
+
+        Raises
+        ------
+        ValueError
+            Not a message of this kind and these settings: a wrong length, or a number of a silo
+            that the run does not have.
+        """
+        name, lengths = cls.__name__, cls._lengths(settings)
+        start = len(cls.kind) + 8 * len(cls.integers)
+        if len(data) != start + sum(lengths):
+            raise InvalidValue(f"{name} of {len(data)} bytes: expected {start + sum(lengths)}")
+        view = memoryview(data)
+        if view[: len(cls.kind)] != cls.kind:
+            raise InvalidValue(f"{name}: expected bytes that begin with {cls.kind!r}")
+        integers = struct.unpack_from(f">{len(cls.integers)}Q", data, len(cls.kind))
+        fields: dict[str, object] = dict(zip(cls.integers, integers, strict=True))
+        for part, length in zip(cls.parts, lengths, strict=True):
+            fields[part] = bytes(view[start : start + length])
+            start += length
+        message = cls(**fields)
+        message.check(settings)
+        return message
+
+    def check(self, settings: LatticeSettings) -> None:
+        """Refuse a message that does not fit ``settings``: parties call it on all they receive.
+
+        Raises
+        ------
+        ValueError
+            A field has a wrong length, or names a silo that the run does not have.
+        """
+        for part, length in zip(self.parts, self._lengths(settings), strict=True):
+            if len(getattr(self, part)) != length:
+                raise InvalidValue(
+                    f"{type(self).__name__}.{part} of {len(getattr(self, part))} bytes: "
+                    f"expected {length}"
+                )
+        for name in ("silo", "receiver"):
+            if name in self.integers and not 0 <= getattr(self, name) < settings.silos:
+                raise InvalidValue(
+                    f"{name}={getattr(self, name)}: expected an integer from 0 to "
+                    f"{settings.silos - 1}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerKey(_Message):
+    """The server's public facts, for all silos.
+
+    ``public_seed`` determines pk1 and every a_u, ``nonce`` enters the silos' seed, ``transfer`` is
+    the sender's element of the oblivious transfer, and ``words`` are those of pk0.
+    """
+
+    kind = b"LWsk"
+    parts = ("public_seed", "nonce", "transfer", "words")
+
+    public_seed: bytes
+    nonce: bytes
+    transfer: bytes
+    words: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return SEED_BYTES, SEED_BYTES, ELEMENT_BYTES, 2 * RESIDUE_BYTES * DEGREE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiloKey(_Message):
+    """A silo's X25519 public key, for all other silos."""
+
+    kind = b"LWky"
+    integers = ("silo",)
+    parts = ("public",)
+
+    silo: int
+    public: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (SEED_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedSeed(_Message):
+    """Silo 0's part of the seed that silos share, for one silo; the server cannot open it."""
+
+    kind = b"LWse"
+    integers = ("receiver",)
+    parts = ("sealed",)
+
+    receiver: int
+    sealed: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (_SEALED_SEED_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferAnswer(_Message):
+    """The silos' choices ρ_u, one group element for each user; the server cannot read them."""
+
+    kind = b"LWta"
+    parts = ("answer",)
+
+    answer: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (settings.users * ELEMENT_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedCounts(_Message):
+    """A silo's record counts modulo M under masks; silo 0's carry ρ_u as well. For the server."""
+
+    kind = b"LWmc"
+    integers = ("silo",)
+    parts = ("counts",)
+
+    silo: int
+    counts: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (settings.users * COUNT_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeWeights(_Message):
+    """One epoch's encrypted weights, for all silos.
+
+    ``words`` holds all words of b_u but the constant one; ``sealed`` holds, for each user, M
+    candidates for that word, of which the silos can open one.
+    """
+
+    kind = b"LWew"
+    integers = ("epoch",)
+    parts = ("words", "sealed")
+
+    epoch: int
+    words: bytes
+    sealed: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        word = 2 * RESIDUE_BYTES
+        return (
+            settings.users * (DEGREE - 1) * word,
+            settings.users * settings.choices * word,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOpening(_Message):
+    """The server asks for the sums of one round under the weights of one epoch."""
+
+    kind = b"LWro"
+    integers = ("round_number", "epoch")
+    parts = ()
+
+    round_number: int
+    epoch: int
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatticeSum(_Message):
+    """A silo's weighted, noised and masked updates; for the server.
+
+    ``first`` holds a word of c0 for each coordinate, and none for the padding of the last block.
+    ``second`` holds all words of c1: a coordinate depends on all of its block's.
+    """
+
+    kind = b"LWsu"
+    integers = ("round_number", "epoch", "silo")
+    parts = ("first", "second")
+
+    round_number: int
+    epoch: int
+    silo: int
+    first: bytes
+    second: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (
+            settings.coordinates * FIRST_WORD_BYTES,
+            settings.blocks * DEGREE * SECOND_WORD_BYTES,
+        )
+
+
+def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:
+    """Refuse a round that does not rise, or that is beyond those that the settings count.
+
+    Raises
+    ------
+    ProtocolError
+        Either of them.
+    """
+    check_later(round_number, last)
+    if round_number > settings.rounds:
+        raise ProtocolError(
+            f"round {round_number}: expected at most rounds={settings.rounds} of the settings"
+        )

@@ -1,0 +1,349 @@
+"""The server's side of private weighting over ring-LWE; the protocol is in the package."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.lattice import weights
+from flower_ext.secure.weighting.lattice.keys import SecretKey
+from flower_ext.secure.weighting.lattice.messages import (
+    COUNT_BYTES,
+    SEED_BYTES,
+    LatticeSum,
+    LatticeWeights,
+    MaskedCounts,
+    RoundOpening,
+    SealedSeed,
+    ServerKey,
+    SiloKey,
+    TransferAnswer,
+    check_round_number,
+)
+from flower_ext.secure.weighting.lattice.settings import LatticeSettings
+from flower_ext.secure.weighting.lattice.state import ServerStage, ServerState
+from flower_ext.secure.weighting.lattice.sums import decrypted
+from flower_ext.secure.weighting.messages import check_all_there, check_senders
+from flower_ext.secure.weighting.oblivious import Sender
+
+
+class LatticeServer:
+    """The party that relays, encrypts weights that it does not know, and decrypts the sum.
+
+    Call `public_key`, `relay_keys`, `relay_seed`, `receive_answer` and `receive_counts` once, in
+    this order, then `open_epoch` whenever users are drawn, and `open_round` and `close_round` for
+    every round.
+
+    Parameters
+    ----------
+    settings : LatticeSettings
+    save : callable, optional
+        Stores `export_state` durably. It is called before a message leaves that must not leave
+        twice in another form, so that a server that restarts from what was stored never uses an
+        epoch or a round again.
+    workers : int
+        Threads.
+    """
+
+    def __init__(
+        self,
+        settings: LatticeSettings,
+        *,
+        save: Callable[[bytes], None] | None = None,
+        workers: int = 1,
+    ) -> None:
+        self.settings = settings
+        self._save = save
+        self._workers = workers
+        self._stage = ServerStage.NEW
+        self._key_seed = secrets.token_bytes(SEED_BYTES)
+        self._public_seed = secrets.token_bytes(SEED_BYTES)
+        self._nonce = secrets.token_bytes(SEED_BYTES)
+        self._sender = Sender()
+        self._answer = b""
+        self._keys: list[bytes] | None = None
+        self._shifted: list[int] = []
+        self._last_epoch = self._last_round = 0
+        self._epoch: int | None = None
+        self._open_round: int | None = None
+
+    def __repr__(self) -> str:
+        return f"LatticeServer(run={self.settings.run!r}, last_round={self._last_round})"
+
+    @cached_property
+    def public_key(self) -> ServerKey:
+        """The server's public facts, for all silos."""
+        self._store()
+        return ServerKey(
+            public_seed=self._public_seed,
+            nonce=self._nonce,
+            transfer=self._sender.public,
+            words=self._secret.public_words(self._public_seed),
+        )
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch whose weights the silos hold, or None before the first and after a restart."""
+        return self._epoch
+
+    def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
+        """Return the silos' public keys, for all silos.
+
+        Raises
+        ------
+        ProtocolError
+            Relayed before.
+        ValueError
+            Not one key from each silo.
+        """
+        self._expect(ServerStage.NEW)
+        for key in keys:
+            key.check(self.settings)
+        check_senders([key.silo for key in keys], range(self.settings.silos))
+        self._advance(ServerStage.KEYS_RELAYED)
+        return tuple(sorted(keys, key=lambda key: key.silo))
+
+    def relay_seed(self, seeds: Sequence[SealedSeed]) -> tuple[SealedSeed, ...]:
+        """Return silo 0's sealed seeds, each for its receiver.
+
+        Raises
+        ------
+        ProtocolError
+            Before the public keys, or a second time.
+        ValueError
+            Not one seed for each silo but silo 0.
+        """
+        self._expect(ServerStage.KEYS_RELAYED)
+        for seed in seeds:
+            seed.check(self.settings)
+        check_senders([seed.receiver for seed in seeds], range(1, self.settings.silos))
+        self._advance(ServerStage.SEED_RELAYED)
+        return tuple(sorted(seeds, key=lambda seed: seed.receiver))
+
+    def receive_answer(self, message: TransferAnswer) -> None:
+        """Take the silos' choices, and compute the keys of all places. Takes seconds.
+
+        Raises
+        ------
+        ProtocolError
+            Before the seed, or a second time.
+        ValueError
+            Malformed.
+        """
+        self._expect(ServerStage.SEED_RELAYED)
+        message.check(self.settings)
+        self._keys = self._transfer_keys(message.answer)
+        self._answer = message.answer
+        self._advance(ServerStage.ANSWERED)
+
+    def receive_counts(self, messages: Sequence[MaskedCounts]) -> None:
+        """Add the masked counts of all silos: N_u + ρ_u modulo M.
+
+        Raises
+        ------
+        ProtocolError
+            Before the silos' choices, or a second time.
+        IncompleteRound
+            A silo's counts are missing.
+        ValueError
+            Malformed, from no silo of this run, or sent twice.
+        """
+        self._expect(ServerStage.ANSWERED)
+        check_all_there([message.silo for message in messages], self.settings.silos)
+        choices = self.settings.choices
+        totals = np.zeros(self.settings.users, np.int64)
+        for message in messages:
+            message.check(self.settings)
+            counts = np.frombuffer(message.counts, f">u{COUNT_BYTES}").astype(np.int64)
+            if counts.max() >= choices:
+                raise InvalidValue(f"counts of silo {message.silo}: expected numbers below M")
+            totals += counts
+        self._shifted = [int(total) for total in totals % choices]
+        self._advance(ServerStage.COUNTED)
+
+    def open_epoch(self, *, sampled: Collection[int] | None = None) -> LatticeWeights:
+        """Return fresh encryptions of the users' weights, for all silos.
+
+        A round that is still open is given up.
+
+        Parameters
+        ----------
+        sampled : Collection of int, optional
+            Who takes part, as places from 0 to users - 1 in the silos' secret order. The others
+            get an encryption of zero. By default all take part.
+
+        Raises
+        ------
+        ProtocolError
+            Before the counts.
+        ValueError
+            ``sampled`` names no user.
+        """
+        self._expect(ServerStage.COUNTED)
+        everyone = range(self.settings.users)
+        drawn = set(everyone if sampled is None else sampled)
+        if not drawn <= set(everyone):
+            raise InvalidValue(f"sampled: expected integers from 0 to {self.settings.users - 1}")
+        if self._keys is None:
+            self._keys = self._transfer_keys(self._answer)
+        self._open_round = self._epoch = None
+        self._last_epoch += 1
+        self._store()
+        message = weights.encrypt(
+            self.settings,
+            self._secret,
+            self._public_seed,
+            epoch=self._last_epoch,
+            shifted=self._shifted,
+            drawn=drawn,
+            keys=self._keys,
+        )
+        self._epoch = self._last_epoch
+        return message
+
+    def open_round(self, round_number: int) -> RoundOpening:
+        """Begin a round under the weights of the last epoch, for all silos.
+
+        An earlier round that is still open is given up.
+
+        Parameters
+        ----------
+        round_number : int
+            Above that of every earlier round.
+
+        Raises
+        ------
+        ProtocolError
+            No epoch was opened since the start of this process, or the round is not above the last
+            or above the ``rounds`` of the settings.
+        """
+        self._expect(ServerStage.COUNTED)
+        if self._epoch is None:
+            raise ProtocolError("open_round: expected open_epoch before, also after a restart")
+        check_round_number(round_number, self._last_round, self.settings)
+        self._last_round = round_number
+        self._store()
+        self._open_round = round_number
+        return RoundOpening(round_number=round_number, epoch=self._epoch)
+
+    def check_sum(self, message: LatticeSum) -> None:
+        """Refuse a silo's sum by itself, before others are there.
+
+        Raises
+        ------
+        ProtocolError
+            No round is open, or the message is of another round or epoch.
+        ValueError
+            Malformed, or from no silo of this run.
+        """
+        if self._open_round is None:
+            raise ProtocolError("no round is open")
+        if (message.round_number, message.epoch) != (self._open_round, self._epoch):
+            raise ProtocolError(
+                f"sum of round {message.round_number} and epoch {message.epoch}: expected "
+                f"round {self._open_round} and epoch {self._epoch}"
+            )
+        message.check(self.settings)
+
+    def close_round(
+        self, messages: Sequence[LatticeSum], *, progress: Progress | None = None
+    ) -> NDArray[np.float64]:
+        """Return the weighted, noised sum over all silos, (coordinates,), in whole steps.
+
+        Raises
+        ------
+        IncompleteRound
+            A silo's sum is missing; the round stays open.
+        ProtocolError
+            No round is open, or a message is of another round or epoch.
+        ValueError
+            Malformed, from no silo of this run, or sent twice.
+        """
+        for message in messages:
+            self.check_sum(message)
+        if self._open_round is None:
+            raise ProtocolError("no round is open")
+        check_all_there([message.silo for message in messages], self.settings.silos)
+        self._open_round = None
+        return decrypted(
+            self.settings, self._secret, messages, workers=self._workers, progress=progress
+        )
+
+    def export_state(self) -> bytes:
+        """Return all that a restart needs, at any stage.
+
+        Holds the secret key in the clear: store it where others cannot read.
+        """
+        state = ServerState(
+            stage=self._stage,
+            key_seed=self._key_seed,
+            public_seed=self._public_seed,
+            nonce=self._nonce,
+            exponent=self._sender.exponent,
+            answer=self._answer,
+            shifted=self._shifted,
+            last_epoch=self._last_epoch,
+            last_round=self._last_round,
+        )
+        return state.encode(self.settings)
+
+    @classmethod
+    def from_state(
+        cls,
+        settings: LatticeSettings,
+        state: bytes,
+        *,
+        save: Callable[[bytes], None] | None = None,
+        workers: int = 1,
+    ) -> LatticeServer:
+        """Return a server as it was exported, at the same stage.
+
+        Epochs and rounds up to its last ones stay used: open an epoch first. The keys of the
+        transfer are computed again then, which takes seconds.
+
+        Raises
+        ------
+        ValueError
+            Not a state of these settings.
+        """
+        kept = ServerState.decode(state, settings)
+        server = cls(settings, workers=workers)
+        server._stage = kept.stage
+        server._key_seed = kept.key_seed
+        server._public_seed = kept.public_seed
+        server._nonce = kept.nonce
+        server._sender = Sender(exponent=kept.exponent)
+        server._answer = kept.answer
+        server._shifted = kept.shifted
+        server._last_epoch = kept.last_epoch
+        server._last_round = kept.last_round
+        server._save = save
+        return server
+
+    @cached_property
+    def _secret(self) -> SecretKey:
+        return SecretKey(self._key_seed)
+
+    def _transfer_keys(self, answer: bytes) -> list[bytes]:
+        choices = [self.settings.choices] * self.settings.users
+        return self._sender.keys(answer, choices, workers=self._workers)
+
+    def _expect(self, stage: ServerStage) -> None:
+        if self._stage is not stage:
+            raise ProtocolError(
+                f"the server is at {self._stage.name.lower()}: expected {stage.name.lower()}"
+            )
+
+    def _advance(self, stage: ServerStage) -> None:
+        self._stage = stage
+        self._store()
+
+    def _store(self) -> None:
+        if self._save is not None:
+            self._save(self.export_state())

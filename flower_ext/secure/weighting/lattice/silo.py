@@ -1,0 +1,421 @@
+"""A silo's side of private weighting over ring-LWE; the protocol is in the package."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from gmpy2 import mpz
+from numpy.typing import ArrayLike
+
+from flower_ext.errors import InvalidValue, ProtocolError
+from flower_ext.secure.labels import derive
+from flower_ext.secure.masks import PairKeys
+from flower_ext.secure.threads import Progress
+from flower_ext.secure.weighting.blinds import user_order
+from flower_ext.secure.weighting.lattice.keys import public_key
+from flower_ext.secure.weighting.lattice.messages import (
+    COUNT_BYTES,
+    SEED_BYTES,
+    LatticeSum,
+    LatticeWeights,
+    MaskedCounts,
+    RoundOpening,
+    SealedSeed,
+    ServerKey,
+    SiloKey,
+    TransferAnswer,
+    check_round_number,
+)
+from flower_ext.secure.weighting.lattice.ring import Reals
+from flower_ext.secure.weighting.lattice.settings import LatticeSettings
+from flower_ext.secure.weighting.lattice.state import SiloStage, SiloState
+from flower_ext.secure.weighting.lattice.sums import EncryptedSum
+from flower_ext.secure.weighting.lattice.weighing import Weighing
+from flower_ext.secure.weighting.lattice.weights import OpenedWeights
+from flower_ext.secure.weighting.messages import check_senders
+from flower_ext.secure.weighting.oblivious import Receiver
+
+_SEED = "seed"
+_COUNTS = "counts"
+_SUM = "sum"
+_SEEDING_SILO = 0
+
+
+class LatticeSilo:
+    """One silo. Everything it holds is secret but what its methods return.
+
+    Call `key`, `receive_keys`, then `seal_seed` and `answer_transfer` (silo 0) or `open_seed` (the
+    others), then `mask_counts`, `receive_weights` in every epoch, and `weigh` in every round.
+
+    Parameters
+    ----------
+    settings : LatticeSettings
+    index : int
+        Its place among the silos, from zero.
+    save : callable, optional
+        Stores `export_state` durably. It is called before an epoch or a round is used, so that a
+        silo that restarts from what was stored uses none again.
+    workers : int
+        Threads.
+    """
+
+    def __init__(
+        self,
+        settings: LatticeSettings,
+        index: int,
+        *,
+        save: Callable[[bytes], None] | None = None,
+        workers: int = 1,
+    ) -> None:
+        if not 0 <= index < settings.silos:
+            raise InvalidValue(
+                f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
+            )
+        self.settings = settings
+        self.index = index
+        self._save = save
+        self._workers = workers
+        self._pairs = PairKeys(context=settings.context, index=index)
+        self._stage = SiloStage.NEW
+        self._silo_keys: dict[int, bytes] = {}
+        self._server_key: ServerKey | None = None
+        self._seed = b""
+        self._order: list[int] = []
+        self._counts: list[int] = []
+        self._last_epoch = self._last_round = 0
+        self._digest = b""
+        self._weights: OpenedWeights | None = None
+
+    def __repr__(self) -> str:
+        return f"LatticeSilo(index={self.index}, stage={self._stage.name.lower()})"
+
+    @property
+    def key(self) -> SiloKey:
+        """Its X25519 public key, for the other silos."""
+        self._store()
+        return SiloKey(silo=self.index, public=self._pairs.public)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal at all silos, unless the server swapped keys on the way or has several itself."""
+        return self._pairs.fingerprint
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch whose weights this silo holds in memory."""
+        return None if self._weights is None else self._weights.epoch
+
+    def receive_keys(self, server_key: ServerKey, silo_keys: Sequence[SiloKey]) -> None:
+        """Take the server's public key and all silos' public keys.
+
+        Raises
+        ------
+        ProtocolError
+            A second time.
+        ValueError
+            A key is missing or unfit.
+        """
+        self._expect(SiloStage.NEW)
+        for message in (server_key, *silo_keys):
+            message.check(self.settings)
+        public_key(server_key.public_seed, server_key.words)  # refuses
+        check_senders([key.silo for key in silo_keys], range(self.settings.silos))
+        keys = {key.silo: key.public for key in silo_keys}
+        self._pairs.agree(keys, server_key=server_key.to_bytes())
+        self._silo_keys, self._server_key = keys, server_key
+        self._advance(SiloStage.KEYED)
+
+    def seal_seed(self) -> list[SealedSeed]:
+        """Draw this silo's part of the silos' seed and seal it for every other silo. Silo 0 only.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order, or not silo 0.
+        """
+        self._expect(SiloStage.KEYED)
+        if self.index != _SEEDING_SILO:
+            raise ProtocolError(f"silo {self.index} opens a seed; silo {_SEEDING_SILO} seals it")
+        part = secrets.token_bytes(SEED_BYTES)
+        sealed = [
+            SealedSeed(receiver=silo, sealed=self._pairs.seal(silo, _SEED, part))
+            for silo in range(1, self.settings.silos)
+        ]
+        self._set_seed(part)
+        self._advance(SiloStage.SEEDED)
+        return sealed
+
+    def open_seed(self, message: SealedSeed) -> None:
+        """Take silo 0's part of the silos' seed.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order, or this is silo 0.
+        ValueError
+            For another silo, or not sealed by silo 0 in this run.
+        """
+        self._expect(SiloStage.KEYED)
+        message.check(self.settings)
+        if self.index == _SEEDING_SILO:
+            raise ProtocolError(f"silo {_SEEDING_SILO} seals the seed; it opens none")
+        if message.receiver != self.index:
+            raise InvalidValue(f"seed for silo {message.receiver}: expected one for {self.index}")
+        self._set_seed(self._pairs.open(_SEEDING_SILO, _SEED, message.sealed))
+        self._advance(SiloStage.SEEDED)
+
+    def answer_transfer(self) -> TransferAnswer:
+        """Return the silos' choices ρ_u, which all silos derive from their seed. Silo 0 only.
+
+        Raises
+        ------
+        ProtocolError
+            Before the seed, or not silo 0.
+        """
+        self._expect(SiloStage.SEEDED)
+        if self.index != _SEEDING_SILO:
+            raise ProtocolError(f"silo {self.index} answers nothing; silo {_SEEDING_SILO} does")
+        return TransferAnswer(answer=self._receiver.answer)
+
+    def mask_counts(self, counts: Sequence[int]) -> MaskedCounts:
+        """Return how many records of each user are here, masked modulo M; silo 0 adds ρ_u.
+
+        Parameters
+        ----------
+        counts : Sequence of int
+            One a user, in the order of users that all silos share; zero where there is none.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order.
+        TypeError
+            A count is no integer.
+        ValueError
+            Wrong length, negative, or above this silo's limit.
+        """
+        self._expect(SiloStage.SEEDED)
+        counts = [operator.index(count) for count in counts]
+        limit = self.settings.record_limit(self.index)
+        if len(counts) != self.settings.users:
+            raise InvalidValue(f"counts of {len(counts)} users: expected {self.settings.users}")
+        if not all(0 <= count <= limit for count in counts):
+            raise InvalidValue(f"counts: expected 0 to {limit} records of each user in this silo")
+        self._counts = counts
+        self._advance(SiloStage.COUNTED)
+        users, choices = self.settings.users, self.settings.choices
+        masks = self._pairs.additive_masks(_COUNTS, 0, users, mpz(choices))
+        shifts = self._receiver.choices if self.index == _SEEDING_SILO else [0] * users
+        masked = [
+            (counts[user] + shift + int(mask)) % choices
+            for user, shift, mask in zip(self._order, shifts, masks, strict=True)
+        ]
+        packed = b"".join(count.to_bytes(COUNT_BYTES, "big") for count in masked)
+        return MaskedCounts(silo=self.index, counts=packed)
+
+    def receive_weights(self, message: LatticeWeights) -> None:
+        """Take an epoch's weights. The epoch counts as used before anything is opened.
+
+        After a restart, or at any time, the weights of the last epoch are taken again if they are
+        the same to the last bit.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order; the epoch is below the last, or the same with other weights. These would
+            show N_u.
+        ValueError
+            Malformed.
+        """
+        self._expect(SiloStage.COUNTED)
+        message.check(self.settings)
+        digest = hashlib.sha256(message.to_bytes()).digest()
+        if message.epoch != self._last_epoch or digest != self._digest:
+            if message.epoch <= self._last_epoch:
+                raise ProtocolError(
+                    f"weights of epoch {message.epoch}: expected an epoch above {self._last_epoch}"
+                )
+            self._last_epoch, self._digest, self._weights = message.epoch, digest, None
+            self._store()
+        if self._weights is None:
+            self._weights = OpenedWeights(
+                self.settings,
+                self._told.public_seed,
+                message,
+                keys=self._transfer_keys,
+                choices=self._receiver.choices,
+            )
+
+    def begin(self, opening: RoundOpening) -> Weighing:
+        """Begin a round, to which users' updates are then added a few at a time.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order, the round is not above the last, or its weights are not here.
+        """
+        self._check_round(opening)
+        counts = {user: count for user, count in enumerate(self._counts) if count}
+        assert self._weights is not None  # the round is of its epoch
+        return Weighing(
+            self.settings,
+            opening,
+            silo=self.index,
+            counts=counts,
+            places={user: place for place, user in enumerate(self._order)},
+            weights=self._weights,
+            total=EncryptedSum(self.settings, self._public, workers=self._workers),
+            masks=self._use_round,
+        )
+
+    def weigh(
+        self,
+        opening: RoundOpening,
+        updates: Mapping[int, ArrayLike],
+        noise: ArrayLike,
+        *,
+        progress: Progress | None = None,
+    ) -> LatticeSum:
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+
+        Parameters
+        ----------
+        updates : Mapping[int, ArrayLike]
+            Clipped update of every user that has records here, by user; each of shape
+            (coordinates,) and an L2 norm of at most C. Memory-mapped arrays will do.
+        noise : ArrayLike
+            This silo's share of the noise, of shape (coordinates,).
+        progress : callable, optional
+            Counts groups of 32,768 coordinates.
+
+        Raises
+        ------
+        ProtocolError
+            Out of order, the round is not above the last, or its weights are not here.
+        ValueError
+            Updates of other users than those with records here; wrong shapes; values that are not
+            finite or out of bounds; noise that is too small. Nothing has left then, and the round
+            can be tried again.
+        """
+        weighing = self.begin(opening)
+        weighing.check_noise(noise)
+        weighing.add(updates, progress=progress)
+        return weighing.finish(noise)
+
+    def export_state(self) -> bytes:
+        """Return all that a restart needs, at any stage.
+
+        Holds secrets in the clear: store it where others cannot read, and send it nowhere.
+        """
+        state = SiloState(
+            index=self.index,
+            stage=self._stage,
+            private=self._pairs.private,
+            silo_keys=[key for _, key in sorted(self._silo_keys.items())],
+            server_key=b"" if self._server_key is None else self._server_key.to_bytes(),
+            seed=self._seed,
+            counts=self._counts,
+            last_epoch=self._last_epoch,
+            weights_digest=self._digest,
+            last_round=self._last_round,
+        )
+        return state.encode(self.settings)
+
+    @classmethod
+    def from_state(
+        cls,
+        settings: LatticeSettings,
+        state: bytes,
+        *,
+        save: Callable[[bytes], None] | None = None,
+        workers: int = 1,
+    ) -> LatticeSilo:
+        """Return a silo as it was exported, at the same stage.
+
+        Epochs and rounds up to its last ones stay used. It needs the weights of the epoch again.
+
+        Raises
+        ------
+        ValueError
+            Not a state of these settings.
+        """
+        kept = SiloState.decode(state, settings)
+        silo = cls(settings, kept.index, workers=workers)
+        silo._pairs = PairKeys(context=settings.context, index=kept.index, private=kept.private)
+        if kept.stage is not SiloStage.NEW:
+            silo._silo_keys = dict(enumerate(kept.silo_keys))
+            silo._server_key = ServerKey.from_bytes(kept.server_key, settings)
+            silo._pairs.agree(silo._silo_keys, server_key=kept.server_key)
+        if kept.stage in (SiloStage.SEEDED, SiloStage.COUNTED):
+            silo._seed = kept.seed
+            silo._order = user_order(kept.seed, settings.users)
+        silo._counts = kept.counts
+        silo._last_epoch, silo._digest = kept.last_epoch, kept.weights_digest
+        silo._last_round = kept.last_round
+        silo._stage = kept.stage
+        silo._save = save
+        return silo
+
+    @property
+    def _told(self) -> ServerKey:
+        assert self._server_key is not None  # from stage KEYED on
+        return self._server_key
+
+    @cached_property
+    def _public(self) -> Reals:
+        return public_key(self._told.public_seed, self._told.words)
+
+    @cached_property
+    def _receiver(self) -> Receiver:
+        return Receiver(
+            self._told.transfer,
+            derive(self._seed, "transfer"),
+            transfers=self.settings.users,
+            choices=self.settings.choices,
+            workers=self._workers,
+        )
+
+    @cached_property
+    def _transfer_keys(self) -> list[bytes]:
+        return self._receiver.keys()
+
+    def _set_seed(self, part: bytes) -> None:
+        if len(part) != SEED_BYTES:
+            raise InvalidValue(f"seed of {len(part)} bytes: expected {SEED_BYTES}")
+        # The server's part keeps silo 0 from choosing the seed, and silo 0's hides it.
+        self._seed = derive(part, "seed", self._told.nonce, self.settings.context)
+        self._order = user_order(self._seed, self.settings.users)
+
+    def _check_round(self, opening: RoundOpening) -> None:
+        self._expect(SiloStage.COUNTED)
+        check_round_number(opening.round_number, self._last_round, self.settings)
+        if self.epoch != opening.epoch:
+            raise ProtocolError(
+                f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"
+            )
+
+    def _use_round(self, opening: RoundOpening) -> list[tuple[bytes, bool]]:
+        """Store that the round is used, and return the keys of its masks."""
+        self._check_round(opening)
+        self._last_round = opening.round_number
+        self._store()
+        return self._pairs.mask_keys(_SUM, opening.round_number)
+
+    def _expect(self, stage: SiloStage) -> None:
+        if self._stage is not stage:
+            raise ProtocolError(
+                f"silo {self.index} is {self._stage.name.lower()}: "
+                f"expected it to be {stage.name.lower()}"
+            )
+
+    def _advance(self, stage: SiloStage) -> None:
+        self._stage = stage
+        self._store()
+
+    def _store(self) -> None:
+        if self._save is not None:
+            self._save(self.export_state())

@@ -1,0 +1,164 @@
+"""One epoch's encrypted weights: what the server sends, and what the silos open of it.
+
+The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u. It sends b_u = e_u - a_u · s but for its
+constant word β_u, and for every i = 0, …, M - 1 the word β_u + y_u · W[x_u - i] under a key of
+which the silos hold the one at i = ρ_u = x_u - N_u. y_u is 1 if the user was drawn, otherwise 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.lattice import ring
+from flower_ext.secure.weighting.lattice.keys import SecretKey, key_pairs
+from flower_ext.secure.weighting.lattice.layout import DEGREE
+from flower_ext.secure.weighting.lattice.messages import LatticeWeights
+from flower_ext.secure.weighting.lattice.ring import PRIMES, RESIDUE_BYTES, Reals
+from flower_ext.secure.weighting.lattice.samplers import Stream, public_polynomial
+from flower_ext.secure.weighting.lattice.settings import WEIGHT_BITS, LatticeSettings
+from flower_ext.secure.weighting.oblivious import KEY_BYTES
+
+_ENTRY_BYTES = 2 * RESIDUE_BYTES
+_TOGETHER = 64
+"""Users whose polynomials are made together."""
+_KEPT = 1024
+"""Users whose transforms stay in memory, of 128 KB each; those of others are made when needed."""
+
+
+def weight_table(choices: int) -> NDArray[np.int64]:
+    """Return W: zero, and ⌊2^k / j⌋ for every j from 1 to ``choices - 1``."""
+    return np.array([0] + [2**WEIGHT_BITS // j for j in range(1, choices)], dtype=np.int64)
+
+
+def encrypt(
+    settings: LatticeSettings,
+    secret: SecretKey,
+    public_seed: bytes,
+    *,
+    epoch: int,
+    shifted: Sequence[int],
+    drawn: Collection[int],
+    keys: Sequence[bytes],
+) -> LatticeWeights:
+    """Return the weights of an epoch, with fresh a_u and e_u.
+
+    Parameters
+    ----------
+    epoch : int
+        Never used before: it determines the a_u, and two sets of weights under the same a_u and
+        e_u show N_u.
+    shifted : Sequence of int
+        x_u of every place in the silos' secret order.
+    drawn : Collection of int
+        Places that take part.
+    keys : Sequence of bytes
+        The M keys of every place, joined.
+    """
+    users, choices = settings.users, settings.choices
+    table, errors = weight_table(choices), Stream.fresh()
+    words, sealed = np.empty((2, users, DEGREE)), bytearray()
+    for start in range(0, users, _TOGETHER):
+        places = range(start, min(start + _TOGETHER, users))
+        drawn_errors = errors.errors(len(places) * DEGREE).reshape(-1, DEGREE).astype(np.float64)
+        masks = _masks(public_seed, epoch, places)
+        words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
+    for place in range(users):
+        weights = table[(shifted[place] - np.arange(choices)) % choices] * int(place in drawn)
+        entries = [
+            (int(words[prime, place, 0]) + weights) % own.value for prime, own in enumerate(PRIMES)
+        ]
+        text = ring.to_words(np.stack(entries, axis=1))
+        pads = b"".join(
+            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], epoch, place, i)
+            for i in range(choices)
+        )
+        sealed += np.bitwise_xor(
+            np.frombuffer(text, np.uint8), np.frombuffer(pads, np.uint8)
+        ).tobytes()
+    return LatticeWeights(epoch=epoch, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed))
+
+
+class OpenedWeights:
+    """The weights of one epoch as silos use them: an encryption for each place.
+
+    Parameters
+    ----------
+    keys : Sequence of bytes
+        The key that the silos hold, of every place.
+    choices : Sequence of int
+        ρ_u of every place.
+
+    Raises
+    ------
+    ValueError
+        Words that are not below their primes.
+    """
+
+    def __init__(
+        self,
+        settings: LatticeSettings,
+        public_seed: bytes,
+        message: LatticeWeights,
+        *,
+        keys: Sequence[bytes],
+        choices: Sequence[int],
+    ) -> None:
+        self.epoch = message.epoch
+        self._public_seed = public_seed
+        users = settings.users
+        shape = (2, users, DEGREE - 1)
+        ring.from_words(message.words, shape, name="weights")  # refuses
+        self._words = np.frombuffer(message.words, np.uint8).reshape(*shape, RESIDUE_BYTES)
+        opened = bytearray()
+        for place, (key, choice) in enumerate(zip(keys, choices, strict=True)):
+            at = (place * settings.choices + choice) * _ENTRY_BYTES
+            pad = _pad(settings, key, message.epoch, place, choice)
+            entry = message.sealed[at : at + _ENTRY_BYTES]
+            opened += bytes(x ^ y for x, y in zip(entry, pad, strict=True))
+        raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
+        try:
+            self._constants = ring.from_words(raw.tobytes(), (2, users), name="weights")
+        except InvalidValue as error:
+            raise InvalidValue("weights: expected those sealed for these silos") from error
+        self._kept: dict[int, Reals] = {}
+
+    def keys(self, places: Sequence[int]) -> Reals:
+        """Return the transforms (places, 2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
+        found = np.empty((len(places), 2, 2, DEGREE))
+        missing = []
+        for at, place in enumerate(places):
+            if place in self._kept:
+                found[at] = self._kept[place]
+            else:
+                missing.append(at)
+        if missing:
+            made = self._made([places[at] for at in missing])
+            found[missing] = made
+            for at, own in zip(missing, made, strict=True):
+                if len(self._kept) < _KEPT:
+                    self._kept[places[at]] = own.copy()
+        return found
+
+    def _made(self, places: Sequence[int]) -> Reals:
+        words = np.empty((2, len(places), DEGREE))
+        words[:, :, 0] = self._constants[:, places]
+        raw = np.ascontiguousarray(self._words[:, places])
+        words[:, :, 1:] = ring.from_words(raw.reshape(-1), raw.shape[:3], name="weights")
+        return key_pairs(words, _masks(self._public_seed, self.epoch, places))
+
+
+def _masks(public_seed: bytes, epoch: int, places: Sequence[int]) -> Reals:
+    """Return the transforms (2, places, DEGREE) of a_u."""
+    made = [public_polynomial(public_seed, "weights", epoch, place) for place in places]
+    return np.stack(made, axis=1)
+
+
+def _pad(settings: LatticeSettings, key: bytes, epoch: int, place: int, choice: int) -> bytes:
+    """Return what hides one entry: BLAKE2b under the entry's key, a pseudorandom function."""
+    label = b"%s entry %d %d %d" % (settings.context, epoch, place, choice)
+    return hashlib.blake2b(label, key=key, digest_size=_ENTRY_BYTES).digest()

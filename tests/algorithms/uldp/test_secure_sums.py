@@ -1,0 +1,345 @@
+"""Uldp-FL under secure sums: each user's part is whole numbers, and the server sees sums alone."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from scipy import stats
+
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd, averaging
+from flower_ext.data import Examples, SiloData
+from flower_ext.federation import InProcessGrid, records
+from flower_ext.privacy import (
+    AdversaryView,
+    FullParticipation,
+    PoissonSampling,
+    SecureSum,
+    SeededNoise,
+    gaussian_loss,
+    privacy_loss_of,
+)
+from flower_ext.training import LocalTraining
+from tests.support.losing import Losing, stage_of
+from tests.support.silos import COMMON, LOCAL, SEED, SILOS, USERS, plan, silo, silos, task
+from tests.support.travelling import Recorder
+
+ALL = SecureSum(colluding=0.0, dropouts=0.0)
+SERVER_RATE = COMMON["server_learning_rate"]
+METHODS = [
+    pytest.param(partial(UldpAvg, local=LOCAL), id="avg"),
+    pytest.param(partial(UldpAvg, local=LOCAL, weighting="by-records"), id="avg-w"),
+    pytest.param(UldpSgd, id="sgd"),
+    pytest.param(partial(UldpSgd, weighting="by-records"), id="sgd-w"),
+    pytest.param(partial(UldpNaive, local=LOCAL), id="naive"),
+]
+SAMPLED = PoissonSampling(USERS, 0.4)
+
+
+def secure(sampling=None, sums=ALL, **changes):
+    return plan(sampling, secure_aggregation=sums, **changes)
+
+
+def run(strategy, data=None, grid=InProcessGrid, rounds=1, **facts):
+    app = type(strategy).client_app(task(data), allow_seeded_noise=True)
+    found = grid(app, num_clients=strategy.num_silos)
+    for name, value in facts.items():
+        setattr(found, name, frozenset(value))
+    start = ArrayRecord(task().initial_params(SEED))
+    result = strategy.start(found, start, num_rounds=rounds)
+    return found, records.to_arrays(result.arrays)
+
+
+def noise_of(strategy, answered=range(SILOS)):
+    """The noise of a first round's sum, which follows from the seed: silos' and the server's."""
+    own = strategy.accounted
+    share = own.cells_protection.share_stddev / own.cell
+    nothing = {n: np.zeros(p.shape, np.int64) for n, p in task().initial_params(SEED).items()}
+    total = dict(nothing)
+    for number in answered:
+        drawn = SeededNoise(SEED, "client-noise", number, 1).add_discrete_gaussian(nothing, share)
+        total = {name: total[name] + drawn[name] for name in total}
+    if missing := SILOS - len(answered):
+        server = SeededNoise(SEED, "server-noise", 1)
+        ordered = {name: total[name] for name in sorted(total)}
+        total = server.add_discrete_gaussian(ordered, share * np.sqrt(missing))
+    return {name: array * own.cell for name, array in total.items()}
+
+
+# The sum ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "sampling"),
+    [pytest.param(*m.values, FullParticipation(USERS), id=m.id) for m in METHODS]
+    + [pytest.param(*m.values, SAMPLED, id=f"{m.id}-poisson") for m in METHODS if m.id != "naive"],
+)
+def test_the_model_is_that_of_plain_sums_but_for_known_noise_and_rounding_to_cells(make, sampling):
+    ours = make(plan=secure(sampling), **COMMON)
+    theirs = make(plan=plan(sampling, noise_multiplier=1e-9), **COMMON)
+    (_, one), (_, other) = run(ours), run(theirs)
+    assert ours.refusals == []
+    divisor = ours.accounted.sampling.expected_cohort_size
+    divisor *= 1 if isinstance(ours, UldpNaive) else SILOS
+    # Half a cell a user and silo, and the few cells by which a clipped one is shortened.
+    room = 6 * ours.accounted.cell * USERS * SILOS / divisor * SERVER_RATE
+    for name, noise in noise_of(ours).items():
+        clean = one[name] - SERVER_RATE * noise / divisor
+        np.testing.assert_allclose(clean, other[name], atol=room + 2e-6)
+        assert np.abs(one[name] - other[name]).max() > 20 * room  # the noise is there
+
+
+def cells_of(data, weighting="by-records", norm=0.01, local=LOCAL):
+    """Each silo's sum in cells, before noise; all users are asked."""
+    strategy = UldpAvg(plan=secure(clipping_norm=norm), weighting=weighting, local=local, **COMMON)
+    found = []
+    real = averaging.cells_over_users
+
+    def kept(*args, **more):
+        found.extend(real(*args, **more))
+        return found[-len(data) :]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "cells_over_users", kept)
+        run(strategy, data)
+    return found, norm / strategy.plan.cell
+
+
+def without(user, data):
+    def own(one):
+        kept = one.owners != user
+        train = Examples(one.train.features[kept], one.train.targets[kept])
+        return SiloData(train=train, test=one.test, owners=one.owners[kept])
+
+    return [own(one) for one in data]
+
+
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_one_user_moves_the_sum_over_silos_by_the_clipping_norm_at_most_exactly(weighting, scale):
+    data = silos()
+    for one in data:  # a user who pulls the same way in every silo, as hard as it can
+        mine = one.owners == 3
+        one.train.features[mine] = scale * torch.ones_like(one.train.features[mine])
+        one.train.targets[mine] = 0
+    (with_user, most), (others, _) = (
+        cells_of(each, weighting) for each in (data, without(3, data))
+    )
+    moved = 0
+    for name in with_user[0].value:
+        difference = sum(one.value[name] for one in with_user) - sum(
+            one.value[name] for one in others
+        )
+        moved += int(np.vdot(difference, difference))
+    assert 0 < moved <= most**2
+
+
+def test_no_user_moves_a_whole_number_of_another():
+    """A silo's sum is that of its users, each of whom trains without the others."""
+    (everyone, _) = cells_of(silos())
+    for number, one in enumerate(silos()):
+        summed = None
+        for user in range(USERS):
+            alone = without_all_but(user, one)
+            data = [alone if at == number else other for at, other in enumerate(silos())]
+            own = cells_with_weights_of_all(data, number)
+            summed = own if summed is None else summed + own
+        for name, array in everyone[number].value.items():
+            np.testing.assert_array_equal(summed.value[name], array)
+
+
+def without_all_but(user, one):
+    kept = one.owners == user
+    train = Examples(one.train.features[kept], one.train.targets[kept])
+    return SiloData(train=train, test=one.test, owners=one.owners[kept])
+
+
+def cells_with_weights_of_all(data, number):
+    """One silo's sum in cells with the weights that the whole federation's histogram gives."""
+    counted = silos()
+    with pytest.MonkeyPatch.context() as patch:
+        real = averaging.ask_silos
+
+        def asked(*args, **more):
+            real(*args, **more)
+            return np.stack([np.bincount(one.owners.numpy(), minlength=USERS) for one in counted])
+
+        patch.setattr(averaging, "ask_silos", asked)
+        return cells_of(data)[0][number]
+
+
+# Silos that are lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [METHODS[0], METHODS[4]])
+def test_where_none_may_be_lost_a_lost_silo_discards_the_round(make, logged):
+    strategy = make(plan=secure(), **COMMON)
+    _, found = run(strategy, grid=Losing, lost=[(1, "train")])
+    start = task().initial_params(SEED)
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, start[name])
+    assert "round 1 discarded" in logged.text
+    assert strategy.participations.in_sums == 0  # nobody saw a sum
+
+
+def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same():
+    still = LocalTraining(epochs=1, batch_size=4, learning_rate=1e-30)
+    sums = SecureSum(colluding=0.0, dropouts=0.3)
+    for lost in ((), (2,)):
+        strategy = UldpAvg(plan=secure(sums=sums), local=still, **COMMON)
+        assert strategy.accounted.sum_parameters.least_answers == 2
+        _, found = run(strategy, grid=Losing, lost=[(number, "train") for number in lost])
+        noise = noise_of(strategy, [number for number in range(SILOS) if number not in lost])
+        for name, start in task().initial_params(SEED).items():
+            expected = start.numpy() + SERVER_RATE * noise[name] / USERS / SILOS
+            np.testing.assert_allclose(found[name], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0])
+def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeypatch):
+    """What amplification by Poisson sampling takes for secret is not in the sum's noise."""
+    users = range(round(drawn * USERS))
+    monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng: list(users))
+    strategy = UldpAvg(plan=secure(SAMPLED), local=LOCAL, **COMMON)
+    grid, _ = run(strategy, grid=Recorder)
+    asked = [m.content[records.ROUND] for m in grid.sent if stage_of(m) == "train"]
+    assert len(asked) == SILOS
+    own = strategy.accounted
+    assert {round_["share-stddev"] for round_ in asked} == {own.cells_protection.share_stddev}
+    assert own.sum_bits == 32
+    assert own.cohort_size == SILOS
+    sizes = {len(r.content[records.UPDATE]["message"].numpy()) for r in uploads(grid)}
+    assert len(sizes) == 1
+
+
+def uploads(grid):
+    return [r for r in grid.received if r.metadata.message_type.startswith("train")]
+
+
+@pytest.mark.parametrize("make", METHODS)
+def test_nothing_but_a_masked_sum_leaves_a_silo_in_training(make):
+    strategy = make(plan=secure(), **{**COMMON, "seeded_noise": False})
+    grid, _ = run(strategy, grid=Recorder, rounds=20)
+    sent = [reply.content for reply in uploads(grid)]
+    assert len(sent) == 20 * SILOS
+    assert {tuple(content.keys()) for content in sent} == {(records.UPDATE,)}
+    numbers = sum(p.numel() for p in task().initial_params(SEED).values())
+    masked = [content[records.UPDATE]["message"].numpy()[-4 * numbers :] for content in sent]
+    counts = np.bincount(np.concatenate(masked), minlength=256)
+    assert stats.chisquare(counts).pvalue > 1e-10
+
+
+# What is promised ---------------------------------------------------------------------------------
+
+
+def by_view(strategy, basis="provable"):
+    return {one.view: one for one in strategy.guarantees() if one.basis == basis}
+
+
+@pytest.mark.parametrize("make", METHODS)
+def test_no_guarantee_assumes_what_the_run_does_not_provide(make):
+    strategy = make(plan=secure(), **COMMON)
+    run(strategy)
+    assumed = [text for one in strategy.guarantees() for text in one.assumptions]
+    assert not any("which this run does not provide" in text for text in assumed)
+    sums = by_view(strategy)[AdversaryView.SUM_ONLY].assumptions
+    assert any("at most 0 of each cohort of 3 collude" in text for text in sums)
+    assert any("sums of at least 3 uploads" in text for text in sums)
+    assert any("discrete Gaussian" in text for text in sums)
+
+
+def test_sums_are_not_amplified_since_the_server_knows_whom_it_drew():
+    strategy = UldpAvg(plan=secure(SAMPLED), local=LOCAL, **COMMON)
+    run(strategy, rounds=3)
+    found = by_view(strategy)
+    amplified = privacy_loss_of({strategy.plan.release: 3}, delta=1e-5).epsilon
+    assert found[AdversaryView.RELEASED_MODELS].epsilon == pytest.approx(amplified)
+    most = max(strategy.participations.uploads.values())
+    plainly = gaussian_loss(0.4, releases=most, delta=1e-5).epsilon
+    assert found[AdversaryView.SUM_ONLY].epsilon == pytest.approx(plainly)
+
+
+@pytest.mark.parametrize("weighting", ["equal", "by-records"])
+def test_colluding_silos_cost_their_noise_where_a_user_may_lie_in_the_others_alone(weighting):
+    """With equal weights the others send a smaller part of the user by as much."""
+    sums = SecureSum(colluding=0.34, dropouts=0.0)
+    strategy = UldpAvg(plan=secure(sums=sums), weighting=weighting, local=LOCAL, **COMMON)
+    run(strategy, rounds=2)
+    worth = 1.0 if weighting == "equal" else np.sqrt(2 / 3)
+    expected = gaussian_loss(0.4 * worth, releases=2, delta=1e-5).epsilon
+    found = by_view(strategy)[AdversaryView.SUM_ONLY]
+    assert found.epsilon == pytest.approx(expected)
+    assert any("at most 1 of each cohort of 3 collude" in text for text in found.assumptions)
+
+
+def test_with_weights_by_records_histograms_stay_on_the_list_of_what_is_not_covered():
+    strategy = UldpAvg(plan=secure(), weighting="by-records", local=LOCAL, **COMMON)
+    run(strategy)
+    shown = by_view(strategy)[AdversaryView.SUM_ONLY].not_covered
+    assert any("the silos tell the server" in text for text in shown)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
+    with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
+        UldpAvg(plan=secure(), num_silos=2)
+    with pytest.raises(ValueError, match="a cohort of 2: expected at least 3"):
+        UldpNaive(plan=secure(), num_silos=2)
+    with pytest.raises(ValueError, match="silos=4 of the plan: expected num_silos=3"):
+        UldpAvg(plan=secure(silos=4), num_silos=3)
+    with pytest.raises(ValueError, match="noise is in every step"):
+        UldpGroup(
+            num_silos=3,
+            num_users=USERS,
+            group_size=2,
+            local=None,
+            delta=1e-5,
+            secure_aggregation=ALL,
+        )
+
+
+def test_private_weighting_has_a_secure_sum_of_its_own():
+    pytest.importorskip("gmpy2")
+    from flower_ext.algorithms.uldp import PrivateUldpAvg
+
+    with pytest.raises(ValueError, match="secure_aggregation of the plan: expected None"):
+        PrivateUldpAvg(plan=secure(dropout_policy="discard"), num_silos=3)
+
+
+@pytest.mark.parametrize(
+    "told", [{averaging.CELL: 2.0**-9}, {averaging.CLIPPING_NORM: 1.0}, {averaging.CELL: None}]
+)
+def test_a_silo_refuses_cells_or_bounds_that_the_noise_is_not_for(told, monkeypatch):
+    strategy = UldpAvg(plan=secure(), local=LOCAL, **COMMON)
+    right = dict(strategy.settings)
+    changed = {name: value for name, value in {**right, **told}.items() if value is not None}
+    monkeypatch.setattr(UldpAvg, "settings", property(lambda self: changed))
+    with pytest.raises(RuntimeError, match=r"each unit's part of the update|the method made none"):
+        run(strategy)
+
+
+def test_a_silo_without_records_takes_part_with_nothing_but_its_noise():
+    data = [*silos(2), silo(2, records_=0)]
+    strategy = UldpAvg(plan=secure(), local=LOCAL, **COMMON)
+    grid, _ = run(strategy, data, grid=Recorder)
+    assert strategy.refusals == []
+    assert len(uploads(grid)) == SILOS
+
+
+def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
+    data = silos()
+    data[0].train.features[data[0].owners == 4] = 1e38
+    strategy = UldpAvg(plan=secure(), local=replace(LOCAL, learning_rate=1e3), **COMMON)
+    _, found = run(strategy, data)
+    assert strategy.refusals == []
+    assert all(np.isfinite(array).all() for array in found.values())
+
+
+def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):
+    wide = secure(noise_multiplier=2.0**13)
+    run(UldpAvg(plan=wide, local=LOCAL, **COMMON))
+    assert "most of it is lost" in logged.text
