@@ -271,7 +271,7 @@ class PrivateUldpAvg(UldpAvg):
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
 
 
-def _upload(arrays: records.Arrays) -> Upload:
+def _upload(arrays: Mapping[str, np.ndarray]) -> Upload:
     return Upload(round_number=int(arrays[NUMBER]), data=arrays[SUM].tobytes())
 
 
