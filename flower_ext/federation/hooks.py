@@ -38,6 +38,7 @@ from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
+from flower_ext.federation.uploads import in_parts
 from flower_ext.privacy import (
     Budget,
     Guarantee,
@@ -241,9 +242,21 @@ class MethodHooks(RunLoop):
             noise=self._noise("server-noise", self.next_training),
         )
         if not self.accounted.weighs_examples:
-            return aggregate((update.arrays for _, update in updates), like=self.sent)
+            parts = in_parts(update.arrays for _, update in updates)
+            return aggregate(parts, like=self.sent)
         uploads = (times_examples(own.arrays, own.metrics["num-examples"]) for _, own in updates)
         return weighted_mean(lambda like: aggregate(uploads, like=like), like=self.sent)
+
+    @property
+    def only_adds(self) -> bool:
+        """True where the server makes nothing of updates but their sum."""
+        return (
+            not self.needs_each_update
+            and self.secure_round is None
+            and type(self).combine is MethodHooks.combine
+            and not self.accounted.weighs_examples
+            and not self.accounted.bounds_models
+        )
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.evaluation import summarize
-from flower_ext.federation.arrays import payload_bytes
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import LARGE_DELTA
 from flower_ext.runs import RunDirectory

@@ -24,7 +24,8 @@ from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.protection import to_facts
 from flower_ext.federation.secure_sum import SecureRound
-from flower_ext.federation.state.checkpoint import Asked
+from flower_ext.federation.state.checkpoint import Asked as AskedUnits
+from flower_ext.federation.uploads import Asked
 from flower_ext.privacy import (
     Guarantee,
     secure_generator,
@@ -157,9 +158,10 @@ class FederatedStrategy(Evaluating):
         same = derived_seed(self.seed or 0, "release", self.checkpoints.run_id, number)
         self.spending.reserve(self.accounted.release, server_round, same if self.repeats else None)
         counts = (how_many, None) if self.secure_round is None else self.secure_round.counts
-        self.checkpoints.asked(Asked(number, who, *counts))
+        self.checkpoints.asked(AskedUnits(number, who, *counts))
         self.progress.row["cohort"] = how_many
-        return self.exchange.ask("train", contents, server_round)
+        asked = self.exchange.ask("train", contents, server_round)
+        return Asked(asked, self.accounted) if self.only_adds else asked
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

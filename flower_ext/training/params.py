@@ -26,8 +26,15 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
     return {name: tensor.to(device) for name, tensor in params.items()}
 
 
-def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
+def difference(
+    after: Mapping[str, Tensor], before: Mapping[str, Tensor], room: Params | None = None
+) -> Params:
     """Return ``after − before`` for every name of ``after``.
+
+    Parameters
+    ----------
+    room : Mapping[str, Tensor], optional
+        Tensors of the same names, shapes and types, which are written and returned.
 
     Raises
     ------
@@ -41,7 +48,11 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
                 "same part of both, as {name: after[name] for name in before}"
             )
         )
-    return {name: after[name] - before[name] for name in after}
+    if room is None:
+        return {name: after[name] - before[name] for name in after}
+    for name, into in room.items():
+        torch.sub(after[name], before[name], out=into)
+    return room
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:

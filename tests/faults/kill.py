@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 
 from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.engines.virtual import Answer, CohortApp
 from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.participations import Participations
@@ -138,11 +138,11 @@ def play(trial: Trial) -> None:
 
 
 def _witnessed(
-    answer: Callable[..., list[RecordDict | Exception]], witness: int
-) -> Callable[..., list[RecordDict | Exception]]:
+    answer: Callable[..., Sequence[Answer]], witness: int
+) -> Callable[..., Sequence[Answer]]:
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
-    ) -> list[RecordDict | Exception]:
+    ) -> Sequence[Answer]:
         replies = answer(messages, contexts, **options)
         number = messages[0].content.config_records[records.ROUND]["number"]
         clients = [context.node_config["partition-id"] for context in contexts]

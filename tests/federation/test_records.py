@@ -4,7 +4,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.federation import RefusedReply, records
-from flower_ext.federation.arrays import UnsentArray, payload_bytes
+from flower_ext.federation.arrays import UnsentArray
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply
 

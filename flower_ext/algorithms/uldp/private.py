@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from logging import getLogger
 from typing import Any
 
@@ -27,8 +28,6 @@ from flower_ext.algorithms.one_phase import shared_model
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.private_silo import answer, local_update
 from flower_ext.algorithms.uldp.private_weights import PrivateWeights
-from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
-from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
 from flower_ext.algorithms.uldp.weighting.protocol import (
     LOST,
     NUMBER,
@@ -51,9 +50,12 @@ log = getLogger("flwr")
 
 _SENSITIVITY = "sensitivity"
 _RESIDUE = "residue"
-_PROTOCOLS: Mapping[str, type[WeightingProtocol]] = {
-    protocol.name: protocol for protocol in (PrivateWeighting, LatticeWeighting)
+_WEIGHTING = "flower_ext.algorithms.uldp.weighting"
+_PROTOCOLS = {
+    "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
+    "lattice": (f"{_WEIGHTING}.lattice", "LatticeWeighting"),
 }
+"""Module and class of each protocol; imported when named, because a client needs neither."""
 
 
 def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
@@ -70,7 +72,9 @@ def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
         raise InvalidValue(
             f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or settings of one"
         )
-    return _PROTOCOLS[protocol]()
+    module, name = _PROTOCOLS[protocol]
+    settings: WeightingProtocol = getattr(import_module(module), name)()
+    return settings
 
 
 class PrivateUldpAvg(UldpAvg):
@@ -271,7 +275,7 @@ class PrivateUldpAvg(UldpAvg):
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
 
 
-def _upload(arrays: records.Arrays) -> Upload:
+def _upload(arrays: Mapping[str, np.ndarray]) -> Upload:
     return Upload(round_number=int(arrays[NUMBER]), data=arrays[SUM].tobytes())
 
 

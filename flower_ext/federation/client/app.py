@@ -12,6 +12,7 @@ from flower_ext.federation.client.method import ClientMethod
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.cohort import IDENTITY, check_addressee, identity
 from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.uploads import Upload
 from flower_ext.training import (
     Task,
 )
@@ -85,8 +86,9 @@ def _identities(
     return [identity(context.node_config) for context in contexts]
 
 
-def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:
+def _own_reply(message: Message, made: Sequence[RecordDict | Upload | Exception]) -> Message:
     (own,) = made
     if isinstance(own, Exception):
         raise own
+    assert isinstance(own, RecordDict)
     return Message(own, reply_to=message)

@@ -148,9 +148,11 @@ class LocalResult:
         check_yielded(self.update)
 
     def bounded(
-        self, received: Params, *, whole: bool
+        self, received: Params, *, whole: bool, room: Params | None = None
     ) -> Params | BoundedSum | CellSum | HiddenSum:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
+
+        A difference is written to ``room``, if there is any (see `difference`).
 
         Raises
         ------
@@ -160,7 +162,7 @@ class LocalResult:
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else difference(self.model, received)
+            return self.model if whole else difference(self.model, received, room)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(
