@@ -1,4 +1,4 @@
-"""Arrays of a model as Flower carries them, in this process or out of it, and their bytes."""
+"""A model's arrays as Flower records, within this process or serialised."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Arrays = dict[str, np.ndarray]
 
 
 class UnsentArray(Array):
-    """An array that becomes bytes only where it leaves this process.
+    """An array that is serialised only when it leaves this process.
 
-    Flower's own serialises at once, which clients in the server's process would do for nothing.
-    Whoever makes one must not change ``values`` afterwards.
+    Flower's own class serialises at once, in vain if clients run in the server's process. Do not
+    change ``values`` afterwards.
     """
 
     values: np.ndarray
@@ -34,25 +34,25 @@ class UnsentArray(Array):
 
     @property
     def dtype(self) -> str:  # type: ignore[override]
-        """As NumPy names it."""
+        """NumPy's name of the type."""
         return _name(self.values.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of ``values``."""
+        """Shape of ``values``."""
         return self.values.shape
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
-        """As Flower serialises."""
+        """Bytes as Flower serialises them."""
         return bytes(Array(self.values).data)
 
     def deflate(self) -> bytes:
-        """As Flower's own, under its name: SuperLink takes arrays by no other."""
+        """Return the bytes of Flower's own class, the only one that SuperLink accepts."""
         return bytes(Array(self.values).deflate())
 
     def numpy(self) -> np.ndarray:
-        """A copy, as from bytes."""
+        """Return a copy, as Flower's class does."""
         return self.values.copy()
 
 
@@ -62,9 +62,9 @@ def _name(dtype: np.dtype) -> str:
 
 
 def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Tensors or arrays as an ArrayRecord, on the CPU, order kept; not to be changed afterwards."""
+    """Return tensors or arrays as an ArrayRecord on the CPU, in order. Do not change them later."""
     arrays = {
-        # NumPy makes bare numbers of arrays without dimensions; Flower takes arrays only.
+        # NumPy may turn arrays without dimensions into numbers, but Flower takes only arrays.
         name: UnsentArray(np.asarray(v.numpy(force=True) if isinstance(v, Tensor) else v))
         for name, v in params.items()
     }
@@ -72,30 +72,31 @@ def to_record(params: Mapping[str, Tensor] | Mapping[str, np.ndarray]) -> ArrayR
 
 
 def to_params(record: ArrayRecord) -> Params:
-    """An ArrayRecord as tensors, each with its own memory."""
+    """Return an ArrayRecord as tensors, each with its own memory."""
     return {name: torch.from_numpy(values.copy()) for name, values in to_arrays(record).items()}
 
 
 def to_arrays(record: ArrayRecord) -> Arrays:
-    """An ArrayRecord as NumPy arrays, which are not to be changed."""
+    """Return an ArrayRecord as NumPy arrays. Do not change them."""
     return {name: read_array(array) for name, array in record.items()}
 
 
 def read_array(array: Array) -> np.ndarray:
-    """One array, which is not to be changed.
+    """Return one array. Do not change it.
 
     Raises
     ------
     ValueError
-        Its bytes are not what its header says, or hold Python objects.
+        The bytes do not match their header, or hold Python objects.
     """
     return array.values if isinstance(array, UnsentArray) else _read_npy(array)
 
 
 def _read_npy(array: Array) -> np.ndarray:
-    """One array in NumPy's format and nothing else: no pickle, no archive, nothing after it.
+    """Read one array in NumPy's format; refuse pickles, archives and surplus bytes.
 
-    Unlike ``numpy.load``, it takes no memory for numbers that are only announced.
+    Unlike ``numpy.load``, it allocates no memory for numbers that the header claims but that are
+    missing.
     """
     if array.stype != "numpy.ndarray":
         raise InvalidValue(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
@@ -107,11 +108,15 @@ def _read_npy(array: Array) -> np.ndarray:
     shape, fortran_order, dtype = read_header(file)
     start = file.tell()
     if dtype.hasobject:
-        raise InvalidValue("it holds pickled objects")
+        raise InvalidValue("the array holds pickled objects: expected numbers")
     if (tuple(array.shape), array.dtype) != (shape, str(dtype)):
-        raise InvalidValue(f"it holds {dtype}{shape}, not {array.dtype}{tuple(array.shape)}")
+        raise InvalidValue(
+            f"the array holds {dtype}{shape}: expected {array.dtype}{tuple(array.shape)}"
+        )
     if min(shape, default=0) < 0 or len(array.data) - start != math.prod(shape) * dtype.itemsize:
-        raise InvalidValue(f"{len(array.data) - start} bytes for {dtype}{shape}")
+        raise InvalidValue(
+            f"{len(array.data) - start} bytes: expected the numbers of {dtype}{shape}"
+        )
     values = np.frombuffer(array.data, dtype, count=math.prod(shape), offset=start)
     return values.reshape(shape, order="F" if fortran_order else "C")
 
@@ -133,7 +138,7 @@ def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 @lru_cache(maxsize=1024)
 def _header_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Bytes that NumPy's format puts before the numbers of such an array."""
+    """Return the number of bytes that NumPy's format puts before the numbers of such an array."""
     file = BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, facts)

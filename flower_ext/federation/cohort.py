@@ -1,8 +1,8 @@
-"""Which nodes there are, and which of them a round asks.
+"""The nodes of a run, and the partitions that they hold.
 
-Cohorts are drawn over *partition ids* 0 … N−1, which are the same in every run, and only once
-all N nodes are there: in simulation nodes register while the ServerApp already runs, and a cohort
-drawn from the few that are up would have another sampling rate than the one accounted.
+Cohorts are drawn over *partition ids* 0 … N−1, which are the same in every run. The server draws
+only once all N nodes are connected. In simulation, nodes register while the ServerApp already runs;
+a cohort drawn from the first few would have another sampling rate than the accounted one.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from flower_ext.federation.failures import said
 log = getLogger("flwr")
 
 PARTITION = "partition-id"
-"""What a node is told of itself: its number among all, from 0."""
+"""Key of the node config for a node's number among all, from 0."""
 IDENTITY = "query.identity"
 """Message type of the question "which partition are you?"."""
 _IDENTITY_RECORD = "identity"
-"""Record of the answer; in a plain training message, which a mod sees, it is the question."""
+"""Record of the answer. In a plain training message, which a mod reads, it is the question."""
 _NO_PARTITION = str(None)
-"""Answer of a node whose owner gave it no partition."""
+"""Answer of a node without a partition in its node config."""
 _ADDRESS = "address"
 _SAY_EVERY = 10.0
 """Seconds between two lines in the log while nodes are missing."""
 _SAY_HOW_AFTER = 5.0
-"""Seconds after which the log says how there are more nodes; a simulation's are there by then."""
+"""Seconds until the log says how to add nodes. A simulation's nodes are connected by then."""
 
 
 class FederationNotReady(FlowerExtError, RuntimeError):
-    """The nodes that the plan counts on are not there."""
+    """The connected nodes are not the ones that the plan counts on."""
 
 
 def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0.2) -> list[int]:
-    """Node ids, sorted, once ``expected`` of them are connected.
+    """Wait until ``expected`` nodes are connected, and return their ids, sorted.
 
     Raises
     ------
     FederationNotReady
-        Fewer (after ``timeout`` seconds) or more nodes than expected: the sampling rate would
-        not be the one accounted.
+        Fewer nodes are connected after ``timeout`` seconds, or more are connected: the sampling
+        rate would not be the accounted one.
     """
     started = said = time.monotonic()
     deadline, told = started + timeout, False
@@ -76,7 +76,7 @@ def wait_for_nodes(grid: Grid, expected: int, *, timeout: float, poll: float = 0
 
 
 def _how(grid: Grid, expected: int) -> str:
-    """Return what to do for more nodes to be there."""
+    """Return advice on connecting more nodes."""
     if simulates(grid):
         return (
             "end this run and start it again with as many as the plan counts on: "
@@ -88,25 +88,25 @@ def _how(grid: Grid, expected: int) -> str:
 def refuse_foreign(
     method: str, said: str, *, any_client_app: bool, client_protects: bool, mod: bool = False
 ) -> None:
-    """Refuse ClientApps that know nothing of this package where they have to.
+    """Refuse a ClientApp from elsewhere if the method or the plan needs one of this package.
 
     Parameters
     ----------
     method : str
         Name of the strategy.
     said : str
-        The first error in place of an answer.
+        The first error that a node sent in place of an answer.
     any_client_app : bool
-        The method trains as every ClientApp does.
+        True if the method trains as every ClientApp does.
     client_protects : bool
-        The plan leaves noise to the clients, and they have no mod that adds it.
+        True if the plan leaves noise to the clients, and they have no mod that adds it.
     mod : bool
-        `client_level_dp_mod` can do what the plan asks.
+        True if `client_level_dp_mod` can do what the plan asks.
 
     Raises
     ------
     FederationNotReady
-        Says how to build one that does.
+        The ClientApp is refused; the message says how to build one that fits.
     """
     said = f" (the first to fail said: {said})" if said else ""
     fix = f"build the ClientApp with {method}.client_app(task)"
@@ -121,7 +121,7 @@ def refuse_foreign(
             "the plan leaves noise to the clients, but the ClientApp does not know how: "
             f"{mods}{fix}, or take a ReleasePlan with noise_placement='server'{said}"
         )
-    log.info("foreign ClientApp: it gets plain train and evaluate messages")
+    log.info("the ClientApp is not of this package: it gets plain train and evaluate messages")
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class Roster:
     ----------
     nodes : Mapping[int, int]
     known : bool
-        The nodes told their partitions. Otherwise they are numbered in the order of their ids, for
-        one run only.
+        True if the nodes reported their partitions. Otherwise they are numbered in the order of
+        their ids, for this run only.
     said : str
-        The last line of the first error in place of an answer.
+        Last line of the first error that a node sent in place of an answer.
     foreign : bool
-        The ClientApp is not of this package: it gets plain messages.
+        True if the ClientApp is not of this package; it then gets plain messages.
     protects : bool
-        A foreign ClientApp has a mod that bounds and noises what it sends.
+        True if a foreign ClientApp has a mod that bounds and noises its uploads.
     """
 
     nodes: Mapping[int, int]
@@ -150,22 +150,22 @@ class Roster:
 
     @classmethod
     def connect(cls, grid: Grid, population: int, *, timeout: float, mods: bool = False) -> Roster:
-        """Wait for ``population`` nodes and ask each, once, which partition it holds.
+        """Wait for ``population`` nodes and ask each node once for its partition.
 
-        Of the clients of one node (see `VirtualGrid`) the first is asked: the others follow it, in
-        their ids as in their partitions.
+        If a node runs several clients (see `VirtualGrid`), only the first is asked. The ids and the
+        partitions of the others follow in order.
 
         Parameters
         ----------
         mods : bool
-            Where no ClientApp of this package answers, ask for a mod that does. The question is a
-            training message without a model, which no other ClientApp can train on.
+            If no ClientApp of this package answers, ask for a mod of this package. The question is
+            a training message without a model, on which a ClientApp without the mod cannot train.
 
         Raises
         ------
         FederationNotReady
-            As `wait_for_nodes`; or two nodes claim one partition, one is out of range, or only
-            some nodes answer. A node's first answer counts.
+            As `wait_for_nodes`; or two nodes claim one partition, a partition is out of range, or
+            only some nodes answer. A node's first answer counts.
         """
         nodes = wait_for_nodes(grid, population, timeout=timeout)
         log.info("asking the nodes which partitions they hold")
@@ -175,7 +175,7 @@ class Roster:
             log.info("asking the nodes for client_level_dp_mod (a ClientApp without it fails here)")
             question = RecordDict({_IDENTITY_RECORD: ConfigRecord()})
             told, said = _ask_identities(grid, nodes, "train", question, timeout=timeout)
-            told = {node: own for node, own in told.items() if own is not None}  # by a mod
+            told = {node: own for node, own in told.items() if own is not None}  # a mod's answers
         numbered = dict(enumerate(nodes))
         if not told:
             return cls(numbered, known=False, said=said, foreign=True)
@@ -194,11 +194,11 @@ class Roster:
 def _ask_identities(
     grid: Grid, nodes: Sequence[int], kind: str, question: RecordDict, *, timeout: float
 ) -> tuple[dict[int, object], str]:
-    """Return what each node says its partition is, and the first error in place of an answer."""
+    """Return the partition that each node reports, and the first error in place of an answer."""
     like = Message(RecordDict(), dst_node_id=nodes[0], message_type=kind)
     together = getattr(grid, "clients_per_node", 1)
     asked = [message_like(like, question, dst_node_id=node) for node in nodes[::together]]
-    # Simulated nodes run one ClientApp: if it fails, it does so once, and not on every node.
+    # Simulated nodes run one ClientApp, so ask one node first: a failure then occurs only once.
     one, others = (asked[:1], asked[1:]) if simulates(grid) else (asked, [])
     told: dict[int, object] = {}
     waiting, first_said = {message.metadata.dst_node_id for message in asked}, ""
@@ -221,12 +221,12 @@ def _ask_identities(
 
 
 def _by_partition(told: Mapping[int, object], population: int, together: int) -> dict[int, int]:
-    """Return node ids by partition, of ``together`` clients a node.
+    """Return node ids by partition, with ``together`` clients per node.
 
     Raises
     ------
     FederationNotReady
-        Two nodes claim one partition, or one is out of range.
+        Two nodes claim one partition, or a partition is out of range.
     """
     answers: dict[int, int] = {}
     for node, partition in told.items():
@@ -246,19 +246,19 @@ def _by_partition(told: Mapping[int, object], population: int, together: int) ->
 
 
 def asks_identity(message: Message) -> bool:
-    """Tell whether a plain training message only asks a mod which partition its node holds."""
+    """Return True if a plain training message only asks a mod for its node's partition."""
     return set(message.content) == {_IDENTITY_RECORD}
 
 
 def identity(node_config: Mapping[str, object]) -> RecordDict:
-    """A client's answer to ``query.identity``; what is no partition the server refuses by name."""
+    """Return a client's answer to ``query.identity``; the server rejects invalid partition ids."""
     partition = node_config.get(PARTITION)
     known = partition if isinstance(partition, int) else str(partition)
     return record_of(RecordDict, {_IDENTITY_RECORD: ConfigRecord({"partition": known})})
 
 
 def addressed(content: RecordDict, partition: int) -> RecordDict:
-    """A message's content that says which partition it is for (see `check_addressee`)."""
+    """Return a message's content with the partition it is for (see `check_addressee`)."""
     address = ConfigRecord({"partition": partition})
     return record_of(RecordDict, {**content, _ADDRESS: address})
 
@@ -266,13 +266,13 @@ def addressed(content: RecordDict, partition: int) -> RecordDict:
 def check_addressee(message: Message, context: Context) -> None:
     """Refuse a message for another partition.
 
-    A SuperNode that is started again under its key is the same node to Flower, whatever its node
-    config says now: two nodes could then train on one client's data, which counts once.
+    Flower identifies a restarted SuperNode by its key, even if its node config changed. Without
+    this check, two nodes could train on the data of one client, which the accounting counts once.
 
     Raises
     ------
     ValueError
-        It is for another one.
+        The message is for another partition.
     """
     address = message.content.get(_ADDRESS)
     if not isinstance(address, ConfigRecord):

@@ -1,4 +1,4 @@
-"""Evaluation on all clients: scores as each client tells them, or means from noised secure sums."""
+"""Evaluation on all clients: scores that each client reports, or means from noised secure sums."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from flower_ext.privacy.randomness import derived_seed
 log = getLogger("flwr")
 
 VECTOR = "scores"
-"""Name of the one array that a client adds to a sum of scores."""
+"""Name of the only array in a client's part of a sum of scores."""
 
 
 class Evaluating(MethodHooks):
-    """The evaluations of a run, whose plan may release their scores as noised sums."""
+    """The evaluations of a run. The plan may release their scores as noised sums."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -44,7 +44,7 @@ class Evaluating(MethodHooks):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every client, in the rounds that evaluate and in the last."""
+        """Ask every client in the rounds that evaluate, and in the last round."""
         if self.evaluate_every == 0:
             return []
         if server_round % self.evaluate_every and server_round != self._last_round:
@@ -61,9 +61,9 @@ class Evaluating(MethodHooks):
         return self.exchange.ask("evaluate", everyone, server_round)
 
     def evaluation_records(self) -> dict[str, ConfigRecord]:
-        """Return what an evaluation tells every client besides the model, but for the user's own.
+        """Return the records of an evaluation besides the model and the user's own configuration.
 
-        With it a client makes the model that it would use of the shared one.
+        A client needs them to derive the model that it would use from the shared one.
         """
         last = max(1, self.participations.rounds)
         return {
@@ -74,9 +74,10 @@ class Evaluating(MethodHooks):
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Every client counts alike: mean, worst tenth, spread and Jain's index.
+        """Return mean, worst tenth, spread and Jain's index over clients, which all count alike.
 
-        Of noised sums there are the means alone, each with its standard error due to noise.
+        If scores are summed under noise, return their means only, each with the standard error due
+        to noise.
         """
         if self._scores_plan is not None:
             return self._noised_means(self._scores_plan, server_round, replies)
@@ -90,20 +91,20 @@ class Evaluating(MethodHooks):
         return records.metrics_record(self.progress.scores(scores.values()))
 
     def count_evaluation(self) -> None:
-        """Count an evaluation of all clients, once it is asked for."""
+        """Count an evaluation of all clients, when the server asks for it."""
         if self._scores_plan is not None:
             self._scores_plan.count_scores(self.participations)
 
     @property
     def _scores_plan(self) -> ReleasePlan | None:
-        """The run's plan, where it releases scores as noised sums."""
+        """The run's plan if it releases scores as noised sums, else None."""
         plan = self.accounted
         return plan if isinstance(plan, ReleasePlan) and plan.scores is not None else None
 
     def _ask_for_sum(
         self, plan: ReleasePlan, server_round: int, content: Content, grid: Grid
     ) -> Iterable[Message]:
-        """Make the spend durable, let all clients agree on masks, and ask for masked scores."""
+        """Store the spend durably, let all clients agree on masks, and ask for masked scores."""
         own, scores, number = plan.of_scores, plan.scores, self.participations.evaluations + 1
         assert own is not None
         assert scores is not None
@@ -155,7 +156,7 @@ class Evaluating(MethodHooks):
     def _noised_means(
         self, plan: ReleasePlan, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Take the masks off the sum of scores, and return its means."""
+        """Unmask the sum of scores and return its means."""
         own, scores, summing = plan.of_scores, plan.scores, self._scoring
         assert own is not None
         assert scores is not None
@@ -177,7 +178,7 @@ class Evaluating(MethodHooks):
                 of="scores",
             )
         total = np.asarray(found.value[VECTOR]) * own.cohort_size
-        # The server adds the shares of those who did not answer: always as many make up the noise.
+        # The server adds the noise shares of silent clients, so every sum has as many shares.
         stddev = own.cells_protection.share_stddev * own.cohort_size**0.5
         means = scores.means(total, stddev)
         self.progress.row |= means
@@ -191,7 +192,7 @@ class Evaluating(MethodHooks):
     # What strategies share with it ----------------------------------------------------------
 
     def _meet(self, grid: Grid) -> None:
-        """Meet the clients, the first time."""
+        """Connect to the clients, at the first call."""
         raise NotImplementedError
 
     def _facts(self, training_round: int, more: Mapping[str, float]) -> ConfigRecord:
@@ -206,7 +207,7 @@ class Evaluating(MethodHooks):
     def _check_spending(
         self, server_round: int, ahead: Participations, *, scores: bool = False
     ) -> None:
-        """Refuse what would bring the provable ε above the budget, were it made."""
+        """Refuse a release that would bring the provable ε above the budget."""
         run = self.checkpoints.run
         self.spending.check(
             self.accounted,

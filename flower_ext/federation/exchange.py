@@ -1,4 +1,4 @@
-"""Messages to clients, by partition, and what of the answers may be used."""
+"""Messages to clients by partition, and the checked answers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ partition."""
 
 
 class Exchange:
-    """Asks and listens for one strategy; counts traffic and refusals.
+    """One strategy's messages to clients, with counts of traffic and refusals.
 
     Parameters
     ----------
     method : str
         Name of the client method, for message types.
     progress : Progress
-        Where traffic is counted.
+        Counts the traffic.
     timeout : float
         Seconds to wait for nodes to connect, and for answers to queries.
     """
@@ -45,17 +45,17 @@ class Exchange:
         self.refusals: list[str] = []
         self.roster: Roster | None = None
         self.nodes: Mapping[int, int] = {}
-        """Node ids by partition, sorted; none before `connect`."""
+        """Node ids by partition, sorted; empty before `connect`."""
         self._questions: dict[str, dict[int, Message]] = {}
         self._partitions: dict[int, int] = {}
 
     def connect(self, grid: Grid, population: int, *, mods: bool = False) -> Roster:
-        """Wait for all nodes the first time; with ``mods`` also those behind a mod of ours.
+        """Wait for all nodes, at the first call only. With ``mods``, accept a mod of this package.
 
         Raises
         ------
         FederationNotReady
-            Fewer or more than ``population`` connect.
+            As `Roster.connect`.
         """
         if self.roster is None:
             with unlogged(*_EXPECTED):
@@ -65,14 +65,14 @@ class Exchange:
 
     @property
     def knows_partitions(self) -> bool:
-        """True where nodes told their partitions: they are then the same ones in another run."""
+        """True if the nodes reported their partitions, which are the same in another run."""
         return self.roster is not None and self.roster.known
 
     def ask(self, kind: str, contents: Mapping[int, Content], server_round: int) -> list[Message]:
-        """A message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
+        """Return a message for each partition; ``kind`` is ``train``, ``evaluate`` or ``query``.
 
-        Partitions with one content (the same object) are sent one RecordDict in simulation;
-        elsewhere each message says whom it is for.
+        In simulation, partitions with the same content object share one RecordDict. Elsewhere each
+        message names the partition that it is for.
         """
         assert self.roster is not None
         built = {id(content): content for content in contents.values()}
@@ -83,7 +83,7 @@ class Exchange:
             message_type=kind if self.roster.foreign else f"{kind}.{self.method}",
             group_id=str(server_round),
         )
-        # Simulated nodes cannot change; without an address many share one content.
+        # Simulated nodes cannot change partitions, so they need no address and can share contents.
         addresses = self.roster.known and not in_simulation()
         messages = []
         for partition, content in contents.items():
@@ -103,7 +103,7 @@ class Exchange:
         Raises
         ------
         FederationNotReady
-            A node does not answer, or not what ``read`` accepts.
+            A node does not answer, or ``read`` refuses its answer.
         """
         asked = self.ask("query", contents, 0)
         heard = replies(grid, asked, timeout=self.timeout)
@@ -128,14 +128,14 @@ class Exchange:
         Parameters
         ----------
         own : Mapping[int, Content], optional
-            Records for one partition alone, next to the question.
+            Records for one partition only, besides the question.
         partitions : Sequence[int], optional
-            Ask these only.
+            Partitions to ask; by default all.
 
         Raises
         ------
         FederationNotReady
-            A node does not answer, or not what ``read`` accepts.
+            A node does not answer, or ``read`` refuses its answer.
         """
         content: Content = {records.QUESTION: question}
         everyone = dict.fromkeys(self.nodes if partitions is None else partitions, content)
@@ -143,13 +143,13 @@ class Exchange:
         return self.query(grid, {**everyone, **special}, read)
 
     def sent(self, reply: Message) -> tuple[int, records.Arrays]:
-        """Whose reply to a training message this is, and the model that was sent there."""
+        """Return the partition of a reply to a training message, and the model that it was sent."""
         node = reply.metadata.src_node_id
         content = self._questions["train"][node].content
         return self._partitions[node], records.to_arrays(content.array_records[records.MODEL])
 
     def partition_of(self, reply: Message) -> int:
-        """Return whose reply this is, among those who were asked last."""
+        """Return the partition that sent a reply, among those that were asked last."""
         return self._partitions[reply.metadata.src_node_id]
 
     def accepted(
@@ -160,7 +160,7 @@ class Exchange:
         partitions: Sequence[int],
         read: Callable[[Message], T],
     ) -> dict[int, T]:
-        """Return what `heard` yields, by partition."""
+        """Return the values from `heard`, by partition."""
         return dict(sorted(self.heard(kind, server_round, replies, partitions, read)))
 
     def heard(
@@ -171,10 +171,10 @@ class Exchange:
         partitions: Sequence[int],
         read: Callable[[Message], T],
     ) -> Iterator[tuple[int, T]]:
-        """Yield what `records.accept` accepts, as it comes; the rest is counted and reported.
+        """Yield the values that `records.accept` accepts; count and report refusals and dropouts.
 
-        No reply is kept. Those who ask for the next one only when they have made something of the
-        last need no more memory for a thousand clients than for one.
+        No reply is kept. A caller that uses each value before it asks for the next one needs no
+        more memory for a thousand clients than for one.
         """
         missing, refusals = set(partitions), list[str]()
 

@@ -1,7 +1,7 @@
-"""What travels: tensors and settings as Flower records, and the checks on what comes back.
+"""Tensors and settings as Flower records, and the checks on replies.
 
-A reply that fails a check is refused: it is counted, reported, never aggregated, and a dropout
-for the privacy plan.
+The server refuses a reply that fails a check. It counts and reports the reply, never aggregates it,
+and treats its client as a dropout in the privacy plan.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ SETTINGS = "settings"
 COMPANY = "company"
 """Record by which the server asks whether a client trains models in batches."""
 FROZEN = "frozen"
-"""Record by which the server asks whether a client has the same frozen part of the model."""
+"""Record by which the server asks a client to confirm the frozen part of its model."""
 SECURE_SUM = "secure-sum"
-"""Record of what a client is told of the secure sum of a round."""
+"""Record of a client's facts and arrays for the secure sum of a round."""
 SCORES = "scores"
 """Config record of an evaluation whose scores are summed: their names and bounds."""
 QUESTION = "question"
-"""Record of what a method asks its client side before the first round."""
+"""Record of a method's question to its client side before the first round."""
 ANSWER = "answer"
-"""Record of arrays that a client tells, un-noised, in answer to a question."""
+"""Record of a client's arrays, without noise, in answer to a question."""
 CONFIG = "config"
-"""What the user passes to ``start``, for ClientApps of their own."""
+"""Record of the values that the user passes to ``start``, for their own ClientApps."""
 TRAINING = "training."
 """Prefix of the records that carry one ``LocalTraining`` each."""
 
 
 LARGEST_VALUE = 1e15
-"""Beyond any sensible weight or score; sums and squares of such numbers fit a float32."""
+"""Largest accepted weight or score. Sums and squares of such numbers fit a float32."""
 LARGEST_SIZE = 2**40
-"""Examples that a client may say it has."""
+"""Largest number of examples that a client may report."""
 LONGEST_NAME = 100
-"""Characters of a metric's name."""
+"""Most characters of a metric's name."""
 LONGEST_REASON = 1_000
-"""Characters of a refusal that are kept: part of it is what a client wrote."""
+"""Most characters of a refusal, because a client wrote part of it."""
 
 _DIVERGES = "local training diverges, or the client is hostile; try a smaller learning rate"
 
@@ -73,12 +73,13 @@ class RefusedReply(InvalidValue):
 
 
 def shared_arrays(record: ArrayRecord) -> Arrays:
-    """The model that will be shared, or an error naming the array that may not be.
+    """Return the arrays of a model that may be shared.
 
     Raises
     ------
     UnshareableModel
-        An array is not floating-point (a counter, an index) or is a running statistic.
+        An array is not floating-point (a counter, an index) or is a running statistic; the message
+        names it.
     """
     arrays = to_arrays(record)
     for name, array in arrays.items():
@@ -91,13 +92,14 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
             )
         if not np.issubdtype(array.dtype, np.floating):
             raise UnshareableModel(
-                f"{name!r} has dtype {array.dtype}; only floating-point arrays can be shared"
+                f"{name!r} has dtype {array.dtype}; only floating-point arrays can be shared: "
+                "make its layer personal"
             )
     return arrays
 
 
 def training_records(trainings: Mapping[str, LocalTraining]) -> dict[str, ConfigRecord]:
-    """One record for each phase of local training."""
+    """Return one record for each phase of local training."""
     return {
         TRAINING + phase: ConfigRecord({k: v for k, v in asdict(t).items() if v is not None})
         for phase, t in trainings.items()
@@ -105,7 +107,7 @@ def training_records(trainings: Mapping[str, LocalTraining]) -> dict[str, Config
 
 
 def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
-    """The phases of local training that a message asks for."""
+    """Return the phases of local training that a message asks for."""
     return {
         name.removeprefix(TRAINING): LocalTraining(**dict(record))  # type: ignore[arg-type]
         for name, record in content.config_records.items()
@@ -114,7 +116,7 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
 
 
 def to_bytes_array(data: bytes) -> np.ndarray:
-    """Bytes as an array, so that they travel and are counted like any other."""
+    """Return bytes as an array, which is sent and counted like any other."""
     return np.frombuffer(data, dtype=np.uint8)
 
 
@@ -124,7 +126,7 @@ def read_bytes(arrays: Mapping[str, np.ndarray], name: str, length: int) -> byte
     Raises
     ------
     RefusedReply
-        ``name`` is missing, no list of bytes, or not ``length`` of them.
+        ``name`` is missing or does not hold ``length`` bytes.
     """
     array = arrays.get(name)
     if array is None or array.dtype != np.uint8 or array.shape != (length,):
@@ -144,20 +146,20 @@ def accept(
 ) -> Iterator[tuple[int, T]]:
     """Yield one well-formed reply of this round from each node that was asked.
 
-    Replies are read as they come, and yielded in the order of ``asked``, so that whatever is added
-    up of them does not depend on who answers first: one that comes early waits for those before it,
-    as long as they may still come.
+    Replies are read as they arrive, and yielded in the order of ``asked``, so that sums over them
+    do not depend on who answers first. An early reply waits for those before it, as long as they
+    may still arrive.
 
     Parameters
     ----------
     asked : Mapping[int, int]
         Node ids by partition.
     questions : Mapping[int, Message], optional
-        What each node was asked: its reply is of the same type and names that very message.
+        The message to each node. A reply must have the same type and refer to this message.
     read : Callable[[Message], T]
         Reads one reply, or raises `RefusedReply`.
     refuse : Callable[[str], None]
-        Is told why a reply was refused.
+        Called with the reason for each refusal.
     """
     waiting = {node: partition for partition, node in asked.items()}
     number = str(server_round)
@@ -168,7 +170,7 @@ def accept(
         own = reply.metadata if asked_here is None else asked_here.metadata
         node = own.src_node_id if asked_here is None else own.dst_node_id
         try:
-            if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
+            if reply.has_error() and node not in waiting:  # from the SuperLink, for a node
                 raise RefusedReply(f"in place of a reply: {said(reply.error)}")
             if node not in waiting:
                 raise RefusedReply("not asked in this round, or answered already")
@@ -181,7 +183,7 @@ def accept(
             del waiting[node]
         except RefusedReply as refusal:
             refuse(f"round {server_round}, node {node}: {refusal}"[:LONGEST_REASON])
-            if node in waiting:  # nobody waits for it any more, though it may answer again
+            if node in waiting:  # stop waiting for it, though it may answer again
                 refused.add(waiting[node])
         while due and (due[0] in early or due[0] in refused):
             if (first := due.popleft()) in early:
@@ -191,7 +193,7 @@ def accept(
 
 
 def _check_answers(reply: Message, question: Message | None) -> None:
-    """A reply to ``question`` and no other, as far as the grid has told its message id."""
+    """Refuse a reply to another message than ``question``, as far as its message id is known."""
     if question is None:
         return
     asked, own = question.metadata, reply.metadata
@@ -210,22 +212,22 @@ class Update:
 
 
 def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models: bool) -> Update:
-    """The update in a training reply.
+    """Return the update in a training reply.
 
     Parameters
     ----------
     reply : Message
     base : Mapping[str, np.ndarray]
-        The global model that was sent: names, shapes and dtypes that the update must have.
+        The global model that was sent. The update must have its names, shapes and dtypes.
     trust_models : bool
-        Whether a whole model (record ``arrays``) is accepted in place of an update: only where
-        the server bounds and noises, so that any ClientApp can take part.
+        True to accept a whole model (record ``arrays``) in place of an update, so that any
+        ClientApp can take part. Use it only if the server bounds and noises.
 
     Raises
     ------
     RefusedReply
-        Error reply, missing record, wrong names, shapes or dtypes, unreadable or non-finite data,
-        values beyond `LARGEST_VALUE`.
+        The reply is an error or lacks the record; names, shapes or dtypes are wrong; or values are
+        unreadable, not finite or beyond `LARGEST_VALUE`.
     """
     own = reply.upload if isinstance(reply, UploadReply) else None
     if own is not None and _is_sound(own.arrays, base):
@@ -243,13 +245,13 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
 
 
 def read_metrics(reply: Message) -> dict[str, float]:
-    """Finite scalar metrics of a reply.
+    """Return the finite scalar metrics of a reply.
 
     Raises
     ------
     RefusedReply
-        Error reply, a name that cannot be printed or is beyond `LONGEST_NAME`, a value that is
-        no finite number or beyond `LARGEST_VALUE`, or a size that is no whole number of examples.
+        The reply is an error; a name is not printable or is longer than `LONGEST_NAME`; a value is
+        not a finite number or is beyond `LARGEST_VALUE`; or ``num-examples`` is not a whole number.
     """
     return _metrics(_content(reply))
 
@@ -266,9 +268,9 @@ def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
             raise RefusedReply(
                 f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
             )
-        # A comparison, as neither NumPy nor float() takes every integer.
+        # Compare, because neither NumPy nor float() accepts every integer.
         if not isinstance(value, int | float) or not -math.inf < value < math.inf:
-            raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
+            raise RefusedReply(f"metric {name!r} is {value!r}: expected a finite number")
         if abs(value) > LARGEST_VALUE:
             raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
         merged[name] = float(value)
@@ -279,33 +281,33 @@ def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
 
 
 def read_scores(reply: Message) -> dict[str, float]:
-    """Metrics of an evaluation: `read_metrics`, one at least.
+    """Return the metrics of an evaluation.
 
     Raises
     ------
     RefusedReply
-        As `read_metrics`, or there is none.
+        As `read_metrics`, or the reply has no metric.
     """
     scores = read_metrics(reply)
     if not scores:
-        raise RefusedReply("no metric in it")
+        raise RefusedReply("the reply has no metric: expected at least one")
     return scores
 
 
 def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
-    """The arrays in a client's answer to a question, or in another record of a reply.
+    """Return the arrays in a client's answer to a question, or in another record of a reply.
 
     Raises
     ------
     RefusedReply
-        Error reply, missing record, or unreadable data.
+        The reply is an error, lacks the record or holds unreadable data.
     """
     told = _content(reply).get(record)
     if not isinstance(told, ArrayRecord):
         raise RefusedReply(f"no array record {record!r}")
     try:
         return to_arrays(told)
-    except Exception as error:  # whatever a hostile payload provokes, it is one refusal
+    except Exception as error:  # a hostile payload may provoke any error
         raise RefusedReply(f"the answer cannot be read: {error}") from error
 
 
@@ -318,7 +320,7 @@ def _content(reply: Message) -> RecordDict:
 
 
 def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
-    """Tell at little cost that an update passes `_checked`; where it may not, that says why."""
+    """Return True if an update surely passes `_checked`; else call `_checked`, which says why."""
     layout, dtype = update.layout, update.dtype
     if layout.keys() != base.keys():
         return False
@@ -336,7 +338,7 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
     for name, expected in base.items():
         try:
             array = read_array(record[name])
-        except Exception as error:  # whatever a hostile payload provokes, it is one refusal
+        except Exception as error:  # a hostile payload may provoke any error
             raise RefusedReply(f"{name!r} cannot be read: {error}") from error
         if array.shape != expected.shape or array.dtype != expected.dtype:
             raise RefusedReply(
@@ -349,7 +351,7 @@ def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:
 
 def _check_values(name: str, array: np.ndarray) -> None:
     most = _largest(array.dtype)
-    if float(np.vdot(array, array)) <= most**2:  # then all values are, at half the time
+    if float(np.vdot(array, array)) <= most**2:  # then each value is; this takes half the time
         return
     largest = float(max(array.max(), -array.min()))
     if not math.isfinite(largest):

@@ -1,4 +1,4 @@
-"""One round as clients see it: the content for each of a cohort, and numbers of the answers."""
+"""Contents of one round's training messages, and the checks on the updates in the replies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flower_ext.privacy.updates import Row, l2_norm
 from flower_ext.training import LocalTraining
 
 _ROUNDING = 1.01
-"""Room for rounding to the precision in which uploads travel, half precision at the worst."""
+"""Tolerance for rounding to the precision of uploads, which is at worst half precision."""
 
 
 def in_round(trainings: Mapping[str, LocalTraining], number: int) -> dict[str, LocalTraining]:
-    """Phases of training with the learning rates of training round ``number``."""
+    """Return the phases of training with the learning rates of training round ``number``."""
     return {phase: training.in_round(number) for phase, training in trainings.items()}
 
 
@@ -34,18 +34,18 @@ def training_contents(
     slow: Mapping[int, float],
     own: Callable[[int], Mapping[str, ArrayRecord]],
 ) -> dict[int, Content]:
-    """The content for each client that is asked; those who are asked the same share one object.
+    """Return the content for each client of the cohort; equal requests share one object.
 
     Parameters
     ----------
     shared : Content
-        Records that all are sent.
+        Records for all clients.
     trainings : Mapping[str, LocalTraining]
         Phases of training in this round.
     slow : Mapping[int, float]
         By partition, the share of its epochs that a straggler completes.
     own : Callable[[int], Mapping[str, ArrayRecord]]
-        Records for one partition alone.
+        Returns the records for one partition only.
     """
     whole = {**shared, **records.training_records(trainings)}
     contents: dict[int, Content] = dict.fromkeys(cohort.asked, whole)
@@ -63,14 +63,16 @@ def with_remembered(
     remembered: Mapping[int, int],
     facts: Callable[[int], ConfigRecord],
 ) -> dict[int, Content]:
-    """Tell each which of its rounds was used last; those told the same share a content.
+    """Tell each client which of its rounds the server used last.
+
+    Clients with the same content and number share one object.
 
     Parameters
     ----------
     remembered : Mapping[int, int]
-        By partition; 0 where not named.
+        Last used round by partition; 0 for a partition that is not named.
     facts : Callable[[int], ConfigRecord]
-        The facts of this round for a client that is told that number.
+        Returns the facts of this round for clients with that last used round.
     """
     told: dict[tuple[int, int], Content] = {}
     for partition, content in contents.items():
@@ -87,22 +89,22 @@ def read_update(
     base: records.Arrays,
     sent: Callable[[Message], tuple[int, records.Arrays]],
 ) -> records.Update:
-    """A client's update, no larger than bound and noise of an honest client explain.
+    """Return a client's update. Refuse one that is larger than an honest client's can be.
 
-    What clients noise cannot be clipped without changing the noise. See
-    `NoisedSum.largest_upload` for what this protects.
+    The server cannot clip uploads that clients have noised without changing the noise, so it
+    refuses them. `NoisedSum.largest_upload` says what this check protects.
 
     Parameters
     ----------
     base : Arrays
         Names, shapes and dtypes of the model.
     sent : Callable[[Message], tuple[int, Arrays]]
-        Whose reply it is, and the model that was sent there.
+        Returns the partition that sent a reply, and the model that it was sent.
 
     Raises
     ------
     RefusedReply
-        It is none of this model, or too large.
+        The update does not fit the model, or is too large.
     """
     update = records.read_update(reply, base=base, trust_models=not plan.client_protects)
     told = update.metrics.get("num-examples", 0 if plan.weighs_examples else 1)
@@ -124,28 +126,28 @@ def read_update(
         norm = update.arrays.norm if isinstance(update.arrays, Row) else l2_norm(update.arrays)
     if norm > limit * _ROUNDING:
         raise records.RefusedReply(
-            f"norm {norm:.4g}: expected at most {limit:.4g}, which bound and noise of an honest "
-            "upload stay below (largest_upload of the plan); the client changed it after it was "
-            "protected, or runs another version of the method"
+            f"norm {norm:.4g}: expected at most {limit:.4g}, the largest norm of an honest upload "
+            "(largest_upload of the plan); the client changed the update after it was protected, "
+            "or runs another version of the method"
         )
     return update
 
 
 class Updates:
-    """The updates of a round with their partitions, once and as they come.
+    """The updates of a round with their partitions, for one pass, as they arrive.
 
     Parameters
     ----------
     heard : Iterator[tuple[int, Update]]
     kept : bool
-        Whether each is still there afterwards.
+        True to keep each update for reading it again afterwards.
 
     Attributes
     ----------
     told : Mapping[int, Mapping[str, float]]
-        Metrics of those that came, by partition.
+        Metrics of the arrived updates, by partition.
     each : Mapping[int, Update]
-        The same partitions with their updates, which only those who keep them can read.
+        Arrived updates by partition. Without ``kept``, reading an update raises InvalidValue.
     """
 
     def __init__(self, heard: Iterator[tuple[int, records.Update]], *, kept: bool) -> None:
@@ -162,25 +164,25 @@ class Updates:
 
     @property
     def each(self) -> Mapping[int, records.Update]:
-        """See above."""
+        """Arrived updates by partition; see the class."""
         return _NotKept(self.told) if self._kept is None else self._kept
 
     def hear_out(self) -> None:
-        """Wait for those that nobody took, so that they are counted."""
+        """Wait for the remaining updates, so that they are counted."""
         for _ in self:
             pass
 
 
 class _NotKept(Mapping[int, records.Update]):
-    """Partitions whose updates are gone."""
+    """Partitions of updates that were not kept."""
 
     def __init__(self, partitions: Collection[int]) -> None:
         self._partitions = partitions
 
     def __getitem__(self, partition: int) -> records.Update:
         raise InvalidValue(
-            "the round's updates were added up as they came and not kept: a method whose "
-            "next_model needs each of them says needs_each_update = True"
+            "the server added the round's updates up as they arrived and did not keep them: set "
+            "needs_each_update = True in a method whose next_model reads single updates"
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -191,7 +193,7 @@ class _NotKept(Mapping[int, records.Update]):
 
 
 def norm_columns(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Mean and spread of the updates' norms before clipping, where clients report them."""
+    """Return mean and spread of the updates' norms before clipping; empty if none is reported."""
     norms = [metrics["update-norm"] for metrics in told if "update-norm" in metrics]
     if not norms:
         return {}

@@ -1,7 +1,8 @@
 """The server's side of one round's secure sum, over Flower's messages.
 
-Two queries before the training let the clients agree on masks, and one after it takes the masks
-off the sum. A client that fails or is silent in one of these four stages is lost for the round.
+Two queries before the training let the clients agree on masks. One query after the training lets
+the server unmask the sum. A client that fails or is silent in one of these four stages (the
+training is one of them) drops out of the round.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ T = TypeVar("T", Advert, SealedShares, MaskedInput, Revealed)
 
 @dataclass(frozen=True)
 class MaskedUpdate(records.Update):
-    """A masked upload, and the metrics beside it."""
+    """A masked upload and the metrics that came with it."""
 
     message: MaskedInput
 
 
 class SecureRound:
-    """One round: `agree`, then `own` for each training message, `read` and `combine`.
+    """One round: call `agree`, then `own` for each training message, `read` and `combine`.
 
     Parameters
     ----------
     plan : NoisedSum
-        Has a ``secure_aggregation``.
-    asked : Sequence[int]
+        A plan with ``secure_aggregation``.
+    asked : Iterable[int]
         Partitions of the cohort.
     exchange : Exchange
     grid : Grid
     number, server_round : int
-        Of the training round, and of the messages.
+        Number of the training round, and round number of the messages.
     noise : NoiseSource
-        The server's, for the shares of those who do not answer.
+        The server's source for the noise shares of clients that do not answer.
     like : Arrays
         Names and shapes of an update.
     """
@@ -91,7 +92,7 @@ class SecureRound:
         self._places = {partition: place for place, partition in enumerate(self._partitions)}
         members = len(self._partitions)
         self._context = RoundContext(
-            run=secrets.token_bytes(16),  # a round that is done again is another one
+            run=secrets.token_bytes(16),  # a repeated round is a new one
             round_number=number,
             order=draw_order(members, secure_generator()),
             bits=plan.sum_bits,
@@ -106,15 +107,15 @@ class SecureRound:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Shares of noise that make up a sum's, and those that a sum has for certain.
+        """Number of noise shares that a sum needs, and number that honest clients surely add.
 
-        These are the least number of answers, and the honest ones among them.
+        These are the least number of answers, and the least number of honest ones among them.
         """
         return self.parameters.least_answers, self.parameters.honest_answers
 
     @property
     def seen(self) -> tuple[int, int]:
-        """The same as far as the round has come: nobody sees a sum that nobody helps to unmask."""
+        """Numbers as in `counts`, with no honest share before unmasking, when no sum is visible."""
         least, honest = self.counts
         return least, honest if self._unmasking else 0
 
@@ -124,7 +125,7 @@ class SecureRound:
         Raises
         ------
         RoundDiscarded
-            Too few are left.
+            Too few clients are left.
         """
         try:
             begin = {place: {BEGIN: b""} for place in range(len(self._partitions))}
@@ -138,7 +139,7 @@ class SecureRound:
         return sorted(self._partitions[member] for member in deliveries)
 
     def own(self, partition: int) -> dict[str, ArrayRecord]:
-        """Return what a training message tells one client of the sum."""
+        """Return the record of the secure sum for one client's training message."""
         told = {DELIVERY: self._deliveries[self._places[partition]]}
         return {records.SECURE_SUM: self._record(self._places[partition], told)}
 
@@ -149,12 +150,12 @@ class SecureRound:
         return MaskedUpdate({}, metrics, message)
 
     def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
-        """Add masked uploads up as they come, and take the masks off their sum.
+        """Add masked uploads up as they arrive, and unmask their sum.
 
         Raises
         ------
         RoundDiscarded
-            Too few answered in one of the stages: nobody learns any part of a sum.
+            Too few clients answered in one of the stages. Nobody learns any part of a sum.
         """
         for _, update in updates:
             assert isinstance(update, MaskedUpdate)
@@ -179,7 +180,7 @@ class SecureRound:
         )
 
     def _ask(self, told: Mapping[int, Mapping[str, bytes]], kind: type[T]) -> list[T]:
-        """Ask members a stage's question; return the answers of those who give one."""
+        """Ask members a stage's question, and return the accepted answers."""
         contents = {
             self._partitions[member]: {records.SECURE_SUM: self._record(member, parts)}
             for member, parts in told.items()
@@ -213,7 +214,7 @@ class SecureRound:
         partition = self._exchange.partition_of(reply)
         if message.member != self._places[partition]:
             raise records.RefusedReply(
-                f"member {message.member}: expected {self._places[partition]}, the sender's own"
+                f"member {message.member}: expected {self._places[partition]}, the sender's number"
             )
         return message
 

@@ -97,7 +97,7 @@ def test_whole_models_are_read_as_differences_only_where_the_server_bounds():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, 2.0]])
 def test_metrics_that_are_not_finite_numbers_are_refused(value):
     content = RecordDict({"metrics": MetricRecord({"accuracy": value})})
-    with pytest.raises(RefusedReply, match="not a finite number"):
+    with pytest.raises(RefusedReply, match="expected a finite number"):
         records.read_metrics(reply(content))
 
 

@@ -152,7 +152,7 @@ class LocalResult:
     ) -> Params | BoundedSum | CellSum | HiddenSum:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
 
-        A difference is written to ``room``, if there is any (see `difference`).
+        A difference is written into ``room``, if it is given (see `difference`).
 
         Raises
         ------

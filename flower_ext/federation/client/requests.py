@@ -32,7 +32,7 @@ class Request:
     settings: Mapping[str, float]
     config: Mapping[str, object]
     scores: Mapping[str, Any] = field(default_factory=dict)
-    """Names and bounds of scores that an evaluation sums; none where each client tells them."""
+    """Names and bounds of scores that an evaluation sums; empty if clients report scores."""
 
     @property
     def run(self) -> str:

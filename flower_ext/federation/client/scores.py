@@ -1,4 +1,4 @@
-"""Scores that clients report of the models they would use: on their own examples, un-noised."""
+"""Scores, without noise, of the models that clients would use, on each client's own examples."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def scores_of(
     also_training: bool,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[RecordDict | Exception]:
-    """Return each model's scores on its client's test examples; or the error of either.
+    """Return each model's scores on its client's test examples, or the client's error.
 
-    With ``also_training`` its loss on the training examples is one of them.
+    With ``also_training``, the scores include the loss on the client's training examples.
     """
     every = plain_scores(works, models, also_training=also_training, memory_limit=memory_limit)
     return each(_record, works, every)
@@ -38,7 +38,7 @@ def plain_scores(
     also_training: bool,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[dict[str, float] | Exception]:
-    """Return the same as plain numbers by name, none for a client without test examples."""
+    """Return the scores as plain numbers by name; none for a client without test examples."""
     tests = each(lambda work: work.data.test, works)
     every = _scores(works, models, tests, memory_limit=memory_limit)
     if also_training:
@@ -55,7 +55,7 @@ def _scores(
     *,
     memory_limit: int,
 ) -> list[dict[str, float] | Exception]:
-    """Return what `evaluate_each` does; nothing for a model without examples."""
+    """Return the scores from `evaluate_each`; none for a model without examples."""
     scores: list[dict[str, float] | Exception] = each(lambda *row: {}, works, models, examples)
     some: list[tuple[int, Params, Examples]] = []
     task: Task | None = None
@@ -78,7 +78,7 @@ def _with_training_loss(scores: dict[str, float], trained: dict[str, float]) -> 
 
 
 def _record(work: ClientWork, scores: dict[str, float]) -> RecordDict:
-    # A metric may be undefined for these examples; a loss that is no number has diverged.
+    # A metric may be undefined for these examples, but a loss of NaN reports a divergence.
     told = {n: v for n, v in scores.items() if n in _LOSSES or not math.isnan(v)}
     told["num-examples"] = float(len(work.data.test))
     return RecordDict({records.METRICS: records.metrics_record(told)})

@@ -1,13 +1,13 @@
 """The client side that every method shares: unpack, train, bound, noise, reply.
 
-A method supplies two functions (`ClientMethod`), written for one client. Bounding and noising
-happen here, after them and before anything is sent, so no method can forget either, and what a
-method returns as memory cannot reach a reply.
+A method supplies two functions (`ClientMethod`), written for one client. `ClientSide` bounds and
+noises their results before it sends anything, so no method can forget either. The memory that a
+method returns cannot reach a reply.
 
-Where many clients live in one process, the same functions run `side_by_side`: whenever all of them
-wait for a local training, these trainings are one batch (`training.train_each`). Where the plan
-protects, no bit of what one of them sends depends on the others: not on their data, not on their
-errors, and not on whether they are there.
+If many clients live in one process, their functions run `side_by_side`: whenever all of them wait
+for a local training, these trainings form one batch (`training.train_each`). Under a plan that
+protects, no bit that one client sends depends on the other clients: not on their data, their errors
+or their presence.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
-    """The task of all clients: those of one process share it, so it must know none of them."""
+    """Build the task, without the partition, because all clients of a process share the task."""
     rest = {name: value for name, value in context.node_config.items() if name != PARTITION}
     try:
         return task(replace(context, node_config=rest))
@@ -74,14 +74,14 @@ def _built(task: Callable[[Context], Task], context: Context) -> Task:
             raise
         raise tellable(
             InvalidValue(
-                f"the task is built from the node's {PARTITION!r}, but is one for all clients: "
-                "what is a client's own belongs to its data (Task.data is given the partition)"
+                f"the task reads the node's {PARTITION!r}, but all clients of a process share one "
+                "task: load a client's own data in Task.data, which gets the partition"
             )
         ) from None
 
 
 def _device_of(context: Context) -> str | None:
-    """The device that the node config names, if any."""
+    """Return the device that the node config names, or None."""
     if (named := context.node_config.get("device")) is None:
         return None
     name = str(named)
@@ -95,7 +95,7 @@ def _device_of(context: Context) -> str | None:
 
 @dataclass(frozen=True)
 class ClientSide:
-    """Answers for one method, for as many clients as there are messages."""
+    """One method's answers, for any number of clients at a time: one client per message."""
 
     method: ClientMethod
     task: Task | Callable[[Context], Task]
@@ -109,10 +109,10 @@ class ClientSide:
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
     ) -> list[RecordDict | Upload | Exception]:
-        """Train, protect, remember, reply: in this order, so an error leaves memory as it was.
+        """Train, protect, store memory and reply, in this order, so an error changes no memory.
 
-        An error takes the place of its client's reply alone. A client that is ``alone`` on its node
-        has no company that its model could depend on; its answer is a RecordDict.
+        An error replaces the reply of its client only. ``alone`` means that the node trains no
+        other client at the same time; the answer is then a RecordDict.
         """
         requests, works = self._unpack(messages, contexts, alone=alone)
         models = [request.model for request in requests if isinstance(request, Request)]
@@ -139,10 +139,10 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[RecordDict | Exception]:
-        """Evaluate the model that each client would use; or its error.
+        """Return each client's scores of the model that it would use, or its error.
 
-        Where scores are summed under noise, no bit of one client's part depends on the others:
-        each is then evaluated by itself.
+        If scores are summed under noise, each client is evaluated by itself, so that no bit of its
+        part depends on the other clients.
         """
         requests, works = self._unpack(messages, contexts, alone=True)
         if any(isinstance(request, Request) and request.scores for request in requests):
@@ -160,12 +160,12 @@ class ClientSide:
         return masked_scores(scores, request, context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
-        """Return the model that this client would use: the one that `score` evaluates.
+        """Return the model that this client would use, which is the one that `score` evaluates.
 
         Raises
         ------
         Exception
-            The one that `score` would answer with.
+            The error that `score` would return.
         """
         _, works = self._unpack([message], [context], alone=True)
         (model,) = self._used(works, MEMORY_LIMIT)
@@ -177,7 +177,7 @@ class ClientSide:
         """Answer a question of the method."""
         check_addressee(message, context)
         if self.method.answer is None:
-            raise tellable(InvalidValue(f"{self.method.name} answers no questions"))
+            raise tellable(InvalidValue(f"{self.method.name} answers no questions: ask it none"))
         partition, content = partition_of(context.node_config), message.content
         question = Question(
             data=self.task_of(context).data(partition),
@@ -191,9 +191,10 @@ class ClientSide:
         return Message(RecordDict({records.ANSWER: told}), reply_to=message)
 
     def tell_state(self, message: Message, context: Context) -> Message:
-        """Which training round left what this client remembers, read to see whether it can be.
+        """Answer with the training round of this client's newest memory, or 0 without any.
 
-        With ``report-size`` the number of its examples as well, as in a reply to a training.
+        The client loads the memory to make sure that it is readable. With ``report-size``, the
+        answer includes the number of training examples, as a reply to a training does.
         """
         check_addressee(message, context)
         facts = message.content.config_records[records.ROUND]
@@ -207,9 +208,9 @@ class ClientSide:
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def tell_company(self, message: Message, context: Context) -> Message:
-        """Answer whether the trainings that the message describes run one by one on this machine.
+        """Answer True if the described trainings would run one by one on this machine.
 
-        Says nothing of the data but their shape.
+        The answer depends on the shape of the data only.
         """
         check_addressee(message, context)
         task = self.task_of(context)
@@ -220,12 +221,12 @@ class ClientSide:
         return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
 
     def tell_frozen(self, message: Message, context: Context) -> Message:
-        """Answer that this node's model has the frozen part that the server names.
+        """Confirm that this node's model has the frozen part that the server names.
 
         Raises
         ------
         ValueError
-            It has another one.
+            The node's model has another frozen part.
         """
         check_addressee(message, context)
         expected = message.content.config_records[records.FROZEN]["fingerprint"]
@@ -242,7 +243,7 @@ class ClientSide:
     def _used(
         self, works: Sequence[ClientWork | Exception], memory_limit: int
     ) -> list[Params | Exception]:
-        """The whole model that each client would use, or its error."""
+        """Return the whole model that each client would use, or its error."""
 
         def finish(index: int, model: Params) -> Params:
             work = works[index]
@@ -257,9 +258,9 @@ class ClientSide:
         return NodePolicy(context, self.allow_seeded_noise)
 
     def task_of(self, context: Context) -> Task:
-        """The task, on the device that the node's owner names."""
+        """Return the task, on the device that the node's owner names."""
         task = self.task if isinstance(self.task, Task) else _built(self.task, context)
-        device = _device_of(context)  # the node's owner has the last word
+        device = _device_of(context)  # the node's owner decides
         return task if device is None else replace(task, device=device)
 
     def _unpack(
@@ -269,7 +270,7 @@ class ClientSide:
         errors = [device for device in devices if isinstance(device, Exception)]
         if len(errors) == len(devices):
             return [*errors], [*errors]
-        # All in one process have one task: that of the first with a device is good for all.
+        # All clients of a process share one task, so build it for the first with a valid device.
         sound = [not isinstance(device, Exception) for device in devices]
         task = self.task_of(contexts[sound.index(True)])
         read = reader(task)
@@ -279,7 +280,7 @@ class ClientSide:
             return read(message)
 
         requests = each(own, messages, contexts, devices)
-        # What is protected of one client is so of all: they are asked by one server.
+        # One server sends all requests, so one protected request means that all are protected.
         steady = not alone and any(
             protects(r.protection) for r in requests if isinstance(r, Request)
         )
@@ -312,7 +313,7 @@ class ClientSide:
         result: LocalResult,
         rows: Rows | None,
     ) -> tuple[RecordDict | Upload, Params | None]:
-        """Return the client's reply, and its memory."""
+        """Return the client's reply and its new memory."""
         room = rows.room(result.model) if rows is not None and result.model is not None else None
         whole = bounds_models(request.protection)
         own = result.bounded(work.received, whole=whole, room=room)
@@ -330,7 +331,7 @@ class ClientSide:
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
         if request.facts.get("diagnostics"):
             if isinstance(own, HiddenSum):
-                raise tellable(InvalidValue("diagnostics: the norm of a hidden sum stays hidden"))
+                raise tellable(InvalidValue("diagnostics=True with a hidden sum: expected False"))
             if isinstance(own, BoundedSum | CellSum):
                 moved = own.value if isinstance(own, BoundedSum) else own.in_numbers()
             else:
@@ -357,7 +358,10 @@ class ClientSide:
             own_noise = policy.noise(request.facts, OF_UPLOADS)
             in_steps = step_noise(request.protection, own_noise)
             if in_steps is not None and phase is None:
-                raise InvalidValue(f"{self.method.name}: no phase of training is all of its update")
+                raise InvalidValue(
+                    f"{self.method.name} has no upload_phase: noise in local steps needs one phase "
+                    "of training that makes the whole update"
+                )
         seed = derived_seed(request.seed, "client", request.kind, partition, request.round)
         data = task.data(partition)
         if not isinstance(data, ClientData):
@@ -383,7 +387,7 @@ class ClientSide:
         )
 
     def _remembered(self, request: Request, context: Context) -> Params | None:
-        """What a training begins with is what was before it; an evaluation sees what it left."""
+        """Load the memory from before this training round; an evaluation includes this round's."""
         memory = ClientMemory(context, self.method.name, request.run)
         if self.method.mirrored and request.kind == "train" and "remembered" in request.facts:
             _go_back(memory, request.facts["remembered"])
@@ -393,7 +397,7 @@ class ClientSide:
 def _as_params(
     released: Mapping[str, torch.Tensor] | Mapping[str, np.ndarray], like: Params
 ) -> Params:
-    """What leaves the client, as tensors of the model's types."""
+    """Return the released arrays as tensors of the model's types."""
     return {name: torch.as_tensor(v).to(like[name].dtype) for name, v in released.items()}
 
 
@@ -402,14 +406,13 @@ def _plain(params: Params) -> dict[str, np.ndarray]:
 
 
 def _go_back(memory: ClientMemory, used: int) -> None:
-    """Forget what training rounds after ``used`` left, whose replies the server did not use."""
+    """Forget memory of training rounds after ``used``, whose replies the server did not use."""
     memory.forget(after=used)
     if (newest := memory.newest()) < used:
         raise tellable(
             InvalidValue(
-                f"what training round {used} left is not remembered any more (newest: "
-                f"{newest or 'none'}), but still counts on the server: without it this client "
-                "cannot take part. Memory outlives a SuperNode whose node config names a "
-                "state-folder"
+                f"this client lost its memory of training round {used} (newest: "
+                f"{newest or 'none'}), which the server still counts on, so it cannot take part: "
+                "name a state-folder in the node config, so that memory outlives the SuperNode"
             )
         )

@@ -1,7 +1,7 @@
 """A client's part of a secure sum: it agrees on keys, masks its upload, and helps to unmask a sum.
 
-Its secrets are in its `ClientVault`, stored before a reply leaves, so that no process that is
-killed and started again answers twice.
+The client stores its secrets in its `ClientVault` before a reply leaves. A process that is killed
+and started again therefore never answers twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENT = "message"
 
 
 def answer(message: Message, context: Context, method: str) -> Message:
-    """Answer one of the stages besides the training: keys, shares, or what unmasks the sum.
+    """Answer a stage other than the training: advertise keys, share secrets, or help to unmask.
 
     Raises
     ------
@@ -45,7 +45,9 @@ def answer(message: Message, context: Context, method: str) -> Message:
                 question = Question.from_bytes(asked[QUESTION].tobytes(), here)
                 told = member.unmask(question).to_bytes()
             else:
-                raise ProtocolError(f"stage {sorted(asked)}: expected {BEGIN}, {KEYS}, {QUESTION}")
+                raise ProtocolError(
+                    f"stage {sorted(asked)}: expected {BEGIN}, {KEYS} or {QUESTION}"
+                )
         vault.store(member.to_bytes())
     return Message(RecordDict({records.ANSWER: _sent(told)}), reply_to=message)
 
@@ -58,9 +60,9 @@ def masked(
     Parameters
     ----------
     cells : Mapping[str, ndarray]
-        The noised update as int64; it is sent modulo a power of two, in the order of its names.
+        The noised update as int64. It is sent modulo a power of two, in the order of its names.
     asked : Mapping[str, array]
-        What the server's training message says of the sum.
+        The record of the secure sum in the server's training message.
 
     Raises
     ------
@@ -84,13 +86,15 @@ def _vault(context: Context, method: str) -> ClientVault:
 
 def _round(asked: Mapping[str, np.ndarray]) -> RoundContext:
     if CONTEXT not in asked:
-        raise InvalidValue(f"{CONTEXT!r}: expected in the server's message")
+        raise InvalidValue(f"the server's message has no {CONTEXT!r}: expected the round's context")
     return RoundContext.from_bytes(asked[CONTEXT].tobytes())
 
 
 def _new(vault: ClientVault, here: RoundContext, index: int) -> Member:
     if (stored := vault.load()) is not None and _is_of(stored, here):
-        raise ProtocolError(f"round {here.round_number}: this client has begun it before")
+        raise ProtocolError(
+            f"round {here.round_number}: this client has begun it before; expected a new round"
+        )
     return Member(here, index)
 
 
@@ -105,8 +109,8 @@ def _is_of(stored: bytes, here: RoundContext) -> bool:
 def _stored(vault: ClientVault, here: RoundContext) -> Member:
     if (stored := vault.load()) is None:
         raise ProtocolError(
-            f"round {here.round_number}: this client knows nothing of it; where a SuperNode was "
-            "started again, that takes a state-folder in its node config"
+            f"round {here.round_number}: this client has not begun it; if the SuperNode was "
+            "restarted, name a state-folder in its node config"
         )
     return Member.from_bytes(stored, here)
 

@@ -1,8 +1,8 @@
 """A Grid that runs ClientApps in this process: the same Strategy and ClientApp, without Ray.
 
-For tests and research on one machine. Each client keeps its own Context; a client that raises
-answers with an error and its changes to its state are undone, as in Flower's simulation. A
-ClientApp of this package answers a whole cohort at once, which trains its clients in batches.
+Use it for tests and for research on one machine. Each client keeps its own Context. If a client
+raises, its reply is an error and its changes to its state are undone, as in Flower's simulation. A
+ClientApp of this package answers for a whole cohort at once, and trains its clients in batches.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class InProcessGrid(Grid):
     client_app : ClientApp
     num_clients : int
     run_config : Mapping, optional
-        What clients see as ``context.run_config``.
+        The clients' ``context.run_config``.
     memory_limit : int
-        Bytes that local trainings may take at a time (see `training.train_many`), and a quarter of
-        them that replies may, before the next clients are run.
+        Bytes that local trainings may take at a time (see `training.train_many`). Replies that wait
+        to be used may take a quarter of it.
     workers : int
-        Processes that the clients are divided among; see `workers`.
+        Number of processes that share the clients; see `workers`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InProcessGrid(Grid):
         self._replies: dict[str, Message] = {}
         self._coming: Iterator[tuple[str, Message]] = iter(())
         self.set_run(private.empty_run(run_id=1))
-        # Node ids leave room for the server's own.
+        # Node ids start above the server's id.
         self.contexts = {
             partition + 1_000: Context(
                 run_id=1,
@@ -88,7 +88,7 @@ class InProcessGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message of this run."""
+        """Return a message of this run."""
         return Message(
             content,
             dst_node_id=dst_node_id,
@@ -98,11 +98,11 @@ class InProcessGrid(Grid):
         )
 
     def get_node_ids(self) -> Iterable[int]:
-        """All clients are always there."""
+        """Return the ids of all clients, which are always connected."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the clients at once; replies wait to be pulled."""
+        """Run the clients, and return message ids; replies wait for `pull_messages`."""
         plan = messages.plan if isinstance(messages, Asked) else None
         messages, ids = list(messages), []
         for message in messages:
@@ -116,7 +116,7 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies to ``message_ids``, each handed out once."""
+        """Yield the replies to ``message_ids``, each only once."""
         for own in message_ids:
             while own not in self._replies and (come := next(self._coming, None)) is not None:
                 self._replies[come[0]] = come[1]
@@ -126,10 +126,10 @@ class InProcessGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Run each message's client, as many at a time as ``memory_limit`` has room for replies of.
+        """Run each message's client, in parts whose replies fit into memory; return the replies.
 
-        The first are run at once, others when the replies of those before them are taken. Nothing
-        waits for ``timeout``.
+        The first part runs at once, and each other part when the caller has taken the replies
+        before it. ``timeout`` has no effect.
         """
         plan = messages.plan if isinstance(messages, Asked) else None
         messages = list(messages)
@@ -156,7 +156,7 @@ def run_in_process(
     memory_limit: int = MEMORY_LIMIT,
     workers: int = 1,
 ) -> InProcessGrid:
-    """Run a whole Flower app in this process and return its grid (with the clients' contexts)."""
+    """Run a whole Flower app in this process, and return its grid with the clients' contexts."""
     config = dict(run_config or {})
     grid = InProcessGrid(client_app, num_clients, config, memory_limit, workers)
     context = Context(
@@ -177,10 +177,10 @@ def run_in_process(
 
 @contextmanager
 def modules_uncollected() -> Iterator[None]:
-    """Keep the garbage collector from walking through all that is there, as imported modules.
+    """Keep the garbage collector from walking through existing objects, such as imported modules.
 
-    A round makes thousands of small objects, which set it off: a fifth of a second each time. Where
-    the caller has frozen objects already (`gc.freeze`), theirs stay frozen, and no others are.
+    A round makes thousands of small objects, which start the collector for a fifth of a second each
+    time. If the caller has frozen objects already (`gc.freeze`), this function changes nothing.
     """
     if gc.get_freeze_count():
         yield

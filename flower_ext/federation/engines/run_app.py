@@ -25,11 +25,11 @@ from flower_ext.federation.engines.in_process import InProcessGrid, run_in_proce
 from flower_ext.runs.settings import num_nodes
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A disk, an account or a file that has no room left."""
+"""Errors for a disk, a quota or a file without room."""
 
 
 def load_app(folder: Path) -> tuple[ServerApp, ClientApp]:
-    """The ServerApp and ClientApp that a folder's ``pyproject.toml`` names."""
+    """Return the ServerApp and the ClientApp that a folder's ``pyproject.toml`` names."""
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
     names = project["tool"]["flwr"]["app"]["components"]
     if str(folder) not in sys.path:
@@ -50,7 +50,7 @@ def run_app(folder: Path, config: UserConfig, *, workers: int = 1) -> InProcessG
 
 
 def main() -> None:
-    """Run the app that the command line names; an error that people can mend is one line.
+    """Run the app that the command line names; report errors that the user can fix in one line.
 
     SIGTERM ends the run in order, with the exit status 143.
     """
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:
-    """End the run once: a second signal does not disturb how it writes its end."""
+    """End the run, and ignore further signals so that they do not disturb its last writes."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(number).name)
 

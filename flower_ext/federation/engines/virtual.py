@@ -1,9 +1,9 @@
-"""Many clients on one node: fewer and larger messages, and what is trained together is a batch.
+"""Many clients on one node, with fewer and larger messages and training in batches.
 
-A message costs Flower 7 to 25 ms before anything is learned. A `VirtualGrid` shows a strategy
-``clients_per_node`` clients for every node, packs the messages to clients of one node into one,
-and takes the reply apart; a `CohortApp` on the node answers it for all of them. Neither the
-strategy nor a client notices: each client has its own partition, state, noise and errors.
+A message costs Flower 7 to 25 ms besides any training. A `VirtualGrid` shows a strategy
+``clients_per_node`` clients for every node, packs the messages to clients of one node into one, and
+unpacks the reply. A `CohortApp` on the node answers for all of them. Neither the strategy nor a
+client notices, because each client has its own partition, state, noise and errors.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ log = getLogger(__name__)
 _TOGETHER = "together"
 """Last part of the type of a message to several clients, and the record that lists them."""
 _FIRST_ID = 1_000
-"""Ids of virtual clients leave room for the server's own."""
+"""First id of virtual clients, above the server's id."""
 _UNREADABLE = 1
 
 _SHARE_OF_REPLIES = 4
-"""Replies that wait to be used may take one part in so many of the memory that trainings may."""
+"""Waiting replies may take the memory limit of trainings divided by this number."""
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
 Answer = RecordDict | Upload | Exception
-"""One client's answer among those of others."""
+"""One client's answer in a list of several clients' answers."""
 
 
 def together(message: Message, memory_limit: int) -> int:
-    """Return how many replies fit into memory that are as large as what is asked with a message."""
+    """Return the number of replies that fit into memory if each is as large as the message."""
     return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
 
 
@@ -66,9 +66,9 @@ class CohortApp(ClientApp):
         self.together: dict[str, Callable[..., Sequence[Answer]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message: for one client, or for all that a `VirtualGrid` packed into it.
+        """Answer a message, for one client or for all that a `VirtualGrid` packed into it.
 
-        An error is a reply, which says no more than `failed` lets it.
+        An error becomes a reply, which reveals no more than `failed` permits.
         """
         if message.metadata.message_type.endswith(f".{_TOGETHER}"):
             return _answered(self, message, context, partial(_answer_packed, self))
@@ -77,19 +77,24 @@ class CohortApp(ClientApp):
     def _answer_alone(self, message: Message, context: Context) -> Message:
         kind = message.metadata.message_type
         if not private.answers(self, kind):
-            raise tellable(InvalidValue(f"this ClientApp answers no {kind!r}"))
+            raise tellable(
+                InvalidValue(
+                    f"this ClientApp answers no {kind!r}: build it with the client_app of the "
+                    "server's method"
+                )
+            )
         return super().__call__(message, context)
 
     def answer(
         self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
     ) -> list[Message]:
-        """Replies in the order of ``messages``, all of one type that is in ``together``."""
+        """Return replies in the order of ``messages``, all of one type that is in ``together``."""
         before = [context.state.copy() if context.state else None for context in contexts]
         answer = self.together[messages[0].metadata.message_type]
         contents: Sequence[Answer]
         try:
             contents = answer(messages, contexts, memory_limit=memory_limit)
-        except Exception as error:  # of what all share, as their task
+        except Exception as error:  # in a shared part, such as the task
             contents = [error] * len(messages)
         replies = []
         for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
@@ -110,10 +115,10 @@ def answer_all(
     *,
     memory_limit: int = MEMORY_LIMIT,
 ) -> list[Message]:
-    """Replies in the order of ``messages``; a cohort at once where the ClientApp can.
+    """Return replies in the order of ``messages``; answer for a cohort at once if the app can.
 
-    A client that raises answers with an error, and its changes to its state are undone; nothing
-    that the others answer depends on it.
+    If a client raises, its reply is an error and its changes to its state are undone. The other
+    clients' answers do not depend on it.
     """
     kinds = {message.metadata.message_type for message in messages}
     if (
@@ -127,7 +132,7 @@ def answer_all(
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    message.content = message.content.copy()  # several may share one
+    message.content = message.content.copy()  # several messages may share one
     return _answered(app, message, context, app)
 
 
@@ -146,19 +151,19 @@ def _answered(
 
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:
-    """Return the clients of an app: ``clients-per-node`` (0: one) of them on each of its nodes."""
+    """Return a grid of an app's clients: ``clients-per-node`` (0 means 1) on each of its nodes."""
     per_node = integer({"clients-per-node": 1, **config}, "clients-per-node", least=0) or 1
     return grid if per_node == 1 else VirtualGrid(grid, per_node)
 
 
 class VirtualGrid(Grid):
-    """A grid on which every node is ``clients_per_node`` clients.
+    """A grid that shows every node as ``clients_per_node`` clients.
 
     Parameters
     ----------
     grid : Grid
-        Its nodes run a `client_app` of this package. The node with partition i holds the clients
-        i · ``clients_per_node`` to (i + 1) · ``clients_per_node`` − 1.
+        A grid whose nodes run a `client_app` of this package. The node with partition i holds the
+        clients i · ``clients_per_node`` to (i + 1) · ``clients_per_node`` − 1.
     clients_per_node : int
     """
 
@@ -172,7 +177,7 @@ class VirtualGrid(Grid):
         self._ids = count(1)
 
     def set_run(self, run: Any) -> None:
-        """As the grid below."""
+        """Set the run of the grid below."""
         self._grid.set_run(run)
 
     @property
@@ -188,11 +193,11 @@ class VirtualGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message of this run."""
+        """Return a message of this run."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Ids of the clients of all nodes that are connected."""
+        """Return the ids of the clients of all connected nodes."""
         connected = set(self._grid.get_node_ids())
         for node in sorted(connected - set(self._nodes.values())):
             self._nodes[len(self._nodes)] = node
@@ -204,7 +209,7 @@ class VirtualGrid(Grid):
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send, in one message a node and turn; ids of the single messages."""
+        """Send one message per node and turn, and return the ids of the single messages."""
         messages, ids = list(messages), []
         parcels: dict[tuple[int, int], dict[str, Message]] = defaultdict(dict)
         for message, parcel in zip(messages, self._parcels(messages), strict=True):
@@ -215,7 +220,7 @@ class VirtualGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies that are there, each handed out once."""
+        """Return the replies that have arrived, each only once."""
         for reply in self._grid.pull_messages(list(self._packed)):
             asked = self._packed.pop(reply.metadata.reply_to_message_id, {})
             self._replies |= zip(asked, self._unpack(reply, list(asked.values())), strict=True)
@@ -224,10 +229,10 @@ class VirtualGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Ask all clients; those on nodes that do not answer in time do not either.
+        """Ask all clients, and yield their replies. A silent node's clients are all silent.
 
-        Of large models some clients of a node are asked at a time: the first at once, others when
-        the replies of those before them are taken.
+        With large models, only some clients of a node are asked at a time: the first at once, and
+        the others when the caller has taken the replies before them.
         """
         messages = list(messages)
         most = together(messages[0], MEMORY_LIMIT) if messages else 1
@@ -238,7 +243,7 @@ class VirtualGrid(Grid):
         return chain(iter(next(answers, [])), chain.from_iterable(answers))
 
     def _parcels(self, messages: Sequence[Message], most: float = inf) -> list[tuple[int, int]]:
-        """In which turn each message goes to which node: no client is asked twice in a turn.
+        """Return the turn and the node of each message, so that no turn asks a client twice.
 
         About ``most`` messages go to a node in a turn.
         """
@@ -259,19 +264,21 @@ class VirtualGrid(Grid):
         singles: list[Message] = []
         for reply in private.replies(self._grid, list(packed.values()), timeout=timeout):
             node = reply.metadata.src_node_id
-            # What is taken apart looks like answers to what was asked: only those may be.
+            # Unpacked replies look like answers to our messages, so unpack only real answers.
             if node in packed and _answers(reply, packed[node]):
                 del packed[node]
                 singles += self._unpack(reply, by_node[node])
             else:
-                log.warning("node %d: a reply to no open message is left out", node)
+                log.warning("node %d: the server ignores its reply to no open message", node)
         return singles
 
     def _place(self, message: Message) -> tuple[int, int]:
-        """Node of the client that a message is for, and which of its clients that is."""
+        """Return the node of the client that a message is for, and the client's place on it."""
         number, place = divmod(message.metadata.dst_node_id - _FIRST_ID, self.clients_per_node)
         if number not in self._nodes:
-            raise InvalidValue(f"no client has the id {message.metadata.dst_node_id}")
+            raise InvalidValue(
+                f"dst_node_id={message.metadata.dst_node_id}: expected an id from get_node_ids"
+            )
         return self._nodes[number], place
 
     def _pack(self, node: int, messages: Sequence[Message]) -> Message:
@@ -290,7 +297,7 @@ class VirtualGrid(Grid):
         )
 
     def _unpack(self, reply: Message, asked: Sequence[Message]) -> list[Message]:
-        """What each client that was asked answers; an error of the node is one of each."""
+        """Return each asked client's reply; an error of the node is an error of each client."""
         if reply.has_error():
             return [Message(reply.error, reply_to=message) for message in asked]
         try:
@@ -301,13 +308,13 @@ class VirtualGrid(Grid):
                 for content, code, reason in zip(contents, codes, reasons, strict=True)
             ]
             return [Message(each, reply_to=m) for each, m in zip(answers, asked, strict=True)]
-        except Exception as error:  # whatever a hostile node sends
+        except Exception as error:  # a hostile node may send anything
             unreadable = Error(code=_UNREADABLE, reason=f"the node's reply cannot be read: {error}")
             return [Message(unreadable, reply_to=message) for message in asked]
 
 
 def _answers(reply: Message, question: Message) -> bool:
-    """Whether this is a reply to ``question`` and no other message or round."""
+    """Return True for a reply to ``question``, and False for one to another message or round."""
     own, asked = reply.metadata, question.metadata
     return (
         own.group_id == asked.group_id
@@ -320,13 +327,15 @@ def _check_packed(facts: Mapping[str, Any]) -> None:
     per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
     numbers = all(type(place) is int and 0 <= place < per_node for place in places)
     if not numbers or len(set(places)) < len(places):
-        raise InvalidValue(f"places {places} of {per_node}: expected each once, below the number")
+        raise InvalidValue(f"places {places}: expected different integers >= 0 below {per_node}")
     if any(kind.endswith(f".{_TOGETHER}") for kind in kinds):
-        raise InvalidValue("a message to several clients holds another such message")
+        raise InvalidValue(
+            "a message to several clients holds another such message: expected plain ones"
+        )
 
 
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
-    """One reply for all clients that a message is for; each has its own part of the state."""
+    """Return one reply for all clients of a message; each has its own part of the state."""
     contents, facts = _unpacked(message.content)
     _check_packed(facts)
     per_node, places = int(facts["clients-per-node"]), list(facts["place"])
@@ -370,7 +379,7 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
 
 
 def _packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDict:
-    """Contents and facts as one content; a record that several share travels once."""
+    """Return contents and facts as one content; a record that several share is sent once."""
     numbers: dict[int, int] = {}
     packed: dict[str, Record] = {}
     names: list[str] = []

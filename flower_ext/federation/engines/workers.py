@@ -1,8 +1,8 @@
-"""Processes that answer for a part of the clients each, so that one run uses many cores.
+"""Worker processes that each answer for a part of the clients, so that one run uses many cores.
 
-They are forked from the process of the server and share what it has loaded. A client that has a
-state belongs to the one where it is, for the whole run; all others go where there is least to do.
-Each has one thread: many small trainings gain more from another process than from another thread.
+The server's process forks them, so they share what it has loaded. A client with a state stays in
+its process for the whole run; the others go to the process with the least work. Each process has
+one thread, because many small trainings gain more from processes than from threads.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flower_ext.privacy import PrivacyPlan
 from flower_ext.privacy.updates import Layout, Summed
 
 _ROWS = "rows"
-"""Asks another process for the updates that it kept."""
+"""Request to another process for the updates that it kept."""
 
 
 class WorkerLost(FlowerExtError, RuntimeError):
-    """A process has ended, and with it the state of its clients; the message says which."""
+    """A worker process has ended, and the state of its clients is lost; the message names it."""
 
 
 class Workers:
@@ -47,11 +47,11 @@ class Workers:
     Parameters
     ----------
     count : int
-        Processes, this one among them.
+        Number of processes, including this one.
     answer : Callable[[Sequence[Message]], list[Message]]
-        Replies for clients whose contexts are in ``contexts``.
+        Returns replies for clients whose contexts are in ``contexts``.
     contexts : Mapping[int, Context]
-        Of all clients, by node id.
+        Contexts of all clients, by node id.
     """
 
     def __init__(
@@ -65,13 +65,15 @@ class Workers:
         if count > 1 and "fork" not in multiprocessing.get_all_start_methods():
             raise InvalidValue(f"workers={count!r}: this system cannot fork processes; expected 1")
         self.count, self._answer, self._contexts = count, answer, contexts
-        # Neighbours share a process: a cohort in order begins with the replies that come first.
+        # Neighbours share a process, so a cohort in order begins with the replies that come first.
         self._usual = {
             node: number * count // len(contexts) for number, node in enumerate(contexts)
         }
-        self._homes: dict[int, int] = {}  # where the states are of those that have one
+        self._homes: dict[int, int] = {}  # process of each client with a state
         self._others: list[tuple[BaseProcess, _Channel]] = []
-        self._open: dict[int, Sequence[Message]] = {}  # what other processes still have to answer
+        self._open: dict[
+            int, Sequence[Message]
+        ] = {}  # messages that other processes must still answer
         self._kept: dict[int, ref[Elsewhere]] = {}
         self._threads = torch.get_num_threads()  # of this process, before and afterwards
 
@@ -80,18 +82,19 @@ class Workers:
     ) -> Iterator[Message]:
         """Return replies in the order of ``messages``; those of other processes come later.
 
-        The share of this process is answered before this returns. The others work meanwhile, and
-        are waited for when their first reply is taken.
+        This process answers its share before the function returns, while the others work. The
+        iterator waits for another process when the caller takes the first of its replies.
 
         Parameters
         ----------
         plan : PrivacyPlan, optional
-            Adds up the updates in each of the other processes: they stay there until somebody
-            reads one, or the process gets its next messages.
+            Lets each other process add up its updates by this plan. The updates stay there until a
+            caller reads one, or until the process gets its next messages.
 
         Raises
         ------
         WorkerLost
+            A worker process has ended.
         """
         if self.count == 1:
             return iter(self._answer(messages))
@@ -118,7 +121,7 @@ class Workers:
             yield replies.pop(id(message))
 
     def _heard(self, number: int) -> dict[int, Message]:
-        """Return what another process answers to the messages that it was sent last."""
+        """Return another process's replies to its last messages, by ``id`` of the message."""
         messages = self._open.pop(number)
         told, stateful, summed = self._receive(number)
         self._homes |= dict.fromkeys(stateful, number)
@@ -141,7 +144,7 @@ class Workers:
         return rows
 
     def _settle(self) -> None:
-        """Take from the other processes what somebody may still read, before they forget it."""
+        """Fetch replies and updates that a caller may still read, before processes drop them."""
         for number in [*self._open]:
             self._heard(number)
         for there in [found for kept in [*self._kept.values()] if (found := kept()) is not None]:
@@ -149,9 +152,10 @@ class Workers:
         self._kept.clear()
 
     def _divided(self, messages: Sequence[Message]) -> list[list[Message]]:
-        """By process: clients with a state where it is, others such that all have as much to do.
+        """Divide messages among the processes, with about as much work for each.
 
-        Of these, most are in the same process every time, which may hold their data already.
+        A client with a state goes to the process that holds it. Most other clients go to the same
+        process every time, which may hold their data already.
         """
         by_node: dict[int, list[Message]] = defaultdict(list)
         for message in messages:
@@ -168,7 +172,7 @@ class Workers:
         return shares
 
     def _with_state(self, messages: Sequence[Message]) -> list[int]:
-        """Nodes among those asked that have a state, in this process."""
+        """Return the nodes, among those asked, that have a state in this process."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return [node for node in nodes if self._contexts[node].state]
 
@@ -183,7 +187,7 @@ class Workers:
         self.abandon()
 
     def abandon(self) -> None:
-        """End the other processes at once, if there are any left."""
+        """End the remaining other processes at once."""
         for process, channel in self._others:
             channel.close()
             process.terminate()
@@ -196,8 +200,8 @@ class Workers:
     def _fork(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError(
-                f"workers={self.count}: this process already uses a GPU, which forked ones could "
-                "not; expected 1"
+                f"workers={self.count}: expected 1, because this process already uses a GPU, which "
+                "forked processes cannot use"
             )
         torch.set_num_threads(1)
         context = multiprocessing.get_context("fork")
@@ -216,12 +220,12 @@ class Workers:
             self._others.append((process, ours))
 
     def _serve(self, channel: _Channel, other_end: _Channel) -> None:
-        """Answer for the clients of this process until the server's has ended or asks to stop."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others,
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by this signal
-        torch.seed()  # not the numbers that the other processes draw
+        """Answer for this process's clients until the server's process ends or asks to stop."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process ends the others
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by SIGTERM
+        torch.seed()  # so that processes draw different numbers
         for other in (other_end, *(earlier for _, earlier in self._others)):
-            other.connection.close()  # else the server's end would never seem closed
+            other.connection.close()  # else this process would never see the server's end close
         nodes: set[int] = set()
         kept: list[Upload] = []
         while True:
@@ -266,15 +270,15 @@ class Workers:
         process = self._others[number - 1][0]
         process.join(timeout=5)
         return WorkerLost(
-            f"{process.name} of {self.count} has ended (exit code {process.exitcode}) and with it "
-            "the state of its clients: its own error is above; if it was killed (-9), there was "
-            "too little memory for so many workers"
+            f"{process.name} of {self.count} has ended (exit code {process.exitcode}), and the "
+            "state of its clients is lost: see its error above; after exit code -9, take fewer "
+            "workers, because the system may have run out of memory"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """All of an `Upload` but the numbers of its update."""
+    """An `Upload` without the numbers of its update, which stay in the other process."""
 
     layout: Layout
     dtype: np.dtype
@@ -317,7 +321,7 @@ def _reply(message: Message, told: Error | RecordDict | Upload) -> Message:
 
 
 def _sum(plan: PrivacyPlan, uploads: Sequence[Upload]) -> Summed | None:
-    """Return the sum of updates; None where one of them has none, for the server to refuse it."""
+    """Return the sum of updates, or None if an update is invalid, so that the server refuses it."""
     try:
         return plan.part((upload.arrays for upload in uploads), like=uploads[0].arrays)
     except (ValueError, TypeError):
@@ -325,16 +329,16 @@ def _sum(plan: PrivacyPlan, uploads: Sequence[Upload]) -> Summed | None:
 
 
 class _Channel:
-    """Messages one way, arrays and all the other: those go through a file without a name.
+    """A connection to a process, with a file without a name for large arrays in its answers.
 
-    In memory where the system has such files; its pages are there again for the next answer.
+    The file is in memory if the system supports it, and its pages serve the next answer again.
     """
 
     def __init__(self, connection: Connection, memory: int) -> None:
         self.connection, self._memory = connection, memory
 
     def share(self, content: object) -> None:
-        """Send something that holds large arrays."""
+        """Send an object that holds large arrays."""
         buffers: list[pickle.PickleBuffer] = []
         outline = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
         parts, end = [buffer.raw() for buffer in buffers], 0
@@ -347,7 +351,7 @@ class _Channel:
         self.connection.send_bytes(pickle.dumps((outline, sizes)))
 
     def shared(self) -> Any:
-        """What was sent by `share`."""
+        """Return the object that the other side sent by `share`."""
         outline, sizes = pickle.loads(self.connection.recv_bytes())
         memory, read = np.empty(sum(sizes), np.uint8).data, 0
         while read < len(memory):
@@ -357,13 +361,13 @@ class _Channel:
         return pickle.loads(outline, buffers=parts)
 
     def close(self) -> None:
-        """Neither side can use it afterwards."""
+        """Close this end of the channel; neither side can use it afterwards."""
         self.connection.close()
         os.close(self._memory)
 
 
 def _file() -> int:
-    """A file that ends with the processes that have it open."""
+    """Return a file that disappears with the processes that have it open."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("flower_ext")
     with tempfile.TemporaryFile() as file:

@@ -200,16 +200,13 @@ class WeightingSilo:
     ) -> ZeroPool:
         """Set up a `ZeroPool`, so that re-randomising costs an eleventh.
 
-        Call it any time after `receive_keys`. It takes `ZeroPool.size` full exponentiations and
-        pays off after somewhat more ciphertexts than that. Silos of one process may share a pool
-        for the key of this server.
+        It needs `receive_keys`, takes `ZeroPool.size` full exponentiations, and pays off after
+        somewhat more ciphertexts than that. Silos of one process may share a pool of one server.
         """
         return self._sums.prepare(pool, progress)
 
     def answer_draw(self, message: DrawOffer) -> DrawAnswer:
-        """Return the silos' choices, which all silos derive from their seed.
-
-        The server cannot read them.
+        """Return the choices that all silos derive from their seed; the server cannot read them.
 
         Raises
         ------

@@ -218,7 +218,7 @@ def test_a_task_that_is_built_for_one_client_is_refused_by_name():
 
     grid = InProcessGrid(DPFedAvg.client_app(own), num_clients=3)
     plan = NonPrivatePlan(sampling=FullParticipation(3))
-    with pytest.raises(FederationNotReady, match="built from the node's 'partition-id'"):
+    with pytest.raises(FederationNotReady, match="the task reads the node's 'partition-id'"):
         DPFedAvg(plan=plan, local=SGD).start(
             grid, ArrayRecord(task().initial_params(0)), num_rounds=1
         )

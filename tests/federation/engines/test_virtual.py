@@ -197,5 +197,5 @@ def test_numbers_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="clients_per_node=0"):
         VirtualGrid(InProcessGrid(counting(), num_clients=1), 0)
     grid = on_virtual_nodes(counting())
-    with pytest.raises(ValueError, match="no client has the id 1"):
+    with pytest.raises(ValueError, match="dst_node_id=1: expected"):
         grid.send_and_receive(ask(grid, [1]))
