@@ -1,16 +1,17 @@
-"""What breaks, and what does not: one command, one report.
+"""Inject faults into whole runs and report what breaks: one command, one report.
 
     python -m benchmarks.faults [--quick] [--output RESULTS] [--seed 0]
 
 Methods run in this process while replies are dropped, late, malformed, repeated and forged, and
-clients raise; each round's aggregate and each run's ε are recomputed from the replies that should
-count. Clients get malformed requests; noise is measured under dropout; every message of the
-personalised methods is searched for what clients remember. Then, unless ``--quick``, processes are
-killed (`kill`) and a real SuperLink with real SuperNodes is disturbed (`processes`).
+clients raise. Each round's aggregate and each run's ε are recomputed from the replies that should
+count. Clients get malformed requests. Noise is measured under dropout. Every message of the
+personalised methods is searched for parameters that must stay on the client. Then, unless
+``--quick``, processes are killed (`kill`), and a real SuperLink with real SuperNodes is disturbed
+(`processes`).
 
-``--quick`` takes a minute, the whole some ten for what runs in this process. Each part is
-written down as it ends. The exit status is 1 where a part failed or something was not kept, and the
-last line names these parts.
+``--quick`` takes a minute; the parts in this process take some ten minutes in full. Each part is
+written down as it ends. The exit status is 1 if a part failed or a promise was broken, and the last
+line names these parts.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ DROPOUTS = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="a twentieth of everything")] = False,
-    output: Annotated[Path, typer.Option(help="where the report goes")] = Path("runs/faults"),
-    seed: Annotated[int, typer.Option(help="of everything that goes wrong")] = 0,
-    points: Annotated[int, typer.Option(help="at which processes are killed")] = 100,
-    only: Annotated[list[str] | None, typer.Option(help="parts; all by default")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="run a twentieth of everything")] = False,
+    output: Annotated[Path, typer.Option(help="folder of the report")] = Path("runs/faults"),
+    seed: Annotated[int, typer.Option(help="seed of all faults")] = 0,
+    points: Annotated[int, typer.Option(help="number of points at which to kill processes")] = 100,
+    only: Annotated[list[str] | None, typer.Option(help="parts to run; all by default")] = None,
 ) -> None:
     """Run, print and write the report."""
     output.mkdir(parents=True, exist_ok=True)
@@ -74,9 +75,9 @@ def main(
 
 
 def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path) -> list[str]:
-    """Run all parts, write each down as it ends, and name those that failed or were not kept.
+    """Run all parts and write each down as it ends; return those that failed or broke a promise.
 
-    A part that raises keeps no other from running, and an interrupt leaves in the report what has
+    A part that raises does not stop the others, and after an interrupt the report holds what has
     ended. The last line, printed and written, is the verdict; a report without it is unfinished.
     """
     report.write_text("", encoding="utf-8")
@@ -104,7 +105,7 @@ def run_parts(parts: Mapping[str, Callable[[], tuple[str, bool]]], report: Path)
 
 
 def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[str, bool]:
-    """All methods under mixed faults."""
+    """Run all methods under mixed faults."""
     outcomes = [run_case(case, rounds, flood=flood, seed=seed) for case in CASES]
     outcomes.append(run_case(PRIVATE, private_rounds, flood=flood, seed=seed))
     faults: Counter[str] = sum((o.faults for o in outcomes), Counter())
@@ -116,13 +117,13 @@ def engine(rounds: int, flood: int, *, private_rounds: int, seed: int) -> tuple[
 
 
 def kept(outcome: Outcome) -> bool:
-    """Whether nothing that should hold was broken in a run."""
+    """Return True if a run broke nothing that should hold."""
     broken = (outcome.crashes, outcome.accepted, outcome.wrong_aggregates, outcome.unexplained)
     return not any(broken) and outcome.epsilon_is_right
 
 
 def engine_table(outcomes: Sequence[Outcome]) -> str:
-    """A row a method."""
+    """Return a table with one row per method."""
     return table(
         (
             "method",
@@ -153,7 +154,7 @@ def engine_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def totals_table(faults: Counter[str]) -> str:
-    """A row a kind of fault, over all methods."""
+    """Return a table with one row per kind of fault, over all methods."""
     what = {
         "dropped": "reply lost",
         "late": "reply of an earlier round (stale)",
@@ -173,7 +174,7 @@ def _kinds(outcomes: Sequence[Outcome]) -> set[str]:
 
 
 def clients(count: int, *, seed: int) -> tuple[str, bool]:
-    """Malformed requests to the clients of all methods."""
+    """Send malformed requests to the clients of all methods."""
     found = everyone(count, seed=seed)
     header = ("method", "malformed requests", "kinds", "answered", "remembered", "sound", "refused")
     rows = [
@@ -188,7 +189,7 @@ def _sound(asked: Asked) -> bool:
 
 
 def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
-    """Noise that was measured, over that accounted for."""
+    """Compare measured noise with the noise accounted for."""
     policies: tuple[tuple[DropoutPolicy, NoisePlacement], ...] = (
         ("top-up", "client"),
         ("discard", "client"),
@@ -214,7 +215,7 @@ def noise(rounds: int, *, seed: int) -> tuple[str, bool]:
 
 
 def wire(rounds: int) -> tuple[str, bool]:
-    """Every message of every personalised method, searched."""
+    """Search every message of every personalised method."""
     found: list[Searched] = [
         search(name, build(), personal, rounds=rounds)
         for name, (build, personal) in PERSONALISED.items()
@@ -229,7 +230,7 @@ def wire(rounds: int) -> tuple[str, bool]:
 
 
 def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
-    """Processes killed at ``points`` points, and resumed."""
+    """Kill processes at ``points`` points, and resume them."""
     outcomes = kill.run(points, seed=seed)
     rows = table(kill.HEADER, [outcome.row() for outcome in outcomes])
     failures = [f"* {failure}" for outcome in outcomes for failure in outcome.failures]
@@ -242,10 +243,10 @@ def killed_processes(points: int, *, seed: int) -> tuple[str, bool]:
 
 
 def real_processes(plan: processes.Plan) -> tuple[str, bool]:
-    """A real SuperLink and real SuperNodes, disturbed by ``plan``."""
+    """Disturb a real SuperLink and real SuperNodes by ``plan``."""
     with tempfile.TemporaryDirectory() as folder:
         rows, outcome = processes.run(Path(folder), plan)
-        # Still in the folder: an outcome reads its run directory when asked.
+        # Still inside the folder, because an outcome reads its run directory on access.
         text = f"## Real processes, {plan.policy}\n\n{processes.report(rows, outcome)}"
         return text, outcome.kept
 

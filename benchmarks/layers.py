@@ -1,9 +1,9 @@
-"""Kinds of layers, and what becomes of a model that has one: trained, in a batch, and by DP-SGD.
+"""Kinds of layers, and how a model with each of them trains: alone, in a batch, and by DP-SGD.
 
     python -m benchmarks.layers docs/layers.md
 
-Every cell is found by running it: a model with that layer is trained next to a plain loop of
-PyTorch, among other clients, and example by example next to PyTorch's own gradient of each example.
+Every cell is measured. A model with the layer is compared with a plain loop of PyTorch, trained
+among other clients, and compared example by example with PyTorch's own gradients.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flower_ext.training.local import own_draws
 
 WORDS, CLASSES, CLIENTS = 11, 3, 8
 ALIKE = 1e-4
-"""Largest relative difference that rounding, and the margin of DP-SGD's clipping, may make."""
+"""Largest relative difference that rounding, and the margin of DP-SGD's clipping, may cause."""
 
 
 class Under(nn.Module):
-    """A body, and a head above all that the body puts out for an example."""
+    """A body, and a head above everything that the body returns for an example."""
 
     def __init__(self, body: nn.Module, like: Tensor) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Under(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Every example with itself, backwards."""
+    """A layer applied to every example and its reversal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Pairs(nn.Module):
 
 
 class Bag(nn.Module):
-    """Words of a text, added up."""
+    """A layer that adds up the words of a text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Bag(nn.Module):
 
 
 class Tied(nn.Module):
-    """The rows that are looked up are also those of the head."""
+    """A model whose head shares its weight with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Tied(nn.Module):
 
 
 class Attentive(nn.Module):
-    """Words that look at each other."""
+    """Self-attention over words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Attentive(nn.Module):
 
 
 class Stepwise(nn.Module):
-    """A cell along a sequence."""
+    """A recurrent cell along a sequence."""
 
     def __init__(self, kind: type[nn.GRUCell] | type[nn.LSTMCell]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Stepwise(nn.Module):
 
 
 class Placed(nn.Module):
-    """A parameter of the model itself, in no layer: what each place of a sequence adds."""
+    """A parameter of the model itself, outside all layers: an addend for each position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Scaled(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each example goes to one of three experts; to the last one none goes."""
+    """A model that sends each example to one of three experts; the last one gets none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Experts(nn.Module):
 
 
 class Waves(nn.Module):
-    """Complex numbers inside."""
+    """A model with complex numbers inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,9 +174,9 @@ class Kind:
     Parameters
     ----------
     body : Callable[[], nn.Module]
-        Has the layer.
+        Builds the module with the layer.
     shape : tuple of int
-        Of an example; of words, where ``words`` is true.
+        Shape of an example; of its words, if ``words`` is true.
     whole : bool
         ``body`` is the whole model.
     """
@@ -266,7 +266,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One result: the largest difference from PyTorch, as a part of how far the model moved.
+    """One result: the largest difference from PyTorch, relative to the model's largest move.
 
     ``how`` names the way in which the model trained, or the reason why it was refused.
     """
@@ -280,7 +280,7 @@ TRAINING = LocalTraining(epochs=2, batch_size=4, learning_rate=0.2)
 
 
 def task_of(kind: Kind) -> Task:
-    """Return a task without data of its own."""
+    """Return a task without data."""
 
     def no_data(partition: int) -> ClientData:
         raise LookupError(partition)
@@ -289,7 +289,7 @@ def task_of(kind: Kind) -> Task:
 
 
 def trained(kind: Kind) -> Cell:
-    """Train one client's model, and PyTorch's own in a plain loop."""
+    """Compare the training of one client's model with a plain PyTorch loop."""
     task, data = task_of(kind), kind.examples(10, 5)
     try:
         start = task.initial_params(1)
@@ -302,7 +302,7 @@ def trained(kind: Kind) -> Cell:
 
 
 def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator) -> Params:
-    """Train as anyone would, with our masks of dropout."""
+    """Train in a plain PyTorch loop, with this package's dropout masks."""
     with own_draws(draw, torch.device("cpu")) as anew:
         model = own_dropout(kind.build())
         model.load_state_dict(start, strict=False)  # tied parameters travel once
@@ -319,7 +319,7 @@ def by_pytorch(kind: Kind, start: Params, data: Examples, draw: torch.Generator)
 
 
 def in_a_batch(kind: Kind) -> Cell:
-    """Train several clients' models at once, and PyTorch's own one by one."""
+    """Compare several clients' models, trained at once, with plain PyTorch loops."""
     task = task_of(kind)
     try:
         starts = [task.initial_params(client) for client in range(CLIENTS)]
@@ -347,7 +347,7 @@ def in_a_batch(kind: Kind) -> Cell:
 
 
 def by_dp_sgd(kind: Kind) -> Cell:
-    """Sum clipped gradients of examples, and PyTorch's own of each."""
+    """Compare the sum of clipped gradients with PyTorch's own gradient of each example."""
     task, data = task_of(kind), kind.examples(9, 3)
     try:
         start = task.initial_params(1)
@@ -365,7 +365,7 @@ def by_dp_sgd(kind: Kind) -> Cell:
 
 
 def clipped_by_pytorch(kind: Kind, start: Params, data: Examples, names: list[str]) -> Params:
-    """Each example's gradient from a pass of its own; or, where numbers are drawn, of its row."""
+    """Clip each example's gradient from its own pass; with dropout, from its row of one pass."""
     draws = any(isinstance(module, nn.Dropout) for module in kind.build().modules())
     summed = {name: torch.zeros_like(start[name], dtype=torch.float64) for name in names}
     for row in range(len(data)):
@@ -385,7 +385,7 @@ def clipped_by_pytorch(kind: Kind, start: Params, data: Examples, names: list[st
 
 
 def _off(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], start: Params) -> float:
-    """Largest difference between the two, in parts of the largest move from ``start``."""
+    """Return the largest difference between the two, relative to the largest move."""
     parts = [
         (ours[name], theirs[name], start.get(name, torch.zeros_like(theirs[name]))) for name in ours
     ]
@@ -401,7 +401,7 @@ WAYS: Mapping[str, Callable[[Kind], Cell]] = {
 
 
 def found() -> Mapping[str, Mapping[str, Cell]]:
-    """Run every cell, each kind's by way."""
+    """Run every cell; return results by layer and way."""
     cells: dict[str, dict[str, Cell]] = {}
     for name, kind in KINDS.items():
         cells[name] = {way: find(kind) for way, find in WAYS.items()}
@@ -427,17 +427,17 @@ def page(cells: Mapping[str, Mapping[str, Cell]]) -> str:
 
 INTRODUCTION = """# Layers of your own model
 
-Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* is to
-rounding: to what a plain loop of PyTorch makes of the same model and mini-batches; with DP-SGD, to
-the sum of each example's own gradient, clipped. What goes *one by one*, clients or examples, comes
-to the same and takes longer. Dropout has the masks that this package draws. Numbers in brackets are
-refusals, with their words below."""
+Written by `python -m benchmarks.layers docs/layers.md`, which runs every cell. *Equal* means equal
+up to rounding: to a plain loop of PyTorch on the same model and mini-batches; for DP-SGD, to the
+sum of each example's own clipped gradient. *One by one* (clients or examples) gives the same result
+and takes longer. Dropout uses the masks that this package draws. Numbers in brackets refer to the
+refusals that are quoted below."""
 
 
 def main() -> None:
-    """Write the page to the file that is named, or print it."""
+    """Write the page to the file named on the command line, or print it."""
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    warnings.simplefilter("ignore")  # of PyTorch, about speed
+    warnings.simplefilter("ignore")  # PyTorch's warnings about speed
     text = page(found())
     if len(sys.argv) == 2:
         Path(sys.argv[1]).write_text(text, encoding="utf-8")

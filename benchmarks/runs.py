@@ -1,4 +1,4 @@
-"""Many runs of one app on a few processor cores; runs that are finished already are kept."""
+"""Many runs of one app on a few processor cores; finished runs are kept."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Config = dict[str, bool | float | int | str]
 
 
 def settings(app: Path) -> Config:
-    """The run-config defaults of an app."""
+    """Return the run-config defaults of an app."""
     project = tomllib.loads((app / "pyproject.toml").read_text())
     return dict(project["tool"]["flwr"]["app"]["config"])
 
 
 def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
-    """``config`` with ``name=value`` texts read as the type each default has.
+    """Return ``config`` with ``name=value`` texts, each read as the type of its default.
 
     Raises
     ------
     ValueError
-        An unknown name, or a value of another type.
+        A name is unknown, or a value has another type.
     """
     changed = dict(config)
     for override in overrides:
@@ -54,7 +54,7 @@ class Experiment:
     workers: int
 
     def config(self, name: str, *changes: Config) -> Config:
-        """The base with changes, recorded as ``name``."""
+        """Return the base with changes; the run is recorded as ``name``."""
         merged = dict(self.base)
         for more in changes:
             assert set(more) <= set(self.base), set(more) - set(self.base)
@@ -62,17 +62,17 @@ class Experiment:
         return {**merged, "run-directory": str(self.folder / "runs" / name)}
 
     def run(self, configs: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Run what is missing."""
+        """Run the configurations whose runs are missing."""
         return run_all(self.app, configs, workers=self.workers, title=title)
 
 
 def run(app: Path, config: Config) -> RunDirectory:
-    """One run in this process, unless ``config["run-directory"]`` holds it already.
+    """Run one configuration in this process, unless ``config["run-directory"]`` holds it already.
 
     Raises
     ------
     FileExistsError
-        It holds a run of other settings.
+        The directory holds a run with other settings.
     """
     path = Path(str(config["run-directory"]))
     if (path / "run.json").exists():
@@ -80,8 +80,8 @@ def run(app: Path, config: Config) -> RunDirectory:
         if found.facts["status"] == "completed":
             _check_same(found, config)
             return found
-        shutil.rmtree(path)  # what an interrupted or failed attempt left
-    # One thread a process: these models are too small for more, and results do not depend on it.
+        shutil.rmtree(path)  # remains of an interrupted or failed attempt
+    # One thread per process: these models gain nothing from more, and results do not depend on it.
     import torch
 
     torch.set_num_threads(1)
@@ -94,16 +94,16 @@ def run(app: Path, config: Config) -> RunDirectory:
 def run_all(
     app: Path, configs: Sequence[Config], *, workers: int, title: str
 ) -> list[RunDirectory]:
-    """`run` for each, ``workers`` at a time, with progress; in the order of ``configs``."""
+    """Run all configurations, ``workers`` at a time, with progress; return runs in their order."""
     with ProcessPoolExecutor(workers) as pool:
         waiting = [pool.submit(run, app, config) for config in configs]
         for done in track(as_completed(waiting), total=len(waiting), description=title):
-            done.result()  # an error ends everything here, with its message
+            done.result()  # an error ends the whole experiment, with its message
         return [future.result() for future in waiting]
 
 
 def _check_same(found: RunDirectory, config: Config) -> None:
-    """Empty values are left to the app, which records what it put there."""
+    """Refuse a run with other settings; empty values are left to the app, which records its own."""
     other = [n for n, value in config.items() if value != "" and found.config.get(n) != value]
     if other:
         raise FileExistsError(

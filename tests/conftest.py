@@ -8,7 +8,7 @@ import torch
 
 from flower_ext import runs
 
-# Tests run side by side and their models are tiny: more threads would only wait for one another.
+# Tests run side by side with tiny models, so more threads would only wait for one another.
 torch.set_num_threads(1)
 
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 def without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """End runs of this process without their report, unless a test is marked ``report``.
 
-    Its figures take longer to draw than a small run takes.
+    Drawing the figures of a report takes longer than a small run.
     """
     if request.node.get_closest_marker("report") is None:
         monkeypatch.setattr(runs, "write_report", lambda run: run.path)
@@ -33,6 +33,6 @@ def logged(
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collections of garbage that runs begin with from walking through all modules."""
+    """Exclude all loaded modules from the garbage collections at the start of each run."""
     gc.collect()
     gc.freeze()

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 NOT_YET = (
     "flower_ext/algorithms",
     "flower_ext/auditing",
-    "flower_ext/cli",
     "flower_ext/federation",
     "flower_ext/privacy/noised_sum.py",
     "flower_ext/privacy/release_plan.py",
@@ -39,8 +38,8 @@ def openings(source: str) -> list[str]:
 
 
 def modules() -> list[Path]:
-    """Return the modules of the package in folders that are rewritten."""
-    every = sorted((ROOT / "flower_ext").rglob("*.py"))
+    """Return the modules of package and apps in folders that are rewritten."""
+    every = sorted([*(ROOT / "flower_ext").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
     return [path for path in every if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)]
 
 

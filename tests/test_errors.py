@@ -1,4 +1,4 @@
-"""Refused values are one kind of error, which commands print as one line."""
+"""All refused values raise one kind of error, which commands print as one message."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names that moved go on working for one release, with a warning."""
+"""Former names keep working for one release, with a warning."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def test_reporting_is_runs_and_says_so_once():
 
 
 def test_dp_ditto_is_in_ditto_and_says_so():
-    sys.modules.pop("flower_ext.algorithms.dp_ditto", None)  # a module warns when it is loaded
+    sys.modules.pop("flower_ext.algorithms.dp_ditto", None)  # a module warns when it is imported
     with pytest.warns(DeprecationWarning, match=r"flower_ext\.algorithms\.ditto now") as seen:
         former = import_module("flower_ext.algorithms.dp_ditto")
     assert len(seen) == 1
@@ -55,7 +55,9 @@ def test_dp_ditto_is_in_ditto_and_says_so():
 )
 def test_a_name_that_moved_is_found_by_the_former_one_with_a_warning(room, name, now):
     now = f"flower_ext.{now}"
-    with pytest.warns(DeprecationWarning, match=rf"\.{name} has moved to {re.escape(now)};") as seen:
+    with pytest.warns(
+        DeprecationWarning, match=rf"\.{name} has moved to {re.escape(now)};"
+    ) as seen:
         former = getattr(room, name)
     module, _, last = now.rpartition(".")
     assert former is getattr(import_module(module), last)

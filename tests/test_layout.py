@@ -1,4 +1,4 @@
-"""Where tests and their helpers live, so that a module's tests are found by its path."""
+"""The places of tests and helpers, so that the path of a module leads to its tests."""
 
 import re
 from pathlib import Path
@@ -20,12 +20,12 @@ ANOTHER_TEST = re.compile(r"^\s*from \.|^\s*(from|import) tests\b.*\btest_\w+", 
 
 
 def room(path: Path) -> str:
-    """The folder below ``tests/`` in which ``path`` lies."""
+    """Return the folder below ``tests/`` that contains ``path``."""
     return path.relative_to(TESTS).parts[0]
 
 
 def modules() -> list[Path]:
-    """All modules of the tests but this one and helpers."""
+    """Return all test modules except this one and helpers."""
     every = [path for path in TESTS.rglob("*.py") if path != Path(__file__)]
     return [path for path in every if room(path) not in HELPERS]
 

@@ -1,4 +1,4 @@
-"""Which tests and audits ``make quick`` runs for a change."""
+"""The tests and audits that ``make quick`` runs for a change."""
 
 from pathlib import Path
 

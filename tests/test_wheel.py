@@ -1,4 +1,4 @@
-"""The wheel alone, made from the source distribution as a release is: nothing of this checkout."""
+"""The wheel, built from the source distribution as in a release, works without this checkout."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())
 
 
 def built(folder: Path, target: str, output: Path) -> Path:
-    """The one file that the build backend makes of a project."""
+    """Return the one file that the build backend makes of a project."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", output],
         cwd=folder,
@@ -31,7 +31,7 @@ def built(folder: Path, target: str, output: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder with what a wheel holds and nothing else."""
+    """Return a folder with the contents of a wheel and nothing else."""
     work = tmp_path_factory.mktemp("release")
     with tarfile.open(built(CHECKOUT, "sdist", work / "sdist")) as archive:
         archive.extractall(work / "source", filter="data")
@@ -42,7 +42,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def python(installed: Path, folder: Path, *arguments: object) -> str:
-    """What a Python prints that has the wheel's files before all others."""
+    """Return the output of a Python process that finds the wheel's files before all others."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=folder,

@@ -4,14 +4,14 @@
     python -m benchmarks.ditto planner --data-folder DATA --output RESULTS
     python -m benchmarks.ditto provable --data-folder DATA --output RESULTS
 
-The default is 20 clients of two classes with 1,000 training records each, three seeds: some minutes
-a figure and data set on two cores; ``--worlds cifar10-lenet`` takes half an hour. Every method of
-Figures 3 and 4 runs at the learning rate that serves it best of the same three. ``planner`` holds
-the T* of Theorem 1, from a pilot run, against a sweep. ``provable`` is not in the paper: its noise
-is in the local steps, for a provable ε of 10. ``--full`` is the paper's networks, 2,500 records and
-more T; it wants a GPU. The noise is what Eqn 8 asks for at the figure's ε. Any other run-config
-value of the app can be overridden as ``name=value``. Runs that are already in the output folder are
-kept.
+The default is 20 clients of two classes with 1,000 training records each, and three seeds. It takes
+some minutes per figure and data set on two cores; ``--worlds cifar10-lenet`` takes half an hour.
+Every method of Figures 3 and 4 runs at the best of three learning rates, the same three for all.
+``planner`` compares the T* of Theorem 1, from a pilot run, with a sweep. ``provable`` is not in the
+paper: its noise is in the local steps, for a provable ε of 10. ``--full`` takes the paper's
+networks, 2,500 records and more T; it needs a GPU. The noise is what Eqn 8 asks for at the figure's
+ε. Any other run-config value of the app can be overridden as ``name=value``. Finished runs in the
+output folder are kept.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from benchmarks.runs import settings, with_overrides
 
 
 def main() -> None:
-    """Run what is missing, print the table, write it to ``figure<n>.md``."""
+    """Run missing runs, print the table, and write it to ``figure<n>.md``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ditto",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--data-folder", default="", help="where the data sets are")
+    parser.add_argument("--data-folder", default="", help="folder of the data sets")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, nargs="+", help="every T, of figures with several")
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="of Figures 3 to 6")
-    parser.add_argument("--no-search", action="store_true", help="the paper's learning rate")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="worlds of Figures 3 to 6")
+    parser.add_argument("--no-search", action="store_true", help="use the paper's learning rate")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--full", action="store_true", help="the paper's three data sets")
     parser.add_argument("overrides", nargs="*", help="name=value, right after the figure")

@@ -1,4 +1,4 @@
-"""What the figures of DP-Ditto share: worlds, scales, and runs by what is varied."""
+"""Shared parts of DP-Ditto's figures: worlds, scales, and runs named by what varies."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ WORLDS: dict[str, Config] = {
     "cifar10-lenet": {"dataset": "cifar10", "model": "cifar10-lenet", "examples-per-client": 500},
     "cifar10-cnn": {"dataset": "cifar10", "model": "cifar10-cnn-32-64"},
 }
-"""Those of the paper; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller ones."""
+"""The paper's worlds; ``fashion-mnist-dnn`` and ``cifar10-lenet`` are smaller additions."""
 SEARCH_SEED = 1001
-"""Tried learning rates see other clients, initial models and noise than reported runs."""
+"""Seed of the search: tried learning rates see other clients, models and noise than reports."""
 LONGEST_NAME = 255
-"""Of a file, in bytes, on the usual file systems; longer names of runs end in a digest."""
+"""Longest file name in bytes, on the usual file systems; longer run names end in a digest."""
 BEST_WEIGHT = {10.0: 0.005, 100.0: 0.01}
-"""λ* that the paper found for each ε of Figures 3 and 4."""
+"""λ* that the paper found, for each ε of Figures 3 and 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much of the paper's experiments is run.
+    """Part of the paper's experiments that is run.
 
     Parameters
     ----------
     worlds, training_worlds : tuple[str, ...]
-        Of Figures 3, 4 and 6, and of Figure 5.
+        Worlds of Figures 3, 4 and 6, and of Figure 5.
     examples : int
         Training records of a client. Fewer mean more noise at the same ε, by their ratio.
     rounds : tuple[int, ...]
-        Every T of Figures 3, 4 and 5: each is a run with noise for that many rounds.
+        Every T of Figures 3, 4 and 5; each is a run with noise for that many rounds.
     planned_rounds : tuple[int, ...]
         Every T of Figure 7.
     learning_rates : tuple[float, ...]
-        Tried for every method of Figures 3 and 4 alike; without any, all have the paper's.
+        Rates tried for every method of Figures 3 and 4; if empty, all use the paper's.
     """
 
     worlds: tuple[str, ...]
@@ -88,7 +88,7 @@ FULL = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Runs of the app in one folder, each under the name of what it varies."""
+    """Runs of the app in one folder, each named by what it varies."""
 
     folder: Path
     data_folder: str
@@ -97,12 +97,12 @@ class Experiment:
     overrides: Config = field(default_factory=dict)
 
     def run(self, changes: Sequence[Config], title: str) -> list[RunDirectory]:
-        """Each change for each seed, in this order; what is there already is kept."""
+        """Run each change under each seed, in this order; finished runs are kept."""
         configs = [self._config({**change, "seed": seed}) for change, seed in self._each(changes)]
         return run_all(APP, configs, workers=self.workers, title=title)
 
     def best_learning_rates(self, changes: Mapping[str, Config], title: str) -> dict[str, float]:
-        """For each name the rate with the best mean accuracy in a run under `SEARCH_SEED`."""
+        """Return for each name the rate with the best mean accuracy under `SEARCH_SEED`."""
         tried = [(name, rate) for name in changes for rate in self.scale.learning_rates]
         configs = [
             self._config({**changes[name], **learning_rate(rate), "seed": SEARCH_SEED})
@@ -117,14 +117,14 @@ class Experiment:
         return {name: rate for name, (_, rate) in best.items()}
 
     def grouped(self, changes: Mapping[str, Config], title: str) -> dict[str, list[RunDirectory]]:
-        """`run` by name: the runs of a change over its seeds."""
+        """Run each change under all seeds; return the runs by name."""
         runs = iter(self.run(list(changes.values()), title))
         return {name: [next(runs) for _ in self.scale.seeds] for name in changes}
 
     def planned_rounds(self, change: Config, basis: Basis, most: int) -> list[int]:
-        """T* of the bound for each seed, under the app's noise; nothing is trained but a pilot run.
+        """Return T* of the bound for each seed, under the app's noise; only a pilot run trains.
 
-        0 where no number of rounds improves the bound on the start.
+        0 means that no number of rounds improves on the start.
         """
         load_app(APP)
         server = import_module("dp_ditto_app.server_app")
@@ -171,16 +171,16 @@ class Experiment:
 
 
 def learning_rate(rate: float) -> Config:
-    """Of the model that is shared and of the personal one alike."""
+    """Return the setting of one rate for the shared and the personal model."""
     return {"learning-rate": rate, "personal-learning-rate": rate}
 
 
 def at_the_end(runs: Mapping[int, Sequence[RunDirectory]], metric: str) -> list[Line]:
-    """The last value of ``metric`` against T, a line for each seed; ``runs`` by T."""
+    """Return the last value of ``metric`` against T, one line per seed; ``runs`` is by T."""
     last = {T: [run.metrics()[-1][metric] for run in found] for T, found in runs.items()}
     return [(list(last), list(values)) for values in zip(*last.values(), strict=True)]
 
 
 def over_seeds(runs: Sequence[RunDirectory], metric: str) -> list[float]:
-    """The last value of ``metric`` of each run."""
+    """Return the last value of ``metric`` of each run."""
     return [run.metrics()[-1][metric] for run in runs]

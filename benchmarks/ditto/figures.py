@@ -31,7 +31,7 @@ Runs = list[RunDirectory]
 
 
 def figure_2(experiment: Experiment) -> str:
-    """h(T, λ) and the line below it, softmax regression, ε = 10; nothing is trained."""
+    """Draw h(T, λ) and the line below it, softmax regression, ε = 10; nothing is trained."""
     problem = DittoProblem(
         strong_convexity=1.0,
         smoothness=2.0,
@@ -65,17 +65,17 @@ def figure_2(experiment: Experiment) -> str:
 
 
 def figure_3(experiment: Experiment) -> str:
-    """All methods at ε = 10."""
+    """Compare all methods at ε = 10."""
     return _methods(experiment, "figure3", 10.0)
 
 
 def figure_4(experiment: Experiment) -> str:
-    """All methods at ε = 100."""
+    """Compare all methods at ε = 100."""
     return _methods(experiment, "figure4", 100.0)
 
 
 def figure_5(experiment: Experiment) -> str:
-    """Training loss of personal models against T for each ε, λ = 0.1."""
+    """Draw the training loss of personal models against T for each ε, λ = 0.1."""
     parts = ["# Figure 5"]
     for world in experiment.scale.training_worlds:
         budgets: dict[str, Config] = {
@@ -93,7 +93,7 @@ def figure_5(experiment: Experiment) -> str:
 
 
 def figure_6(experiment: Experiment) -> str:
-    """Accuracy and fairness after each round for each λ, T = 30, ε = 10."""
+    """Draw accuracy and fairness after each round for each λ, T = 30, ε = 10."""
     parts = ["# Figure 6"]
     for world in experiment.scale.worlds:
         changes: dict[str, Config] = {
@@ -124,7 +124,7 @@ def figure_6(experiment: Experiment) -> str:
 
 
 def figure_7(experiment: Experiment) -> str:
-    """Fairness against λ and training loss against T, ε = 100, C = 10, and the search over both."""
+    """Draw fairness against λ and training loss against T, ε = 100, C = 10; search both."""
     weights, every = (0.0, 0.1, 0.5, 1.0, 2.0), experiment.scale.planned_rounds
     changes = {
         (f"λ = {weight:g}", T): {
@@ -164,7 +164,7 @@ def figure_7(experiment: Experiment) -> str:
 def _best_weights(
     runs: Mapping[str, Mapping[int, Runs]], weights: Sequence[float], every: Sequence[int]
 ) -> str:
-    """λ*(T) by three measures: of the mean over seeds, then of each seed."""
+    """Return λ*(T) by three measures: for the mean over seeds, then for each seed."""
     measures = (("std of training loss", SPREAD, min), ("training loss", LOSS, min))
     rows = []
     for name, metric, pick in (*measures, ("accuracy", ACCURACY, max)):
@@ -207,14 +207,14 @@ def _methods(experiment: Experiment, name: str, epsilon: float) -> str:
         if rates:
             found = ", ".join(f"{label} {rate:g}" for label, rate in rates.items())
             parts.append(
-                f"Learning rates, of {len(experiment.scale.learning_rates)} for each method those "
-                f"with the best accuracy after {every[0]} rounds under another seed: {found}."
+                f"Learning rates: of {len(experiment.scale.learning_rates)} for each method, the "
+                f"one with the best accuracy after {every[0]} rounds under another seed: {found}."
             )
     return "\n\n".join(parts)
 
 
 def planner(experiment: Experiment) -> str:
-    """T* of Theorem 1 after a pilot run, against a sweep: softmax regression, one full step."""
+    """Compare T* of Theorem 1, after a pilot run, with a sweep: softmax regression, full steps."""
     rows = []
     every = (1, 5, 20, 80)
     for epsilon, weight in ((10.0, 0.1), (100.0, 0.1)):
@@ -237,15 +237,15 @@ def planner(experiment: Experiment) -> str:
             best = pick(every, key=lambda T: means[T])
             cells = (f"{means[T]:.4f}" for T in every)
             rows.append((f"{epsilon:g}", f"{weight:g}", *stars, name, best, *cells))
-    bounds = ("T*, bound as published", "T*, bound put right")
+    bounds = ("T*, bound as published", "T*, bound corrected")
     header = ("ε", "λ", *bounds, "by", "best T", *(f"T = {T}" for T in every))
     return f"# Planner against a sweep\n\n{table(header, rows)}"
 
 
 def provable(experiment: Experiment) -> str:
-    """DP-Ditto with noise in its steps, at a provable ε of 10, beside Ditto without privacy.
+    """Compare DP-Ditto with noise in its steps, at a provable ε of 10, with Ditto without privacy.
 
-    At λ = 0 every client trains alone, so that nothing of its model depends on what is shared.
+    At λ = 0 every client trains alone, so its model does not depend on anything shared.
     """
     on_mnist: Config = {"examples-per-client": 1000, "batch-size": 32, "delta": 1e-5, **_length(10)}
     worlds: dict[str, Config] = {
@@ -285,7 +285,7 @@ def provable(experiment: Experiment) -> str:
 def _runs(
     experiment: Experiment, changes: Mapping[tuple[str, int], Config], title: str
 ) -> dict[str, dict[int, Runs]]:
-    """Runs over seeds by label and T."""
+    """Return the runs over seeds, by label and T."""
     names = {f"{label}, T = {T}": (label, T) for label, T in changes}
     groups = experiment.grouped(dict(zip(names, changes.values(), strict=True)), title)
     found: dict[str, dict[int, Runs]] = {}
@@ -301,7 +301,7 @@ def _against_rounds(
     runs: Mapping[str, Mapping[int, Runs]],
     metrics: Sequence[str],
 ) -> str:
-    """A figure of each metric against T, and one table."""
+    """Draw a figure of each metric against T, and return one table."""
     for metric in metrics:
         lines = {label: at_the_end(by_rounds, metric) for label, by_rounds in runs.items()}
         draw_comparison(

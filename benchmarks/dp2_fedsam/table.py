@@ -3,10 +3,10 @@
     python -m benchmarks.dp2_fedsam.table --data-folder DATA --output RESULTS
 
 The default is MNIST with 100 clients of two classes each, r = 0.1, ε = 2 (provable, released
-models), δ = 1/N: small enough for two CPU cores. ``--full`` is the paper's CIFAR-10 setting,
-(N, S) = (1000, 2), r = 0.05, T = 200, from random instead of ImageNet weights; it wants a GPU.
-Any run-config value of the app can be overridden as ``name=value``. Runs that are already in the
-output folder are kept, so an interrupted table continues.
+models), δ = 1/N, which suits two CPU cores. ``--full`` is the paper's CIFAR-10 setting, (N, S)
+= (1000, 2), r = 0.05, T = 200, from random instead of ImageNet weights; it needs a GPU. Any
+run-config value of the app can be overridden as ``name=value``. Finished runs in the output
+folder are kept, so an interrupted table continues.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ FULL: Config = {
 
 
 def main() -> None:
-    """Run what is missing, then write the comparison."""
+    """Run missing runs, then write the comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data-folder", default="", help="where the data sets are")
+    parser.add_argument("--data-folder", default="", help="folder of the data sets")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")

@@ -3,9 +3,9 @@
     python -m benchmarks.finetuning --data-folder DATA --output RESULTS
 
 100 clients of two classes, provable ε against the released models, δ = 1e-5. The backbone's
-features of all pictures are computed once, in a quarter of an hour of one core, and kept in the
-output folder. Rates and clipping norms come from ``--search`` on a seed that the table leaves out.
-Runs that are already in the output folder are kept, so an interrupted table continues.
+features of all pictures are computed once, in a quarter of an hour on one core, and kept in the
+output folder. Learning rates and clipping norms come from ``--search``, on a seed that the table
+leaves out. Finished runs in the output folder are kept, so an interrupted table continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASE: Config = {
     "batch-size": 32,
     "local-epochs": 1,
     "head-epochs": 1,
-    "seeded-noise": True,  # every method has the cohorts of its seed
+    "seeded-noise": True,  # gives every method the cohorts of its seed
 }
 SHARED_NORMS: dict[str, Sequence[float]] = {
     "clipping-norm": (0.02, 0.1, 0.5),
@@ -78,17 +78,17 @@ TUNED: dict[str, Config] = {
     "free shared adapter": {"learning-rate": 0.1},
     "free personal adapter": {"learning-rate": 1.0, "head-learning-rate": HEAD_RATE},
 }
-"""The best settings that ``--search`` found, with privacy at ε = 2; they serve ε = 8 as well."""
+"""The best settings that ``--search`` found, with privacy at ε = 2; also used for ε = 8."""
 
 
 def main() -> None:
-    """Run what is missing, print the tables, write ``results.md``."""
+    """Run missing runs, print the tables, and write ``results.md``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.finetuning",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data-folder", default="", help="where the data sets are")
+    parser.add_argument("--data-folder", default="", help="folder of the data sets")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def searched(experiment: Experiment, name: str) -> str:
-    """Accuracy of each setting, on a seed of its own."""
+    """Return the accuracy of each setting, on the search's own seed."""
     tune, method, grid = SEARCH[name]
     fixed: Config = {"tune": tune, "method": method, "epsilon": EPSILONS[0], "seed": SEARCHED_ON}
     if method == "p-fedsam":
@@ -137,7 +137,7 @@ def searched(experiment: Experiment, name: str) -> str:
 
 
 def results(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]) -> list[str]:
-    """Accuracies, and what differs between methods on the same clients and cohorts."""
+    """Return accuracies, and differences between methods on the same clients and cohorts."""
     cases = [
         (tune, method, epsilon)
         for tune in ("head", "adapter")
@@ -167,13 +167,13 @@ def results(experiment: Experiment, methods: Sequence[str], seeds: Sequence[int]
 
 
 def bytes_up(run: RunDirectory) -> int:
-    """Bytes of the arrays that one client sends in one round."""
+    """Return the bytes of the arrays that one client sends in one round."""
     row = next(row for row in run.metrics() if row["answered"])
     return round(row["bytes_up"] / row["answered"])
 
 
 def config_of(experiment: Experiment, tune: str, method: str, epsilon: float, seed: int) -> Config:
-    """The settings of one run."""
+    """Return the settings of one run."""
     kind = "personal" if method in PERSONAL else "ft" if method.endswith("-ft") else "shared"
     free = "free " if method in ("fedavg", "p-fedsam") else ""
     own: Config = {"tune": tune, "method": method, "seed": seed, **TUNED[f"{free}{kind} {tune}"]}
@@ -183,12 +183,12 @@ def config_of(experiment: Experiment, tune: str, method: str, epsilon: float, se
 
 
 def accuracy(run: RunDirectory) -> float:
-    """Mean over clients, each by its own test examples, after the last round."""
+    """Return the mean over clients, each on its own test examples, after the last round."""
     return float(run.metrics()[-1]["accuracy_mean"])
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean and standard error over seeds."""
+    """Return mean and standard error over seeds."""
     error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return f"{mean(values):{sign}.4f} ± {error:.4f}"
 

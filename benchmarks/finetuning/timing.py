@@ -1,4 +1,4 @@
-"""Seconds that the local trainings of one round take: together, and one by one."""
+"""Seconds for the local trainings of one round: together, and one by one."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ WIDTH, CLASSES, CLIENTS, EXAMPLES, TURNS = 1280, 10, 20, 540, 3
 
 
 class Adapter(nn.Module):
-    """As that of the app, of 16 numbers."""
+    """The app's adapter, with a bottleneck of 16 numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.down, self.up = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adapted features."""
+        """Return adapted features."""
         up: torch.Tensor = self.up(torch.relu(self.down(x)))
         return x + up
 
 
 def build(extractor: Callable[[], nn.Module]) -> nn.Module:
-    """An extractor and a head."""
+    """Return an extractor with a head."""
     return HeadedModel(extractor(), nn.Linear(WIDTH, CLASSES))
 
 
 def timing() -> str:
-    """Seconds for 20 clients with 540 pictures each, one epoch; the fastest of three by turns."""
+    """Time 20 clients with 540 pictures each, one epoch; the fastest of three turns counts."""
     torch.set_num_threads(1)
     rows = []
     for name, extractor, radius in (

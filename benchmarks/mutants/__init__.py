@@ -1,1 +1,1 @@
-"""Small faults planted one at a time, and the share of them that the tests find."""
+"""Plant small faults one at a time, and measure the share that the tests find."""

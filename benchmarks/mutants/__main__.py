@@ -1,8 +1,8 @@
-"""``python -m benchmarks.mutants --seed 0 --number 300``: which planted faults the tests miss.
+"""``python -m benchmarks.mutants --seed 0 --number 300``: list planted faults that tests miss.
 
-Each fault is planted in a copy of the project, apart from the others, and the tests of its module
-are run there until the first fails. A fault that makes them run several times as long counts as
-found. ``equivalent.toml`` says of faults which no test can find, and why.
+Each fault is planted alone in a copy of the project, where the tests of its module run until the
+first one fails. A fault that makes them run several times as long counts as found.
+``equivalent.toml`` lists faults that no test can find, with reasons.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")
 _EQUIVALENT = Path(__file__).parent / "equivalent.toml"
 _LEFT_OUT = "not independent_accountant"
-"""Tests that take most of a minute each: without them, the share found is a little low."""
+"""Tests that take most of a minute each; without them the share found is slightly low."""
 _PATIENCE = 4.0
-"""Times as long as the tests take without a fault."""
+"""Multiple of the tests' usual time after which a fault counts as found."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Mutant:
 
     @property
     def line(self) -> int:
-        """Where it is, from 1."""
+        """Line of the fault, from 1."""
         return _source(self.module)[: self.fault.start].count(b"\n") + 1
 
     @property
@@ -75,10 +75,10 @@ class Mutant:
 
 
 def main() -> None:
-    """Plant, test, and print the share that was found."""
+    """Plant faults, run tests, and print the share that was found."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--number", type=int, default=300, help="of faults, over all modules")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--number", type=int, default=300, help="faults, over all modules")
     parser.add_argument("--module", choices=TESTS, action="append", help="only this; repeatable")
     asked = parser.parse_args()
     everything = [
@@ -108,14 +108,14 @@ def main() -> None:
 
 
 def _missed(folder: Path, sample: Iterable[Mutant]) -> list[Mutant]:
-    """Those with which the tests pass."""
+    """Return the faults with which the tests pass."""
     missed, patience = [], {}
     for count, mutant in enumerate(sample, 1):
         module = mutant.module
         if module not in patience:
             started = time.monotonic()
             if not _passes(folder, module, timeout=None):
-                raise SystemExit(f"the tests of {module} fail without any fault: mend them first")
+                raise SystemExit(f"the tests of {module} fail without any fault: fix them first")
             patience[module] = 20 + _PATIENCE * (time.monotonic() - started)
         target = folder / "flower_ext" / module
         target.write_bytes(mutant.fault.planted(_source(module)))
@@ -131,7 +131,7 @@ def _missed(folder: Path, sample: Iterable[Mutant]) -> list[Mutant]:
 
 
 def _passes(folder: Path, module: str, *, timeout: float | None) -> bool:
-    """Run in a child of this process, which has imported already what takes so long."""
+    """Run tests in a child of this process, which has already imported the slow modules."""
     if (child := os.fork()) == 0:
         os.setsid()
         os._exit(_tested(folder, [f"tests/{name}" for name in TESTS[module]]))
@@ -175,7 +175,7 @@ def _source(module: str) -> bytes:
 
 
 def _why_none_can_find(mutant: Mutant) -> str:
-    """The reason that ``equivalent.toml`` gives; empty if it gives none."""
+    """Return the reason that ``equivalent.toml`` gives; empty if it gives none."""
     old, new = mutant.change
     for one in tomllib.loads(_EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]:
         same = one["module"] == mutant.module and one["line"] == old
@@ -185,7 +185,7 @@ def _why_none_can_find(mutant: Mutant) -> str:
 
 
 def _share(found: int, number: int) -> str:
-    """With its Clopper–Pearson interval at 95 %."""
+    """Return a share with its Clopper–Pearson interval at 95 %."""
     interval = stats.binomtest(found, number).proportion_ci(method="exact")
     share = found / number
     return f"{found} of {number}, {share:.0%} (95 %: {interval.low:.0%} to {interval.high:.0%})"

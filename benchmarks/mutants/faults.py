@@ -1,7 +1,7 @@
-"""All small faults that can be planted in a module: a place in its text, and what goes there.
+"""Enumerate all small faults that can be planted in a module: places and replacements.
 
-Comparisons, arithmetic, logic, numbers, conditions and whole statements; never a text or a message,
-since no test should pin one, nor an annotation, which does nothing.
+They change comparisons, arithmetic, logic, numbers, conditions and whole statements. They never
+change a text or a message, which no test should pin, nor an annotation, which does nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Fault:
     text: str
 
     def planted(self, source: bytes) -> bytes:
-        """The module with the fault."""
+        """Return the module with the fault."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
 
 def faults_of(source: bytes) -> list[Fault]:
-    """Every fault that can be planted in a module, in the order of their places."""
+    """Return every fault that can be planted in a module, in the order of their places."""
     lines = source.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -62,7 +62,7 @@ class _Finder:
         self.source, self.begins = source, begins
 
     def faults(self, node: ast.AST) -> Iterator[Fault]:
-        """Those in ``node`` and all below it."""
+        """Yield the faults in ``node`` and all nodes below it."""
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.If) and _is_typing(node)):
             return
         yield from self._own(node)

@@ -49,8 +49,9 @@ def measure(members: int, length: int) -> dict[str, Any]:
     from benchmarks.secure_sum import ours
 
     here = ours.round_cost(members, length)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     from benchmarks.secure_sum import legacy  # its imports are not in our peak of memory
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
 
     parameters = ours.plan_of(members).sum_parameters
     there = legacy.round_cost(members, parameters.neighbors, parameters.threshold, length)
@@ -80,7 +81,7 @@ def row_of(point: dict[str, Any]) -> list[str]:
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
     """Draw the seconds of a client and of the server over the cohort, one line a length."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharex=True)
     for place, (axis, who) in enumerate(zip(axes, ("client", "server"), strict=True)):
         for color, length in zip(plt.cm.viridis(np.linspace(0, 0.85, 4)), LENGTHS, strict=True):
             own = [point for point in points if point["length"] == length]
@@ -107,9 +108,8 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
     axes[1].plot([], [], color="gray", marker="o", label="flower_ext")
     axes[1].plot([], [], color="gray", linestyle=":", marker="s", label="SecAgg+")
     axes[1].scatter([], [], marker="s", edgecolors="gray", facecolors="white", label="computed")
-    for axis in axes:
-        axis.legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="lower center", ncols=4, fontsize=8)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     with plt.rc_context({"svg.hashsalt": "secure-sums", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

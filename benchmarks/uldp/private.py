@@ -2,11 +2,12 @@
 
     python -m benchmarks.uldp.private heart-disease tcga-brca
     python -m benchmarks.uldp.private mnist --rounds 1
+    python -m benchmarks.uldp.private mnist --protocol lattice --silo-limit 200
 
-The run is that of ``apps/uldp-fl`` in this process, silos one after the other, with 3072-bit keys
-and N_max = 2000; data are looked for in FLOWER_EXT_DATA. Every run is held against ``uldp-avg-w``
-with the same seeded noise. A fresh process for every message would also make the tables in every
-round (``sampled`` does: encryptions are fresh there).
+The run is that of ``apps/uldp-fl`` in this process, silos one after the other, over Paillier with
+3072-bit keys and N_max = 2000, or over ring-LWE; data are looked for in FLOWER_EXT_DATA. Every run
+is held against ``uldp-avg-w`` with the same seeded noise. Over Paillier a fresh process for every
+message would also make the tables in every round (``sampled`` does: encryptions are fresh there).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from torch.nn.functional import cross_entropy
 
 from flower_ext.algorithms.uldp import (
+    LatticeWeighting,
     PrivateUldpAvg,
     PrivateWeighting,
     UldpAvg,
@@ -31,6 +33,10 @@ from flower_ext.algorithms.uldp import (
     theory_learning_rate,
 )
 from flower_ext.algorithms.uldp.weighting import keeping
+from flower_ext.algorithms.uldp.weighting.lattice import LatticeServer
+from flower_ext.algorithms.uldp.weighting.lattice_silo import LatticeEnd, LatticeOpenSum
+from flower_ext.algorithms.uldp.weighting.paillier import PaillierServer
+from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol, cores
 from flower_ext.data import describe_silos, load_silos
 from flower_ext.evaluation import concordance_index
 from flower_ext.federation import InProcessGrid, records
@@ -62,6 +68,11 @@ class Clock:
             (WeightingSilo, "weigh", "silos"),
             (WeightingSilo, "prepare", "silos"),
             (WeightingServer, "close_round", "decryption"),
+            (LatticeServer, "open_round", "encryptions"),
+            (LatticeEnd, "open_sum", "silos"),
+            (LatticeOpenSum, "add", "silos"),
+            (LatticeOpenSum, "finish", "silos"),
+            (LatticeServer, "close_round", "decryption"),
             (private_silo, "users_updates", "training"),
         )
         kept = [getattr(owner, name) for owner, name, _ in spots]
@@ -97,6 +108,8 @@ def main() -> None:
     parser.add_argument("dataset", nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--users", type=int, help="the data set's default")
+    parser.add_argument("--protocol", choices=("paillier", "lattice"), default="paillier")
+    parser.add_argument("--silo-limit", type=int, help="lattice: most records of a user in a silo")
     parser.add_argument("--key-bits", type=int, default=3072)
     parser.add_argument("--max-records", type=int, default=2000)
     parser.add_argument("--sampled", type=float, default=1.0, help="rate at which users are drawn")
@@ -112,12 +125,16 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     info = describe_silos(dataset)
     users = arguments.users or info.num_users
     task = task_of(dataset, users)
-    protocol = PrivateWeighting(
+    protocol: WeightingProtocol = PrivateWeighting(
         key_bits=arguments.key_bits,
         max_records_per_user=arguments.max_records,
         draw_choices=arguments.draw_choices,
         allow_insecure_key_size=arguments.key_bits < 3072,
     )
+    if arguments.protocol == "lattice":
+        protocol = LatticeWeighting(
+            max_records_per_user=arguments.silo_limit or arguments.max_records
+        )
     rate = arguments.sampled
     plan = ReleasePlan(
         unit=PrivacyUnit.USER,
@@ -144,17 +161,19 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
     parameters = sum(array.size for array in found.values())
     print(
         f"\n{dataset}: {info.num_silos} silos, {users} users, {parameters} parameters, "
-        f"{arguments.key_bits}-bit keys, N_max {arguments.max_records}, "
-        f"{keeping.cores()} threads" + (", processor seconds" if arguments.cpu else "")
+        f"{protocol.describe()}, {cores()} threads"
+        + (", processor seconds" if arguments.cpu else "")
     )
     header = ("round", *(f"{part}, s" for part in PARTS), "all, s", "MB up", "MB down")
     print(table(header, rounds))
-    connected = strategy._connected.settings
-    guess = estimate_round(connected, prepared=keeping.pool_pays(connected))
-    print(
-        f"Estimate on one core: a silo with all users {guess.silo:.1f} s "
-        f"(+ {guess.prepare:.1f} s once), the server {guess.server:.1f} s"
-    )
+    connected = strategy._connected
+    if isinstance(connected, PaillierServer):
+        pays = keeping.pool_pays(connected.settings)
+        guess = estimate_round(connected.settings, prepared=pays)
+        print(
+            f"Estimate on one core: a silo with all users {guess.silo:.1f} s "
+            f"(+ {guess.prepare:.1f} s once), the server {guess.server:.1f} s"
+        )
     if rate == 1:
         plain = UldpAvg(weighting="by-records", **options)
         _, expected = timed_rounds(plain, task, arguments.rounds, cpu=arguments.cpu)

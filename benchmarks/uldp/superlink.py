@@ -1,10 +1,12 @@
 """Private weighting on a real SuperLink with a SuperNode for each silo: times by part.
 
     python -m benchmarks.uldp.superlink heart-disease tcga-brca --data-folder DATA --output RESULTS
+    python -m benchmarks.uldp.superlink mnist --protocol lattice --silo-limit 200 --data-folder …
 
-Runs ``apps/uldp-fl`` with ``uldp-avg-private`` and 3072-bit keys on this machine. Every message
-starts a process of its own, which finds nothing but what is in the node's folder for secrets and in
-its context. The model is held against ``uldp-avg-w`` in this process, with the same seeded noise.
+Runs ``apps/uldp-fl`` with ``uldp-avg-private`` on this machine, over Paillier with 3072-bit keys or
+over ring-LWE. Every message starts a process of its own, which finds nothing but what is in the
+node's folder for secrets and in its context. Model and rounds are held against ``uldp-avg-w`` on
+the same nodes, with the same seeded noise.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def main() -> None:
     parser.add_argument("--data-folder", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--key-bits", type=int, default=3072)
+    parser.add_argument("--protocol", choices=("paillier", "lattice"), default="paillier")
+    parser.add_argument("--key-bits", type=int, default=3072, help="of Paillier")
+    parser.add_argument("--silo-limit", type=int, help="most records of a user in each silo")
+    parser.add_argument("--users", type=int, help="the data set's default")
+    parser.add_argument("--local-epochs", type=int, default=2)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True)
     for dataset in arguments.dataset:
@@ -53,25 +59,41 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
         "dataset": dataset,
         "data-folder": arguments.data_folder.absolute(),
         "num-silos": silos,
+        "num-users": arguments.users or 0,
+        "local-epochs": arguments.local_epochs,
         "rounds": arguments.rounds,
+        "seeded-noise": "true",
+        "evaluate-every": arguments.rounds,
+    }
+    private_settings = {
+        "method": "uldp-avg-private",
+        "protocol": arguments.protocol,
         "key-bits": arguments.key_bits,
         "allow-insecure-keys": str(arguments.key_bits < 3072).lower(),
-        "seeded-noise": "true",
-        "evaluate-every": 0,
     }
+    if arguments.silo_limit:
+        limits = ",".join([str(arguments.silo_limit)] * silos)
+        private_settings["silo-record-limits"] = limits
     paths = [arguments.output.absolute() / f"{dataset}-{name}" for name in ("private", "plain")]
-    words = [[*_words(settings), f"run-directory={path}"] for path in paths]
     own = {"state-folder": str(home / "secrets")}
     with Deployment(home, nodes=silos, node_config=own) as deployment:
-        settings_of_run = ["method=uldp-avg-private", *words[0]]
-        launch(APP, superlink=CONNECTION, settings=settings_of_run, env=deployment.env)
-    launch(APP, settings=["method=uldp-avg-w", *words[1]], in_process=True)
+        for path, chosen in zip(paths, (private_settings, {"method": "uldp-avg-w"}), strict=True):
+            words = _words({**settings, **chosen, "run-directory": path})
+            launch(APP, superlink=CONNECTION, settings=words, env=deployment.env)
     private, plain = (load_file(path / "model.safetensors") for path in paths)
     error = max(float(np.abs(private[n] - plain[n]).max()) for n in plain)
     parameters = sum(array.size for array in plain.values())
-    print(f"\n{dataset}: {silos} silos, {parameters} parameters, {arguments.key_bits}-bit keys\n")
-    print(times(RunDirectory.open(paths[0]), home))
-    print(f"\nLargest difference to the model of plain weights (float32): {error:.1e}")
+    runs = [RunDirectory.open(path) for path in paths]
+    print(f"\n{dataset}: {silos} silos, {parameters} parameters, {arguments.protocol}\n")
+    print(times(runs[0], home))
+    rows = [run.metrics()[-1] for run in runs]
+    seconds = [f"{row['training_seconds']:.1f}" for row in runs[1].metrics()]
+    print(f"\nRounds with plain weights, s: {', '.join(seconds)}")
+    print(
+        f"Accuracy: {rows[0].get('accuracy_mean')}, with plain weights "
+        f"{rows[1].get('accuracy_mean')}"
+    )
+    print(f"Largest difference to the model of plain weights (float32): {error:.1e}")
 
 
 def times(run: RunDirectory, home: Path) -> str:

@@ -1,12 +1,12 @@
-"""Upcycled-FL against what it wraps: Tables 1, 3 and 5 and Figures 3 and 4 of its paper.
+"""Upcycled-FL against the methods it wraps: Tables 1, 3 and 5 and Figures 3 and 4 of its paper.
 
     python -m benchmarks.upcycled --data-folder DATA --output RESULTS
 
-The default fits 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
+The default takes 20 minutes on two cores: Table 1 on the four synthetic sets with 30 training
 rounds and a small grid, Table 5, and Figures 3 and 4 for some methods. ``--full`` is the paper's
 setting: 80 training rounds, Table 3, letters, the whole grid, all methods. Without a data folder
-the synthetic devices are drawn anew with 10 classes. Runs that are already in the output folder
-are kept, so an interrupted benchmark continues.
+the synthetic devices are generated, with 10 classes. Finished runs in the output folder are kept,
+so an interrupted benchmark continues.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARTS = ("time", "accuracy", "figures")
 
 
 def main() -> None:
-    """Run the parts asked for, print their tables, write ``results.md``."""
+    """Run the requested parts, print their tables, and write ``results.md``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.upcycled",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--data-folder", default="", help="where the authors' files are")
+    parser.add_argument("--data-folder", default="", help="folder of the authors' files")
     parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
@@ -76,7 +76,7 @@ def main() -> None:
             print(accuracies(experiment, scale, ratio))
     if "figures" in arguments.parts:
         print(figures(experiment, scale))
-    # Also what earlier calls left in this folder.
+    # Includes what earlier calls left in this folder.
     found = [*folder.glob("stragglers-*/table.md"), *folder.glob("*-*.md"), *folder.glob("time.md")]
     machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
     machine += f"Python {platform.python_version()}."

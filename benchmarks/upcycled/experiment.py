@@ -1,4 +1,4 @@
-"""What the tables and figures of Upcycled-FL share: methods, scales, and the grid search."""
+"""Shared parts of Upcycled-FL's tables and figures: methods, scales, and the grid search."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ PAPER: Config = {
 }
 """Settings of the paper's experiments that differ from the app's defaults."""
 SEARCH_SEED = 1001
-"""Tried settings see other cohorts, batches and initial models than reported ones."""
+"""Seed of the search: tried settings see other cohorts, batches and models than reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much of the paper's experiments is run.
+    """Part of the paper's experiments that is run.
 
     Parameters
     ----------
     training_rounds : int
-        Of Tables 1 and 3; the upcycled version has twice as many visible rounds.
+        Training rounds of Tables 1 and 3; the upcycled version has twice as many visible rounds.
     search_rounds : int
-        The same while searching.
+        Training rounds while searching.
     joint_search : bool
         See `search`.
     private_rounds : int
-        Visible rounds of Figures 3 and 4, plain and upcycled alike.
+        Visible rounds of Figures 3 and 4, for plain and upcycled.
     timed_rounds : int
-        Visible rounds of Table 5, plain and upcycled alike.
+        Visible rounds of Table 5, for plain and upcycled.
     """
 
     datasets: tuple[str, ...]
@@ -99,25 +99,25 @@ FULL = Scale(
 
 
 def base_config(data_folder: str) -> Config:
-    """The paper's local training, ten classes, no noise, and the app's defaults for the rest."""
+    """Return the paper's local training, ten classes, no noise, and otherwise app defaults."""
     folder = str(Path(data_folder).absolute()) if data_folder else ""
     return settings(APP) | PAPER | {"data-folder": folder}
 
 
 def method_config(method: str) -> Config:
-    """A method under its name; FedYogi needs a larger server step than Flower's default."""
+    """Return the settings of a method; FedYogi needs a larger server step than Flower's default."""
     return {"method": method, "server-learning-rate": 0.05 if method == "fedyogi" else 0.0}
 
 
 def evaluations(visible_rounds: int) -> int:
-    """Rounds between ten evaluations; even, so that upcycled runs show extrapolated models."""
+    """Return the rounds between ten evaluations; even, to show extrapolated models."""
     return max(2, visible_rounds // 10 // 2 * 2)
 
 
 def late(run: RunDirectory, metric: str) -> float:
-    """Mean of the last three evaluations: less chance than in the very last one.
+    """Return the mean of the last three evaluations, which varies less than the very last one.
 
-    Not a number where training diverged so far that no score was finite.
+    It is NaN if training diverged so far that no score was finite.
     """
     values = run.series(metric)[1][-3:]
     return sum(values) / len(values) if values else math.nan
@@ -133,22 +133,22 @@ def search(
     jointly: bool,
     metric: str,
 ) -> dict[str, dict[bool, Config]]:
-    """The best learning rate of each plain method, and learning rate and coefficient upcycled.
+    """Return the best learning rate of each plain method, and rate and coefficient when upcycled.
 
-    Everything is tried under one seed of its own and judged by the clients' test examples, as in
-    the paper, whose data have no validation part.
+    Every setting is tried under one seed of its own. The clients' test examples judge it, as in the
+    paper, whose data have no validation part.
 
     Parameters
     ----------
     pairs : Mapping[str, Config]
-        Settings of each pair to compare, by a name of its own.
+        Settings of each pair to compare, by name.
     rounds : (int, int)
         Visible rounds, plain and upcycled.
     jointly : bool
-        The whole grid of learning rates and coefficients, or the coefficients at the learning
-        rate of the plain method.
+        Search the whole grid of learning rates and coefficients, instead of coefficients at the
+        learning rate of the plain method.
     metric : str
-        Of the rounds' metrics; of a loss the smaller the better.
+        One of the rounds' metrics; a loss is minimised.
     """
     alone = {name: [(rate, 0.5) for rate in learning_rates] for name in pairs}
     plain = _best(experiment, pairs, alone, upcycled=False, rounds=rounds[0], metric=metric)
@@ -173,7 +173,7 @@ def _best(
     rounds: int,
     metric: str,
 ) -> dict[str, Config]:
-    """The best (learning rate, coefficient) of each pair."""
+    """Return the best (learning rate, coefficient) of each pair."""
     choices: list[tuple[str, Config]] = [
         (
             name,
@@ -205,11 +205,11 @@ def _best(
 
 
 def in_rounds(choice: Config, rounds: int) -> Config:
-    """A searched choice in a run of its full length."""
+    """Return a searched choice for a run of full length."""
     return {**choice, "rounds": rounds, "evaluate-every": evaluations(rounds)}
 
 
 def choice_name(choice: Config) -> str:
-    """A searched choice as part of a run's name: another choice is another run."""
+    """Return a searched choice as part of a run's name, so that another choice is another run."""
     upcycled, rate = choice["upcycled"], choice["learning-rate"]
     return f"{upcycled:d}-{rate:g}-{choice['coefficient']:g}-{choice['rounds']}"

@@ -1,11 +1,11 @@
-"""Figures 3 and 4: loss with perturbed local models, and what it costs in ε, claimed and provable.
+"""Figures 3 and 4: loss with perturbed local models, and its cost in ε, published and provable.
 
 Plain and upcycled run equally many visible rounds, all devices, no stragglers, as in the paper:
 σ = 1 against 0.8 under output perturbation, α = 10 against 20 under objective perturbation.
 
-Every record is scaled to norm at most 1 and the model is binary logistic regression, so that
-gradients are bounded. Where a method's local problem can be solved exactly (no memory in it), it
-is, with μ = 0.5: only then is the provable ε better than the 2τ of any clipped model.
+Every record is scaled to norm at most 1, and the model is binary logistic regression, so gradients
+are bounded. A method's local problem is solved exactly, with μ = 0.5, if it depends on no memory:
+only then is the provable ε better than with the 2τ of any clipped model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLIPPING_NORM = 5.0
 
 
 def figures(experiment: Experiment, scale: Scale) -> str:
-    """Both perturbations on every private data set; returns the tables."""
+    """Run both perturbations on every private data set; return the tables."""
     return "\n\n".join(
         part
         for perturbation in NOISE
@@ -52,7 +52,7 @@ def _one(experiment: Experiment, scale: Scale, perturbation: str, dataset: str) 
     pairs = {
         f"private/{name}-{method}": _settings(method, perturbation, dataset)
         for method in scale.private_methods
-        # pFedMe's local problem has no proximal term, without which Theorem 6.3 says nothing.
+        # pFedMe's local problem has no proximal term, and Theorem 6.3 requires one.
         if not (perturbation == "objective" and method == "pfedme")
     }
     best = search(
@@ -132,7 +132,7 @@ def _epsilons(last: Mapping[str, float], guarantees: Sequence[Guarantee], basis:
 
 
 def _draw(experiment: Experiment, name: str, groups: Mapping[str, Sequence[RunDirectory]]) -> None:
-    """Loss against rounds, and against each ε̄; upcycled lines are dashed by their order."""
+    """Draw loss against rounds, and against each ε̄; upcycled lines are dashed by their order."""
     loss = {label: [run.series("loss_mean") for run in runs] for label, runs in groups.items()}
     folder = experiment.folder / "figures"
     draw_comparison(folder, f"{name}-rounds", f"Loss, {name}", "loss", loss)

@@ -1,4 +1,4 @@
-"""Tables 1 and 3: accuracy, plain against upcycled, at equal work of the clients."""
+"""Tables 1 and 3: accuracy, plain against upcycled, for equal work of the clients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Pair:
 
 
 def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> str:
-    """Search, run every pair under every seed, write tables and figures; returns the summary."""
+    """Search, run every pair under every seed, write tables and figures; return the summary."""
     rounds = (scale.training_rounds, 2 * scale.training_rounds)
     name = f"stragglers-{straggler_ratio:g}"
     pairs: dict[str, Config] = {
@@ -133,15 +133,15 @@ def accuracies(experiment: Experiment, scale: Scale, straggler_ratio: float) -> 
 
 
 def accuracy(run: RunDirectory) -> float:
-    """Over all test examples after the last round, in per cent: as in the paper's tables.
+    """Return the accuracy over all test examples after the last round, in per cent (as the paper).
 
-    0 where training diverged so far that no client could be scored.
+    It is 0 if training diverged so far that no client could be scored.
     """
     return 100 * (pooled_accuracy(run) or 0.0)
 
 
 def written(pairs: Sequence[Pair]) -> str:
-    """The table, and how many pairs improve."""
+    """Return the table, and the number of pairs that improve."""
     rows = []
     for pair in pairs:
         theirs = "–"
@@ -182,7 +182,7 @@ def written(pairs: Sequence[Pair]) -> str:
 
 
 def draw(path: Path, pairs: Sequence[Pair]) -> None:
-    """Each pair's difference with two standard errors, and the numbers as CSV."""
+    """Draw each pair's difference with two standard errors, and write the numbers as CSV."""
     figure = Figure(figsize=(7.0, 0.9 + 0.2 * len(pairs)), layout="constrained")
     axes = figure.add_subplot()
     labels = [f"{pair.dataset} · {METHODS[pair.method]}" for pair in pairs]

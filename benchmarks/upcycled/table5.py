@@ -26,7 +26,7 @@ PRIVATE: Config = {
 
 
 def times(experiment: Experiment, scale: Scale) -> str:
-    """Output perturbation on Syn(iid), all devices, equal visible rounds; returns the table."""
+    """Time output perturbation on Syn(iid), all devices, equal visible rounds; return the table."""
     rows = []
     for method, name in METHODS.items():
         training: dict[bool, list[float]] = {False: [], True: []}
@@ -74,5 +74,5 @@ def times(experiment: Experiment, scale: Scale) -> str:
 
 
 def warm_up(experiment: Experiment) -> None:
-    """One short run whose time nobody counts: imports, data, thread pools."""
+    """Make one short run that is not timed: it imports, loads data and starts thread pools."""
     run(APP, experiment.config(f"warm-up/{time.time():.0f}", PRIVATE, {"rounds": 2}))

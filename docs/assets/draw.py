@@ -164,7 +164,7 @@ def one_round() -> Drawing:
 
 
 def choose() -> Drawing:
-    """The decision tree of choose.md."""
+    """Draw the decision tree of choose.md."""
     d = Drawing(1000, 800, "Which method: questions from left to right")
     d.box(14, 355, 150, 76, "Whom must\nthe model not\nshow?", fill=AMBER)
 
@@ -316,7 +316,7 @@ def upcycled() -> Drawing:
 
 
 def rivals() -> Drawing:
-    """What the server sends in each rival."""
+    """Draw what the server sends in each rival method."""
     d = Drawing(760, 284, "What the server sends and what stays, by method")
     rows = [
         ("pFedMe, FedALA", "one shared model", "the client's own model"),

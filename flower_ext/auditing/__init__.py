@@ -4,11 +4,13 @@ from flower_ext.auditing.experiment import Experiment, Observation, World, proje
 from flower_ext.auditing.harness import Audit, ViewAudit, audit
 from flower_ext.auditing.observing import observe
 from flower_ext.auditing.one_run import audit_in_one_run
+from flower_ext.auditing.secure_rounds import SecureTranscript
 
 __all__ = [
     "Audit",
     "Experiment",
     "Observation",
+    "SecureTranscript",
     "ViewAudit",
     "World",
     "audit",

@@ -27,12 +27,21 @@ class Observation:
         The initial model, and the model after each round.
     sent, uploads : Sequence[Mapping[int, Arrays]]
         Of each round, by partition: the model that the client was sent, and what it sent back less
-        that model.
+        that model. In a secure round, the masked bytes.
+    scores : Sequence[Mapping[str, float]]
+        The means that evaluations released, by round; none of a round without evaluation.
+    sums : Sequence[Arrays | None]
+        Of each round, the sum in whole cells that the server of a secure round computes.
+    bare : Sequence[Mapping[int, Arrays]]
+        Of each secure round, by partition: uploads in whole cells that no mask hides.
     """
 
     models: Sequence[Arrays]
     sent: Sequence[Mapping[int, Arrays]]
     uploads: Sequence[Mapping[int, Arrays]]
+    scores: Sequence[Mapping[str, float]] = ()
+    sums: Sequence[Arrays | None] = ()
+    bare: Sequence[Mapping[int, Arrays]] = ()
 
 
 Score = Callable[[Observation, AdversaryView], float]
@@ -46,6 +55,8 @@ def projected(
     whole: bool = False,
 ) -> Score:
     """The score that is best against Gaussian noise: how far the canary's direction was gone.
+
+    The server of a secure round is scored by its sum, or by uploads that no mask hides.
 
     Parameters
     ----------
@@ -70,6 +81,11 @@ def projected(
     def step(seen: Observation, view: AdversaryView, number: int) -> float:
         if view is AdversaryView.RELEASED_MODELS:
             return along(seen.models[number + 1]) - along(seen.models[number])
+        total = seen.sums[number] if seen.sums else None
+        if view is AdversaryView.SUM_ONLY and total is not None:
+            bare = seen.bare[number]
+            open_ones = [bare[one] for one in partitions or bare if one in bare]
+            return sum(map(along, open_ones)) if open_ones else along(total)
         own = seen.uploads[number]
         if view is AdversaryView.EACH_UPLOAD and partitions is not None:
             own = {partition: own[partition] for partition in partitions if partition in own}
@@ -80,6 +96,24 @@ def projected(
         return sum(
             signs[min(number, len(signs) - 1)] * step(seen, view, number) for number in rounds
         )
+
+    return score
+
+
+def of_scores(name: str) -> Score:
+    """Return the score of a canary that tells much more than all others in evaluations.
+
+    The noised sums of clients and of their centred scores are made up again from the released
+    count and mean, and projected on the canary's part in them, which is (1, ½) at most. All others
+    tell the middle of the bounds, which are 0 and 1.
+    """
+
+    def score(seen: Observation, view: AdversaryView) -> float:
+        found = 0.0
+        for means in seen.scores:
+            count, mean = means.get("scored_clients", 0.0), means.get(f"{name}_mean", 0.5)
+            found += count + 0.5 * count * (mean - 0.5)
+        return found
 
     return score
 

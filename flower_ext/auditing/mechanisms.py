@@ -7,7 +7,7 @@ not at all. The loss turns its sign with every round, which noise that is used t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.experiment import Experiment, World, projected
+from flower_ext.auditing.experiment import Experiment, Score, World, of_scores, projected
 from flower_ext.auditing.plain_app import plain_app
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.federation import FederatedStrategy
@@ -37,6 +37,7 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
+    SecureScores,
     SecureSum,
 )
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
@@ -88,6 +89,8 @@ def _experiment(
     gaussian: bool | None = None,
     size: int = SIZE,
     app: Callable[[Task], ClientApp] | None = None,
+    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] | None = None,
+    score: Score | None = None,
 ) -> Experiment:
     """The two worlds of a strategy, from each partition's data without the canary and with it.
 
@@ -101,7 +104,7 @@ def _experiment(
             model=lambda: nn.Linear(size, 1, bias=False),
             data=lambda partition: data[partition],
             loss=turns.loss,
-            metrics={},
+            metrics=metrics or {},
             device="cpu",
         )
         return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
@@ -113,7 +116,7 @@ def _experiment(
         without=world(without),
         present=world(present),
         initial=ArrayRecord({"weight": torch.zeros(1, size)}),
-        score=projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
+        score=score or projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
         rounds=rounds,
         views=views,
         gaussian=gaussian,
@@ -181,7 +184,7 @@ def client_level(
 def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` over three clients whose uploads are summed securely, one of them the canary.
 
-    All take part and a released model is a multiple of the sum, so that who sees models sees sums.
+    The server sees all messages of the protocol, and from them computes the sum.
     """
     sums = SecureSum(colluding=0.0, dropouts=0.0)
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
@@ -190,8 +193,39 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
         without=[_client(0.0), _client(0.0), _client(0.0)],
         present=[_client(HUGE), _client(0.0), _client(0.0)],
+        views=[AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY],
+        partitions=[0],
+        rounds=rounds,
+    )
+
+
+def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
+    """`DPFedAvg` whose evaluations are summed securely over three clients, one of them the canary.
+
+    Its accuracy is told as 100, or it has no test examples. Training moves nothing and has so much
+    noise that ε is the evaluations'.
+    """
+    plan = _plan(
+        FullParticipation(3),
+        50.0,
+        rounds,
+        secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0),
+        scores=SecureScores(noise_multiplier=0.5 * noise, evaluations=rounds),
+    )
+
+    def rated(*told: float) -> ClientData:
+        test = Examples(torch.zeros(len(told), SIZE), torch.tensor(told))
+        return ClientData(train=pulls(0.0), test=test)
+
+    return _experiment(
+        "scores in secure sums",
+        lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1),
+        without=[rated(), rated(0.5), rated(0.5)],
+        present=[rated(100.0), rated(0.5), rated(0.5)],
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
+        metrics={"accuracy": lambda outputs, targets: float(targets.mean())},
+        score=of_scores("accuracy"),
     )
 
 
@@ -380,6 +414,7 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "client-noise-poisson": lambda **more: client_level(sampled=True, **more),
     "server-noise-poisson": lambda **more: client_level("server", sampled=True, **more),
     "secure-sum": secure_sum,
+    "secure-scores": secure_scores,
     "uldp-avg": uldp,
     "uldp-sgd": lambda **more: uldp(UldpSgd, **more),
     "uldp-secure-sum": uldp_secure_sum,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
 from flower_ext.auditing.experiment import Arrays, Experiment, Observation, World
+from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.cohort import asks_identity, partition_of
 from flower_ext.federation.engines.in_process import modules_uncollected
@@ -41,29 +42,43 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
             grid.begin(number + 1)
         return None
 
-    strategy = world.strategy()
+    strategy, told = world.strategy(), {}
     grid.begin(1)
     try:
-        strategy.start(
+        result = strategy.start(
             grid, records.to_record(initial), num_rounds=experiment.rounds, evaluate_fn=note
         )
+        told = result.evaluate_metrics_clientapp
     except FederationNotReady:
         if not any(grid.uploads):
             raise  # else all uploads were refused, which have been seen all the same
     released = [models[0]]
     for number in range(1, experiment.rounds + 1):  # one that released nothing left the model
         released.append(models.get(number, released[-1]))
-    return Observation(models=released, sent=grid.sent, uploads=grid.uploads), strategy
+    scores = [
+        {name: value for name, value in told.get(number, {}).items() if isinstance(value, float)}
+        for number in range(1, experiment.rounds + 1)
+    ]
+    seen = Observation(
+        models=released,
+        sent=grid.sent,
+        uploads=grid.uploads,
+        scores=scores,
+        sums=[found.sum(initial) for found in grid.secure],
+        bare=[grid.by_partition(found.bare(initial)) for found in grid.secure],
+    )
+    return seen, strategy
 
 
 class _Listener(InProcessGrid):
-    """A grid that notes what clients upload in training."""
+    """A grid that notes what clients upload in training, and all messages of secure sums."""
 
     def start(self, on_round: Callable[[int], None] | None) -> None:
         """Start a trial: nothing is noted, and clients begin afresh."""
         self._on_round = on_round
         self.sent: list[dict[int, Arrays]] = []
         self.uploads: list[dict[int, Arrays]] = []
+        self.secure: list[SecureTranscript] = []
         for own in self.contexts.values():
             own.state = RecordDict()
 
@@ -72,6 +87,7 @@ class _Listener(InProcessGrid):
         if number > len(self.uploads):
             self.sent.append({})
             self.uploads.append({})
+            self.secure.append(SecureTranscript())
             if self._on_round is not None:
                 self._on_round(number)
 
@@ -86,16 +102,23 @@ class _Listener(InProcessGrid):
             for m in asked
             if m.metadata.message_type.partition(".")[0] == "train" and not asks_identity(m)
         ]
-        if not trains:
+        secure = any(map(is_secure, asked))
+        if not trains and not secure:
             return super().send_and_receive(asked, timeout=timeout)
         sent = {m.metadata.dst_node_id: _arrays(m.content.get(records.MODEL)) for m in trains}
         replies = list(super().send_and_receive(asked, timeout=timeout))
-        self.sent[-1].update({self._partition(node): base for node, base in sent.items()})
+        if secure:
+            self.secure[-1].hear(asked, replies)
+        self.sent[-1].update(self.by_partition(sent))
         for reply in replies:
             node = reply.metadata.src_node_id
-            if (own := _upload(reply, sent.get(node, {}))) is not None:
+            if node in sent and (own := _upload(reply, sent.get(node, {}))) is not None:
                 self.uploads[-1][self._partition(node)] = own
         return replies
+
+    def by_partition(self, found: Mapping[int, Arrays]) -> dict[int, Arrays]:
+        """Return what is known of nodes by their partitions."""
+        return {self._partition(node): own for node, own in found.items()}
 
     def _partition(self, node: int) -> int:
         return partition_of(self.contexts[node].node_config)

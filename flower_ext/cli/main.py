@@ -1,4 +1,4 @@
-"""The command line: ``flower-ext new | run | deploy | calibrate | plan | search | audit`` …
+"""The command line ``flower-ext``: new, run, deploy, calibrate, plan, search, audit and more.
 
 A command's module is imported only when that command runs, because importing PyTorch alone takes
 a second.

@@ -206,7 +206,9 @@ def _read_idx_pairs(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     images, labels = arrays[0::2], arrays[1::2]
     for path, some, theirs in zip(paths[0::2], images, labels, strict=True):
         if len(some) != len(theirs):
-            raise InvalidValue(f"{path}: {len(some)} images but {len(theirs)} labels")
+            raise InvalidValue(
+                f"{path}: {len(some)} images but {len(theirs)} labels; get both again"
+            )
     return np.concatenate(images), np.concatenate(labels)
 
 

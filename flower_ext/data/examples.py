@@ -44,12 +44,12 @@ class Examples:
             object.__setattr__(self, name, tree)
             leaves += trees.named(name, tree)
         for name, rows in leaves:
-            if rows.dim() == 0:
+            if not rows.shape:
                 raise InvalidValue(f"{name} are a single number: expected one row per example")
-        first, most = leaves[0][0], len(leaves[0][1])
+        first, most = leaves[0][0], leaves[0][1].shape[0]
         for name, rows in leaves:
-            if len(rows) != most:
-                raise InvalidValue(f"{most} {first} but {len(rows)} {name}")
+            if (count := rows.shape[0]) != most:
+                raise InvalidValue(f"{most} {first} but {count} {name}: expected as many rows")
         object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:

@@ -164,7 +164,9 @@ def split(
     if not 0 < train_fraction < 1:
         raise InvalidValue(f"train_fraction={train_fraction!r}: expected a number in (0, 1)")
     if len(indices) < 2:
-        raise InvalidValue(f"{len(indices)} examples cannot be divided into training and test")
+        raise InvalidValue(
+            f"{len(indices)} examples cannot be divided into training and test: expected at least 2"
+        )
     # Each class's examples lie in random order, evenly over (0, 1); the last places are tests.
     place = np.empty(len(indices))
     for label in np.unique(targets[indices]):

@@ -182,7 +182,9 @@ def read(path: Path) -> list[ClientData]:
         raise InvalidValue(f"{path} is not a file of synthetic devices: {error}") from error
     trains, tests = _by_device(path, *train), _by_device(path, *test)
     if len(trains) != len(tests):
-        raise InvalidValue(f"{path}: {len(trains)} devices train but {len(tests)} test")
+        raise InvalidValue(
+            f"{path}: {len(trains)} devices train but {len(tests)} test; expected equal"
+        )
     return [ClientData(train=a, test=b) for a, b in zip(trains, tests, strict=True)]
 
 

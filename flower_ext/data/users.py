@@ -53,7 +53,9 @@ class Allocation:
             )
         for silo, (rows, owners) in enumerate(zip(self.rows, self.owners, strict=True)):
             if len(rows) != len(owners):
-                raise InvalidValue(f"silo {silo} has {len(rows)} rows but {len(owners)} owners")
+                raise InvalidValue(
+                    f"silo {silo} has {len(rows)} rows but {len(owners)} owners: expected as many"
+                )
             if len(owners) and not 0 <= owners.min() <= owners.max() < self.num_users:
                 raise InvalidValue(f"owners of silo {silo}: expected 0 … {self.num_users - 1}")
 

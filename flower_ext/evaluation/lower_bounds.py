@@ -214,7 +214,10 @@ def in_one_run(
 
 
 def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return a rate that the probability exceeds with chance ``failure`` at most."""
+    """Return a rate that the probability exceeds with chance ``failure`` at most.
+
+    This is Clopper and Pearson's upper bound.
+    """
     from scipy import special
 
     count = np.asarray(count)
@@ -223,7 +226,10 @@ def upper_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarr
 
 
 def lower_rate(count: int | np.ndarray, trials: int, failure: float) -> np.ndarray:
-    """Return a rate that the probability falls below with chance ``failure`` at most."""
+    """Return a rate that the probability falls below with chance ``failure`` at most.
+
+    This is Clopper and Pearson's lower bound.
+    """
     return 1.0 - upper_rate(trials - np.asarray(count), trials, failure)
 
 

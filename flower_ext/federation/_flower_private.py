@@ -55,7 +55,9 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 def message_like(message: Message, content: RecordDict, **other: object) -> Message:
     """Return a copy of a message with another content, and with the given metadata replaced."""
-    return _message({**vars(message.metadata), **{f"_{k}": v for k, v in other.items()}}, content)
+    metadata = _copied(message.metadata)
+    vars(metadata).update({f"_{name}": value for name, value in other.items()})
+    return _message(metadata, content)
 
 
 def replies(grid: Grid, messages: Iterable[Message], *, timeout: float | None) -> Iterable[Message]:
@@ -84,23 +86,36 @@ def _as_they_come(grid: Grid, waiting: set[str], timeout: float | None) -> Itera
 
 def reply_to(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``, without Flower's checks, which take time."""
+    return _message(answering(message), content)
+
+
+def answering(message: Message) -> Metadata:
+    """Return the metadata of a reply."""
     asked, now = vars(message.metadata), time()
-    answers = {
-        "_message_id": "",
-        "_reply_to_message_id": asked["_message_id"],
-        "_src_node_id": asked["_dst_node_id"],
-        "_dst_node_id": asked["_src_node_id"],
-        "_src_task_id": asked["_dst_task_id"],
-        "_dst_task_id": asked["_src_task_id"],
-        "_created_at": now,
-        "_ttl": asked["_ttl"] - (now - asked["_created_at"]),
-    }
-    return _message({**asked, **answers}, content)
+    metadata = _copied(message.metadata)
+    vars(metadata).update(
+        {
+            "_message_id": "",
+            "_reply_to_message_id": asked["_message_id"],
+            "_src_node_id": asked["_dst_node_id"],
+            "_dst_node_id": asked["_src_node_id"],
+            "_src_task_id": asked["_dst_task_id"],
+            "_dst_task_id": asked["_src_task_id"],
+            "_created_at": now,
+            "_ttl": asked["_ttl"] - (now - asked["_created_at"]),
+        }
+    )
+    return metadata
 
 
-def _message(facts: dict[str, object], content: RecordDict) -> Message:
-    metadata, message = Metadata.__new__(Metadata), Message.__new__(Message)
-    vars(metadata).update(facts)
+def _copied(metadata: Metadata) -> Metadata:
+    copied = Metadata.__new__(Metadata)
+    vars(copied).update(vars(metadata))
+    return copied
+
+
+def _message(metadata: Metadata, content: RecordDict) -> Message:
+    message = Message.__new__(Message)
     vars(message).update(_metadata=metadata, _content=content, _error=None)
     return message
 

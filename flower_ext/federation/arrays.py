@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from io import BytesIO
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Message
+from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue
@@ -116,27 +116,19 @@ def _read_npy(array: Array) -> np.ndarray:
     return values.reshape(shape, order="F" if fortran_order else "C")
 
 
-def payload_bytes(messages: Sequence[Message]) -> int:
-    """Bytes of all arrays in messages as they are serialised; the rest of them is small."""
-    sizes: dict[int, int] = {}  # many may share a content
-    total = 0
-    for message in messages:
-        if message.has_content():
-            content = message.content
-            if (size := sizes.get(id(content))) is None:
-                size = 0
-                for record in content.values():
-                    if isinstance(record, ArrayRecord):
-                        size += sum(map(_payload, record.values()))
-                sizes[id(content)] = size
-            total += size
-    return total
+def record_bytes(record: ArrayRecord) -> int:
+    """Return the bytes of a record's arrays as they are serialised."""
+    return sum(
+        array_bytes(array.values.shape, array.values.dtype)
+        if isinstance(array, UnsentArray)
+        else len(array.data)
+        for array in record.values()
+    )
 
 
-def _payload(array: Array) -> int:
-    if isinstance(array, UnsentArray):
-        return array.values.nbytes + _header_bytes(array.values.shape, array.values.dtype)
-    return len(array.data)
+def array_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of one array as Flower serialises it: a header and its numbers."""
+    return math.prod(shape) * dtype.itemsize + _header_bytes(shape, dtype)
 
 
 @lru_cache(maxsize=1024)

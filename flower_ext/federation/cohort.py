@@ -288,7 +288,7 @@ def check_addressee(message: Message, context: Context) -> None:
 
 
 def partition_of(node_config: Mapping[str, object]) -> int:
-    """This node's partition.
+    """Return the partition of a node.
 
     Raises
     ------

@@ -46,10 +46,14 @@ from flower_ext.privacy import (
     RecordLevelPlan,
     ReleasePlan,
     Sampling,
+    SecureScores,
     SecureSum,
+    calibrate_noise_multiplier,
     size_for_rate,
 )
+from flower_ext.privacy.calibration import default_relation
 from flower_ext.privacy.guarantee import Basis
+from flower_ext.privacy.secure_scores import ACCURACY
 from flower_ext.privacy.theorems.dp2_fedsam import dp2_fedsam_theorem2_noise_multiplier
 from flower_ext.runs import RunDirectory
 from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number, text
@@ -116,6 +120,11 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
             f"run-config aggregation='secure' with method={config.get('method')!r}: expected "
             "'plain', because a secure sum needs clipped and noised updates"
         )
+    if config.get("evaluation", "plain") != "plain":
+        raise UnfitSetting(
+            f"run-config evaluation={config['evaluation']!r} with method={config.get('method')!r}: "
+            "expected 'plain', as nothing is noised there"
+        )
     told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
     drawn = changes.get("sampling") or sampling(config)
     return NonPrivatePlan(**{"sampling": drawn, **told, **changes})
@@ -126,8 +135,9 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
 
     Reads the settings of `sampling`, ``clipping-norm``, ``rounds``, ``delta`` (0: one over
     ``clients``) and ``noise-multiplier``. If the app has them, also ``noise-placement``,
-    ``dropout-policy`` and ``aggregation`` (with ``colluding-share`` and ``dropout-share``, for
-    secure sums).
+    ``dropout-policy``, ``aggregation`` (with ``colluding-share`` and ``dropout-share``, for secure
+    sums) and ``evaluation`` (with ``evaluation-share``, ``evaluation-noise-multiplier`` and
+    ``evaluation-loss-bound``, for scores in secure sums).
 
     If the app has ``epsilon`` and no ``noise-multiplier`` above 0, the function chooses the least
     noise for ``epsilon``: by the provable bound, or by the published one if ``calibration`` asks
@@ -145,6 +155,8 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
         **changes,
     }
     epsilon = _target(config)
+    if (scores := _secure_scores(config, facts, epsilon)) is not None:
+        facts["scores"] = scores
     if epsilon is None:
         return ReleasePlan(noise_multiplier=number(config, "noise-multiplier"), **facts)
     if _basis(config) == "provable":
@@ -164,6 +176,45 @@ def _secure_sum(config: UserConfig) -> SecureSum | None:
     return SecureSum(
         colluding=number(config, "colluding-share"), dropouts=number(config, "dropout-share")
     )
+
+
+def _secure_scores(
+    config: UserConfig, facts: Mapping[str, Any], epsilon: float | None
+) -> SecureScores | None:
+    """Return how evaluations release scores, by ``evaluation`` and the settings beside it."""
+    if "evaluation" not in config or choice(config, "evaluation", ("plain", "secure")) == "plain":
+        return None
+    rounds, every = integer(config, "rounds", least=1), integer(config, "evaluate-every")
+    if facts["secure_aggregation"] is None:
+        raise UnfitSetting(
+            "run-config evaluation='secure' with aggregation='plain': expected "
+            "aggregation='secure', as scores go the same way as updates"
+        )
+    if every < 1:
+        raise UnfitSetting(
+            f"run-config evaluation='secure' with evaluate-every={every!r}: expected 1 or more"
+        )
+    evaluations = -(-rounds // every)
+    multiplier = number(config, "evaluation-noise-multiplier")
+    if not multiplier:
+        if epsilon is None:
+            raise UnfitSetting(
+                f"run-config evaluation-noise-multiplier={multiplier!r} without an epsilon that "
+                "evaluations could have a share of: expected above 0"
+            )
+        share, drawn = number(config, "evaluation-share", above=0), facts["sampling"]
+        if not share < 1:
+            raise UnfitSetting(f"run-config evaluation-share={share!r}: expected below 1")
+        multiplier = calibrate_noise_multiplier(
+            epsilon=share * epsilon,
+            delta=facts["delta"],
+            sampling=FullParticipation(drawn.population),
+            rounds=evaluations,
+            relation=default_relation(drawn),
+        )
+    bound = number(config, "evaluation-loss-bound")
+    bounds = (*ACCURACY, ("loss", 0.0, bound)) if bound else ACCURACY
+    return SecureScores(noise_multiplier=multiplier, evaluations=evaluations, bounds=bounds)
 
 
 def _refuse_weights(config: UserConfig) -> None:

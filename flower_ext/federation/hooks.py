@@ -1,10 +1,20 @@
 """Options, traits and hooks of a method.
 
-The hooks, in the order of a run: `training`, `evaluation_training` and `settings` describe the
-work, `accounted` the plan that rounds are held to; `prepare` comes before the first round,
-`begin_round` before each; `server_state` and `client_state` travel to the clients; `read_update`,
-`combine` and `next_model` make a model of the answers; `claims` says what protects people; `state`
-and `restore` carry what the server holds from one process to the next.
+A run uses the hooks in this order:
+
+==========================================  ======================================================
+hook                                        purpose
+==========================================  ======================================================
+`training`, `evaluation_training`,          describe the clients' work
+`settings`
+`accounted`                                 is the plan that bounds and accounts for each round
+`prepare`                                   prepares the run before its first round
+`begin_round`                               prepares each training round
+`server_state`, `client_state`              return records that the server sends to clients
+`read_update`, `combine`, `next_model`      compute the next model from the replies
+`claims`                                    returns the guarantees
+`state`, `restore`                          carry the server's state to the process that resumes
+==========================================  ======================================================
 """
 
 from __future__ import annotations
@@ -28,6 +38,7 @@ from flower_ext.federation.run_loop import RunLoop
 from flower_ext.federation.secure_sum import SecureRound
 from flower_ext.federation.spending import Spending
 from flower_ext.federation.stragglers import Stragglers
+from flower_ext.federation.uploads import in_parts
 from flower_ext.privacy import (
     Budget,
     Guarantee,
@@ -60,34 +71,34 @@ _FORMER = {
     "check_steps": "check_training",
     "_read_update": "read_update",
 }
-"""Hooks that a method may have filled in before this release."""
+"""Former names of hooks, with the hooks that replace them."""
 
 
 class MethodHooks(RunLoop):
     """Options that every method takes, and hooks with their defaults (see `FederatedStrategy`)."""
 
     any_client_app: ClassVar[bool] = False
-    """Whether a ClientApp that knows nothing of this package can take part."""
+    """True if a ClientApp that does not use this package can take part."""
     one_model: ClassVar[bool] = True
-    """Whether all clients are sent the same shared model; see `client_state`."""
+    """True if the server sends all clients the same shared model; see `client_state`."""
     units_are_clients: ClassVar[bool] = True
-    """Whether a `ReleasePlan` protects clients, each of them with one upload a round."""
+    """True if a `ReleasePlan` protects clients, each of which has one upload per round."""
     bounds_units: ClassVar[bool] = False
-    """Whether an upload is a sum over units, each of which the client side bounds by itself."""
+    """True if an upload is a sum over units, and the client side bounds each unit's part."""
     needs_each_update: ClassVar[bool] = False
-    """Whether `next_model` needs every single update, which a `ReleasePlan` hides; otherwise each
-    is added to a sum as it comes, and dropped."""
+    """True if `next_model` needs every single update, which a `ReleasePlan` hides. If False, the
+    server adds each update to a sum when it arrives, and drops it."""
     never_repeats: ClassVar[bool] = False
-    """Whether a round that is done again is another one, whatever the seed."""
+    """True if a repeated round differs from the first attempt, whatever the seed."""
     added_proximal_weight: float = 0.0
-    """μ of a proximal term around the received model, besides what ``training`` asks for."""
+    """μ of a proximal term around the received model, in addition to that of ``training``."""
     shown: Sequence[str] = ()
-    """What the method itself shows of the clients' data, in a line each: no guarantee covers it."""
+    """Things that the method reveals about the clients' data without a guarantee, a line each."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in _FORMER.keys() & vars(cls).keys():  # else it would never be called
-            raise TypeError(f"{cls.__name__}.{name}: a method says that by {_FORMER[name]} now")
+        for name in _FORMER.keys() & vars(cls).keys():  # nothing would call it any more
+            raise TypeError(f"{cls.__name__}.{name}: this hook was replaced by {_FORMER[name]}")
 
     def __init__(
         self,
@@ -114,9 +125,11 @@ class MethodHooks(RunLoop):
         if evaluate_every < 0:
             raise InvalidValue(f"evaluate_every={evaluate_every!r}: expected an integer >= 0")
         if seeded_noise and seed is None:
-            raise InvalidValue("seeded_noise=True needs a seed")
+            raise InvalidValue("seeded_noise=True: expected a seed as well; give seed=")
         if isinstance(personal, str):
-            raise InvalidValue(f"personal={personal!r}: expected several names, as ({personal!r},)")
+            raise InvalidValue(
+                f"personal={personal!r}: expected a sequence of names, for example ({personal!r},)"
+            )
         self.plan = plan
         self.accounted.check(self.traits)
         self.server_learning_rate = server_learning_rate
@@ -139,17 +152,17 @@ class MethodHooks(RunLoop):
             run=run,
         )
         self.cohort = Cohort(asked=(), units=())
-        """That of the newest training round."""
+        """The cohort of the newest training round."""
         self.sent: records.Arrays = {}
-        """The shared part of the model that clients were sent last; nothing before that."""
+        """The shared part of the model that the server sent last; empty before the first round."""
         self._met = False
         self.secure_round: SecureRound | None = None
-        """The secure sum of the newest training round, where the plan has one."""
+        """The secure sum of the newest training round, if the plan has one."""
         self._too_few = ""
 
     @property
     def next_training(self) -> int:
-        """Number of the next training round, from 1: silent rounds do not count."""
+        """Number of the next training round, from 1; rounds without training do not count."""
         return self.participations.rounds + 1
 
     @property
@@ -169,58 +182,59 @@ class MethodHooks(RunLoop):
 
     @property
     def accounted(self) -> PrivacyPlan:
-        """The plan that rounds are held to and accounted by; by default the given one.
+        """The plan that bounds each round and accounts for it; by default the given plan.
 
-        Another one where the method's units, or the numbers that it sends, are not those that the
-        given plan speaks of.
+        A method overrides this hook if its units, or the numbers that it sends, differ from those
+        that the given plan covers.
         """
         return self.plan
 
     def prepare(self, grid: Grid) -> None:
-        """Prepare the run, once, when all nodes are there and before the first round."""
+        """Prepare the run, once, after all nodes have connected and before the first round."""
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
-        """Prepare training round ``number``, which will ask ``cohort``, and return the cohort.
+        """Prepare training round ``number`` and return its cohort.
 
-        Where some of it turns out not to be possible, fewer are returned.
+        The returned cohort lacks those clients or units that turn out to be unable to take part.
         """
         return cohort
 
     def server_state(self) -> Mapping[str, ArrayRecord]:
-        """Records that travel to the clients next to the model; none by default."""
+        """Return records that the server sends to all clients beside the model; none by default."""
         return {}
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """Records for one client alone, besides or in place of what all get; none by default.
+        """Return records for one client only; none by default.
 
-        A record named ``records.MODEL`` is the model that this client receives: its update is the
-        difference to that.
+        They are sent beside the records for all clients, and replace those of the same name. A
+        record ``records.MODEL`` is the model that this client receives, and its update is the
+        difference to that model.
         """
         return {}
 
     def read_update(self, reply: Message) -> records.Update:
-        """A client's update.
+        """Read a client's update and check it.
 
         Raises
         ------
         RefusedReply
-            It is none of the model that was sent, or larger than an honest one.
+            The update does not fit the model that was sent, or is larger than an honest update.
         """
         return rounds.read_update(reply, self.accounted, self.cohort, self.sent, self.exchange.sent)
 
     def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
-        """The noised average of a round's updates.
+        """Return the noised average of a round's updates.
 
         Parameters
         ----------
         updates : Iterable[tuple[int, Update]]
-            With their partitions, once and as they come. Who adds each up before the next comes
-            needs memory for one.
+            Partitions with their updates, in the order of arrival, to be read once. A method that
+            adds each update to a sum before it reads the next one needs memory for one update.
 
         Raises
         ------
         RoundDiscarded
-            Too few of them arrived.
+            Too few updates arrived.
         """
         aggregate = partial(
             self.accounted.aggregate,
@@ -228,27 +242,41 @@ class MethodHooks(RunLoop):
             noise=self._noise("server-noise", self.next_training),
         )
         if not self.accounted.weighs_examples:
-            return aggregate((update.arrays for _, update in updates), like=self.sent)
+            parts = in_parts(update.arrays for _, update in updates)
+            return aggregate(parts, like=self.sent)
         uploads = (times_examples(own.arrays, own.metrics["num-examples"]) for _, own in updates)
         return weighted_mean(lambda like: aggregate(uploads, like=like), like=self.sent)
+
+    @property
+    def only_adds(self) -> bool:
+        """True where the server makes nothing of updates but their sum."""
+        return (
+            not self.needs_each_update
+            and self.secure_round is None
+            and type(self).combine is MethodHooks.combine
+            and not self.accounted.weighs_examples
+            and not self.accounted.bounds_models
+        )
 
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """The next global model: ``base`` moved along the mean update.
+        """Return the next global model: ``base`` moved along the mean update.
 
         Parameters
         ----------
-        base, mean : Arrays
-            The model that was sent, and the mean of what came back, bounded and noised.
+        base : Arrays
+            The model that the server sent.
+        mean : Arrays
+            The mean of the updates, with the bound and the noise of the plan.
         updates : Mapping[int, Update]
-            The single updates by partition; none under a `ReleasePlan`, which releases the mean.
-            They can be read where the method says ``needs_each_update``: else they were not kept.
+            The single updates by partition; empty under a `ReleasePlan`, which releases only the
+            mean. The updates' arrays are kept only if the method sets ``needs_each_update``.
         """
         return {name: base[name] + self.server_learning_rate * mean[name] for name in base}
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
-        """Return the paper's guarantee after a run's rounds so far, and the provable ones."""
+        """Return the paper's guarantee after the rounds so far, and the provable guarantees."""
         return self.accounted.guarantees(run)
 
     # What others see of it ----------------------------------------------------------------
@@ -257,7 +285,7 @@ class MethodHooks(RunLoop):
     def client_app(
         cls, task: Task | Callable[[Context], Task], *, allow_seeded_noise: bool = False
     ) -> ClientApp:
-        """A ClientApp that answers this method's messages (see `federation.client_app`)."""
+        """Return a ClientApp that answers this method's messages (see `federation.client_app`)."""
         return client_app(cls.client, task=task, allow_seeded_noise=allow_seeded_noise)
 
     def summary(self) -> None:
@@ -266,15 +294,16 @@ class MethodHooks(RunLoop):
 
     @property
     def repeats(self) -> bool:
-        """Whether a round that is done again is the same one, since all in it follows a seed."""
+        """True if a repeated round equals the first attempt, because a seed determines it."""
         noiseless = self.accounted.delta is None
         seeded = self.seed is not None and (self.seeded_noise or noiseless)
         return seeded and not self.never_repeats
 
     def not_covered(self) -> list[str]:
-        """What leaves the clients outside the guarantee in this run."""
+        """Return what leaves the clients in this run without the guarantee, a line each."""
         exposed = ["that a client answered or not, and when"]
-        if self.evaluate_every:
+        noised = self.accounted.evaluation_release is not None
+        if self.evaluate_every and not noised:
             exposed.append(
                 "scores and test-set sizes that clients report un-noised at evaluation "
                 "(evaluate_every=0 turns this off)"
@@ -290,7 +319,7 @@ class MethodHooks(RunLoop):
 
     @property
     def traits(self) -> MethodTraits:
-        """What the method declares, for the plan to see whether it protects it."""
+        """The method's declarations, by which the plan decides if it can protect the method."""
         return MethodTraits(
             name=type(self).__name__,
             units_are_clients=self.units_are_clients,
@@ -303,10 +332,10 @@ class MethodHooks(RunLoop):
 
     @property
     def run_facts(self) -> RunFacts:
-        """All that the plan may know of the run so far."""
+        """The facts about the run so far that the plan may use."""
         own = [training.proximal_weight for training in self.training.values()]
         roster = self.exchange.roster
-        foreign = roster is not None and roster.foreign  # what such clients remember, nobody knows
+        foreign = roster is not None and roster.foreign  # such clients may remember anything
         return RunFacts(
             method=replace(self.traits, keeps_memory=True) if foreign else self.traits,
             participations=self.participations,

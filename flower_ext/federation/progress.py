@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.evaluation import summarize
-from flower_ext.federation.arrays import payload_bytes
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import LARGE_DELTA
 from flower_ext.runs import RunDirectory
@@ -107,8 +107,10 @@ class Progress:
         """Write one line to the log and one row to the run directory."""
         row, parts = self.row, [f"round {server_round}/{num_rounds}"]
         if "accuracy_mean" in row:
-            mean, worst = row["accuracy_mean"], row["accuracy_worst_decile"]
-            parts.append(f"accuracy {mean:.3f} (worst tenth {worst:.3f})")
+            beside = f"worst tenth {row.get('accuracy_worst_decile', 0):.3f}"
+            if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
+                beside = f"± {error:.2g} by noise"
+            parts.append(f"accuracy {row['accuracy_mean']:.3f} ({beside})")
         for name in ("provable", "published"):
             if (epsilon := row.get(f"epsilon_{name}")) is not None:
                 parts.append(f"ε {epsilon_text(epsilon)} {name}")

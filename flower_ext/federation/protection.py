@@ -1,9 +1,9 @@
-"""What protects an update before it leaves the client: asked for by the server, done here.
+"""Protection of an upload before it leaves the client: the server asks for it, the client applies.
 
-Two kinds: a client's *update* is bounded and noised (client- and user-level privacy), or what
-protects the records behind its whole *model* is (record-level privacy): noise on it, in each local
-step, or in the objective. The values are `privacy.protections`; here alone they become a message's
-plain facts, and facts become values again.
+There are two kinds. Client- and user-level privacy bounds and noises a client's *update*.
+Record-level privacy protects the records behind the client's whole *model*, by noise on the model,
+in each local step, or in the objective. The classes are in `privacy.protections`; only this module
+turns them into facts of a message and back.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from flower_ext.privacy.protections import (
 from flower_ext.training import Linear, Params, StepNoise
 
 OF_UPLOADS = "client-noise"
-"""Names the noise that protects an upload, on it or in the training that leads to it."""
+"""Name of the noise that protects an upload, on the upload or in the training behind it."""
 
 # Values and facts -------------------------------------------------------------------------------
 
@@ -69,23 +69,24 @@ _NUMBERS: Mapping[type[Protection], Mapping[str, str]] = {
     PerturbObjective: {"objective-rate": "rate", "least-examples": "least_examples"},
     ProtectedByTraining: {},
 }
-"""Fields of each protection by their names in a message."""
+"""For each protection, its fields by their names in a message."""
 _OPTIONAL = frozenset({"agreed-examples", "noise-grid"})
 _BY_SERVER, SEEDED = "server-protects", "seeded-noise"
 _OTHER_FACTS = frozenset(
     {"run", "number", "seed", "diagnostics", "training-loss", "report-size", "remembered"}
+    | {"evaluation"}
     | {_BY_SERVER, SEEDED}
     | _OPTIONAL
 )
 
 
 def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, float]:
-    """A protection as a message has it.
+    """Return a protection as facts of a message.
 
     Raises
     ------
     TypeError
-        No message names it: a client would read that as another protection, or as none.
+        Messages have no names for this protection, so a client would apply another one, or none.
     """
     if protection is None:
         return {}
@@ -93,8 +94,8 @@ def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, 
         return {_BY_SERVER: True}
     if type(protection) not in _NUMBERS:
         raise TypeError(
-            f"{type(protection).__name__}: no message says it; add its fields to _NUMBERS in "
-            f"{__name__}, under names that no other protection has all of"
+            f"{type(protection).__name__}: messages have no names for its fields; add them to "
+            f"_NUMBERS in {__name__}, as a set of names that no other protection has"
         )
     names = _NUMBERS[type(protection)]
     facts = {name: getattr(protection, field) for name, field in names.items()}
@@ -103,14 +104,16 @@ def to_facts(protection: Protection | None, *, seeded_noise: bool) -> dict[str, 
 
 
 def from_facts(facts: Mapping[str, Any]) -> Protection | None:
-    """Undo `to_facts`; other facts of a round are left alone.
+    """Return the protection in the facts of a message; the inverse of `to_facts`.
+
+    The function ignores the other facts of a round.
 
     Raises
     ------
-    ValueError
-        The protection is incomplete or unknown, or a number of it is out of range.
+    InvalidValue
+        The protection is incomplete or unknown, or one of its numbers is out of range.
     TypeError
-        A fact is not of its type.
+        A fact has the wrong type.
     """
     asked = frozenset(facts) - _OTHER_FACTS
     if not asked:
@@ -120,12 +123,12 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
         return None if seeded is None else ProtectedByTraining()
     kinds = [kind for kind, names in _NUMBERS.items() if asked == frozenset(names) - _OPTIONAL]
     if not kinds:
-        raise InvalidValue(f"the server asks for a protection of {sorted(asked)}, which is none")
+        raise InvalidValue(f"the server's message has {sorted(asked)}: expected a known protection")
     for name in asked:
         value = _number(facts, name)
         if not 0 < value < math.inf and (name, value) != ("least-examples", 0):
             raise InvalidValue(
-                f"{name}={value!r} in the server's message: expected above 0, finite"
+                f"{name}={value!r} in the server's message: expected a finite number > 0"
             )
     if _is_seeded(facts) is None:
         raise TypeError(f"{SEEDED}=None: expected true or false")
@@ -137,26 +140,26 @@ def from_facts(facts: Mapping[str, Any]) -> Protection | None:
 
 
 def check_facts(facts: Mapping[str, Any]) -> Protection | None:
-    """Return the protection that a round asks for, if the round is one.
+    """Check the facts of a round, and return the protection that they ask for.
 
     Raises
     ------
-    ValueError
-        Names what is wrong.
+    InvalidValue
+        A fact is missing or out of range; the message names it.
     TypeError
-        A fact is not of its type.
+        A fact has the wrong type.
     """
-    numbers = {"remembered": 0, **facts}  # said only to those that may have to forget
+    numbers = {"remembered": 0, **facts}  # sent only to clients that may have to forget
     for name, least in (("number", 1), ("seed", 0), ("remembered", 0)):
         if type(numbers.get(name)) is not int or numbers[name] < least:
             raise InvalidValue(f"{name}={numbers.get(name)!r}: expected an integer >= {least}")
     if type(facts.get("run", "")) is not str:
-        raise TypeError(f"run={facts['run']!r} in the server's message: expected a name")
+        raise TypeError(f"run={facts['run']!r} in the server's message: expected a string")
     return from_facts(facts)
 
 
 def _is_seeded(facts: Mapping[str, Any]) -> bool | None:
-    """Tell whether noise follows a seed; None where the client adds none."""
+    """Return True if the client's noise follows a seed; None if the client adds no noise."""
     seeded = facts.get(SEEDED)
     if seeded is not None and type(seeded) is not bool:
         raise TypeError(f"{SEEDED}={seeded!r}: expected true or false")
@@ -175,20 +178,21 @@ def _number(facts: Mapping[str, Any], name: str) -> float:
 
 @dataclass(frozen=True)
 class NodePolicy:
-    """Limits set by the owner of a node, and by the builder of its ClientApp.
+    """Limits that the owner of a node, and the developer of its ClientApp, set.
 
-    The owner of a SuperNode names with ``--node-config``
+    The owner of a SuperNode sets these values with ``--node-config``:
 
-    * ``require-secure-noise=true``: this client takes no part in what protects nobody;
-    * ``least-noise-multiplier=0.1``: the least noise, a client's own share of it, in clipping
-      norms. Trainings whose upload this client does not noise by itself are then refused, and so
-      is objective perturbation, which has no such number.
+    * ``require-secure-noise=true``: the client refuses anything that protects nobody, as seeded
+      noise does.
+    * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
+      norms. The client then refuses training whose upload it does not noise itself. It also
+      refuses objective perturbation, which has no noise multiplier.
 
     Parameters
     ----------
     context : Context
     allow_seeded_noise : bool
-        The ClientApp was built for simulation.
+        True if the ClientApp was built for simulation.
     """
 
     context: Context
@@ -196,34 +200,34 @@ class NodePolicy:
 
     @property
     def may_simulate(self) -> bool:
-        """Whether this client takes part in what protects nobody: seeded noise, small keys."""
+        """True if this client accepts what protects nobody: seeded noise and small keys."""
         return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
 
     def check(self, protection: Protection | None) -> None:
-        """Refuse a training with less noise than this node asks for.
+        """Refuse training with less noise than the node's owner requires.
 
         Raises
         ------
         PermissionError
-            The node's owner asks for more.
+            The node's owner requires more noise.
         """
         least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
         own = 0.0 if protection is None else protection.noise_multiplier
         if not own >= least:
             raise PermissionError(
-                f"the server asks for a noise multiplier of {own:g} on this client's upload; this "
-                f"node takes part from least-noise-multiplier={least:g}"
+                f"the server asks for a noise multiplier of {own:g} on this client's upload: the "
+                f"owner of this node requires least-noise-multiplier={least:g}"
             )
 
     def noise(self, facts: Mapping[str, Any], purpose: str) -> NoiseSource:
-        """Secure noise, or seeded noise where the server asks and this client allows it.
+        """Return secure noise, or seeded noise if the server asks and this client allows it.
 
-        Seeded noise for another ``purpose`` is independent.
+        Seeded noise is independent for each ``purpose``.
 
         Raises
         ------
         PermissionError
-            The server asks for seeded noise and this client does not allow it.
+            The server asks for seeded noise, but this client does not allow it.
         """
         if not facts.get(SEEDED):
             return SecureNoise()
@@ -231,8 +235,8 @@ class NodePolicy:
             raise tellable(
                 PermissionError(
                     "the server asks for seeded noise, which this client does not allow: in "
-                    "simulation build it with client_app(..., allow_seeded_noise=True), elsewhere "
-                    "set seeded_noise=False"
+                    "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
+                    "elsewhere, set seeded_noise=False on the server"
                 )
             )
         partition = partition_of(self.context.node_config)
@@ -244,16 +248,17 @@ class NodePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenSum:
-    """A sum over units that leaves the client under encryption only.
+    """A sum over units that leaves the client only in encrypted form.
 
     Parameters
     ----------
     bound : float
-        How far one unit can move the sum, as in `BoundedSum`.
+        Largest distance by which one unit can move the sum, as in `BoundedSum`.
     encrypt : Callable[[Params], Mapping[str, np.ndarray]]
-        Takes this client's share of the noise, in float64, and returns what leaves: values and
-        noise as whole numbers of public steps, to which the noise is rounded here and not before,
-        lest it leave the steps between its own multiples bare.
+        Function that takes this client's share of the noise, in float64, and returns the encrypted
+        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
+        noise to these steps. Noise that was rounded before to coarser multiples would leave the
+        steps between them without noise.
     """
 
     bound: float
@@ -261,38 +266,39 @@ class HiddenSum:
 
 
 def protects(protection: Protection | None) -> bool:
-    """Tell whether the client or the server protects the upload as a whole.
+    """Return True if the client or the server protects the upload as a whole.
 
-    Its bound then speaks of this client alone: nothing that another client does may move it.
+    The bound then covers this client only, so no other client may be able to change the upload.
     """
     return protection is not None and protection.bounds_uploads
 
 
 def bounds_models(protection: Protection | None) -> bool:
-    """Tell whether a client's whole model is clipped and noised, and not its update."""
+    """Return True if a client's whole model, rather than its update, is clipped and noised."""
     return protection is not None and protection.bounds_models
 
 
 def check_size(num_examples: int, protection: Protection | None) -> None:
-    """Refuse to train on another number of examples than the guarantee speaks of.
+    """Refuse to train on another number of examples than the guarantee assumes.
 
     Raises
     ------
     PreconditionFailed
-        The server's plan names another number.
+        The server's plan assumes another number.
     """
     agreed = None if protection is None else protection.num_examples
     if agreed is not None and num_examples != agreed:
         raise tellable(
             PreconditionFailed(
                 f"this client trains on another number of examples than the plan's num_examples="
-                f"{agreed}, the same for all clients: give every client as many, or change the plan"
+                f"{agreed}, which holds for all clients: give every client that many, or change "
+                "the plan"
             )
         )
 
 
 def step_noise(protection: Protection | None, noise: NoiseSource) -> StepNoise | None:
-    """What each step of the training behind an upload clips and adds, where the server asks."""
+    """Return the clipping and noise of each local step, if the server asks for them."""
     if not isinstance(protection, ClipSteps):
         return None
     return StepNoise(
@@ -305,7 +311,7 @@ def step_noise(protection: Protection | None, noise: NoiseSource) -> StepNoise |
 def objective_terms(
     params: Params, num_examples: int, protection: Protection | None, noise: NoiseSource
 ) -> tuple[Linear, ...]:
-    """⟨n, w⟩ with fresh noise n where the server asks for objective perturbation.
+    """Return ⟨n, w⟩ with fresh noise n if the server asks for objective perturbation.
 
     Raises
     ------
@@ -317,8 +323,8 @@ def objective_terms(
     if num_examples < protection.least_examples:
         raise tellable(
             PreconditionFailed(
-                "this client trains on too few examples: objective perturbation protects none of "
-                f"fewer than {protection.least_examples:.0f} = 2u₂/μ (Theorem 6.3): take a larger "
+                "this client trains on too few examples: objective perturbation needs at least "
+                f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
                 "proximal_weight"
             )
         )
@@ -334,13 +340,14 @@ def protected(
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
     """Return the update as it leaves the client.
 
-    Where the plan `bounds_models`, ``update`` is the whole model, as it was trained. Rebuilding it
-    from a difference would add rounding that the sensitivity bound does not cover.
+    If the protection `bounds_models`, ``update`` is the whole trained model. Rebuilding that model
+    from the received one and a difference would add rounding that the sensitivity bound does not
+    cover.
 
     Raises
     ------
-    ValueError
-        The plan bounds each unit's part of the update, and the method did not; or the method did
+    InvalidValue
+        The plan bounds each unit's part of the update and the method does not, or the method does
         and the plan asks for something else.
     """
     if isinstance(protection, ClipUnitsToCells) or isinstance(update, CellSum):
@@ -382,13 +389,13 @@ def _noised_sum(
     protection: Protection | None,
     noise: NoiseSource,
 ) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
-    """A sum over units, each of them bounded already, with this client's share of the noise."""
+    """Return a sum over units, each bounded by the method, with this client's share of noise."""
     asked = protection if isinstance(protection, ClipUnits) else None
     norm = 0.0 if asked is None else asked.clipping_norm
     if asked is None or not isinstance(update, BoundedSum | HiddenSum) or not update.bound <= norm:
         own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
         bound = "none" if own is None else f"a bound of {own:g}"
-        error = f"each unit's part of the update has {bound}; the plan asks for {norm:g}"
+        error = f"each unit's part of the update has {bound}: the plan expects {norm:g}"
         raise tellable(InvalidValue(error))
     if isinstance(update, HiddenSum):
         nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}

@@ -17,24 +17,25 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from flower_ext.errors import InvalidValue
-from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.arrays import Arrays as Arrays
 from flower_ext.federation.arrays import read_array
 from flower_ext.federation.arrays import to_arrays as to_arrays
 from flower_ext.federation.arrays import to_params as to_params
 from flower_ext.federation.arrays import to_record as to_record
 from flower_ext.federation.failures import said
+from flower_ext.federation.uploads import METRICS as METRICS
+from flower_ext.federation.uploads import UPDATE as UPDATE
+from flower_ext.federation.uploads import UploadReply
+from flower_ext.federation.uploads import metrics_record as metrics_record
+from flower_ext.privacy.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
 T = TypeVar("T")
 
 MODEL = "arrays"
 """Record of a whole model (or its shared part), as every Flower app names it."""
-UPDATE = "update"
-"""Record of a difference, already bounded and noised where the plan asks the client to."""
 ROUND = "round"
 """Record of the facts of a round."""
-METRICS = "metrics"
 SETTINGS = "settings"
 """Record of the method's own numbers (a regularisation weight, …)."""
 COMPANY = "company"
@@ -43,6 +44,8 @@ FROZEN = "frozen"
 """Record by which the server asks whether a client has the same frozen part of the model."""
 SECURE_SUM = "secure-sum"
 """Record of what a client is told of the secure sum of a round."""
+SCORES = "scores"
+"""Config record of an evaluation whose scores are summed: their names and bounds."""
 QUESTION = "question"
 """Record of what a method asks its client side before the first round."""
 ANSWER = "answer"
@@ -161,8 +164,9 @@ def accept(
     early: dict[int, T] = {}
     due, refused = deque(asked), set[int]()
     for reply in replies:
-        own = reply.metadata
-        node = own.src_node_id
+        asked_here = reply.question if isinstance(reply, UploadReply) else None
+        own = reply.metadata if asked_here is None else asked_here.metadata
+        node = own.src_node_id if asked_here is None else own.dst_node_id
         try:
             if reply.has_error() and node not in waiting:  # the SuperLink's, for a node
                 raise RefusedReply(f"in place of a reply: {said(reply.error)}")
@@ -170,7 +174,9 @@ def accept(
                 raise RefusedReply("not asked in this round, or answered already")
             if own.group_id != number:
                 raise RefusedReply(f"answers round {own.group_id}")
-            _check_answers(reply, (questions or {}).get(node))
+            question = (questions or {}).get(node)
+            if asked_here is None or asked_here is not question:
+                _check_answers(reply, question)
             early[waiting[node]] = read(reply)
             del waiting[node]
         except RefusedReply as refusal:
@@ -199,7 +205,7 @@ def _check_answers(reply: Message, question: Message | None) -> None:
 class Update:
     """One accepted reply: the difference to the global model, and its metrics."""
 
-    arrays: Arrays
+    arrays: Mapping[str, np.ndarray]
     metrics: dict[str, float]
 
 
@@ -221,6 +227,9 @@ def read_update(reply: Message, *, base: Mapping[str, np.ndarray], trust_models:
         Error reply, missing record, wrong names, shapes or dtypes, unreadable or non-finite data,
         values beyond `LARGEST_VALUE`.
     """
+    own = reply.upload if isinstance(reply, UploadReply) else None
+    if own is not None and _is_sound(own.arrays, base):
+        return Update(own.arrays, _checked_metrics(own.metrics.items()))
     content = _content(reply)
     if isinstance(update := content.get(UPDATE), ArrayRecord):
         arrays = _checked(update, base)
@@ -246,19 +255,23 @@ def read_metrics(reply: Message) -> dict[str, float]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
+    records = (record for record in content.values() if isinstance(record, MetricRecord))
+    return _checked_metrics(item for record in records for item in record.items())
+
+
+def _checked_metrics(items: Iterable[tuple[str, object]]) -> dict[str, float]:
     merged: dict[str, float] = {}
-    for record in content.values():
-        for name, value in record.items() if isinstance(record, MetricRecord) else ():
-            if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
-                raise RefusedReply(
-                    f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
-                )
-            # A comparison, as neither NumPy nor float() takes every integer.
-            if not isinstance(value, int | float) or not -math.inf < value < math.inf:
-                raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
-            if abs(value) > LARGEST_VALUE:
-                raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
-            merged[name] = float(value)
+    for name, value in items:
+        if not (name.isprintable() and 0 < len(name) <= LONGEST_NAME):
+            raise RefusedReply(
+                f"metric {name!r}: expected a name of 1 … {LONGEST_NAME} printable characters"
+            )
+        # A comparison, as neither NumPy nor float() takes every integer.
+        if not isinstance(value, int | float) or not -math.inf < value < math.inf:
+            raise RefusedReply(f"metric {name!r} is {value!r}, not a finite number")
+        if abs(value) > LARGEST_VALUE:
+            raise RefusedReply(f"metric {name!r} is above {LARGEST_VALUE:g}")
+        merged[name] = float(value)
     size = merged.get("num-examples", 0.0)
     if not (0 <= size <= LARGEST_SIZE and size.is_integer()):
         raise RefusedReply(f"num-examples={size!r}: expected an integer, 0 … {LARGEST_SIZE}")
@@ -296,17 +309,23 @@ def read_answer(reply: Message, record: str = ANSWER) -> Arrays:
         raise RefusedReply(f"the answer cannot be read: {error}") from error
 
 
-def metrics_record(values: Mapping[str, float]) -> MetricRecord:
-    """Plain numbers as a MetricRecord (which takes no NumPy scalars)."""
-    return record_of(MetricRecord, {name: float(value) for name, value in values.items()})
-
-
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
         raise RefusedReply(said(reply.error))
     if not reply.has_content():
         raise RefusedReply("the reply is empty")
     return reply.content
+
+
+def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
+    """Tell at little cost that an update passes `_checked`; where it may not, that says why."""
+    layout, dtype = update.layout, update.dtype
+    if layout.keys() != base.keys():
+        return False
+    for name, expected in base.items():
+        if layout[name][1] != expected.shape or dtype != expected.dtype:
+            return False
+    return update.square <= _largest(dtype) ** 2
 
 
 def _checked(record: ArrayRecord, base: Mapping[str, np.ndarray]) -> Arrays:

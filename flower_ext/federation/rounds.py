@@ -14,7 +14,7 @@ from flower_ext.federation.exchange import Content
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.stragglers import shortened
 from flower_ext.privacy import PrivacyPlan
-from flower_ext.privacy.updates import l2_norm
+from flower_ext.privacy.updates import Row, l2_norm
 from flower_ext.training import LocalTraining
 
 _ROUNDING = 1.01
@@ -118,10 +118,11 @@ def read_update(
     )
     if math.isinf(limit):
         return update
-    bounded = update.arrays
     if plan.bounds_models:
-        bounded = {name: received[name] + step for name, step in update.arrays.items()}
-    if (norm := l2_norm(bounded)) > limit * _ROUNDING:
+        norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
+    else:
+        norm = update.arrays.norm if isinstance(update.arrays, Row) else l2_norm(update.arrays)
+    if norm > limit * _ROUNDING:
         raise records.RefusedReply(
             f"norm {norm:.4g}: expected at most {limit:.4g}, which bound and noise of an honest "
             "upload stay below (largest_upload of the plan); the client changed it after it was "

@@ -1,4 +1,4 @@
-"""A run, resumed or not: its rounds, the files that it leaves, its end."""
+"""The loop of a run, new or resumed: its rounds, its files and its end."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 class RunLoop(Strategy):
-    """Base of strategies whose runs end well, and go on where they were cut off.
+    """Base of strategies whose runs can be resumed after an interruption.
 
-    It knows the rounds by Flower's four methods (``configure_train``, …) alone. What those change
-    between two rounds is here; a checkpoint holds all of it.
+    The loop plays a round by Flower's four methods (``configure_train``, …) only. This class holds
+    all state that these methods change between two rounds, and a checkpoint stores all of it.
 
     Parameters
     ----------
     population : Population
-        Counts whose data went into the rounds.
+        Counts the units whose data the rounds used.
     repeats : bool
-        A round that is done again is the same one, bit for bit.
+        True if a repeated round equals the first attempt, bit for bit.
     personal : Sequence[str]
-        Module names that never leave the client.
+        Names of modules that never leave the client.
     timeout : float
         Seconds to wait for nodes to connect, and for answers to queries.
     spending : Spending
-        Its ledger has to hold every release of a run that goes on.
+        Budget and ledger; the ledger has to hold every release of a resumed run.
     run : RunDirectory, optional
-        Where metrics and checkpoints go; if it was resumed, ``start`` goes on from the last one.
+        Directory for metrics and checkpoints. If it was resumed, ``start`` continues from its last
+        checkpoint.
     """
 
     client: ClassVar[ClientMethod]
@@ -79,7 +80,7 @@ class RunLoop(Strategy):
         self.num_examples: dict[int, int] = {}
         self.client_metrics: dict[int, dict[str, float]] = {}
         self.remembered: dict[int, int] = {}
-        """By partition, the training round whose memory the client has, as far as it answered."""
+        """By partition, the last training round that the client answered, and so remembers."""
         self.stopped: str | None = None
         self._ever_answered = False
         self._last_round: int | None = None
@@ -88,54 +89,57 @@ class RunLoop(Strategy):
 
     @abstractmethod
     def connect(self, grid: Grid, arrays: ArrayRecord) -> None:
-        """Meet the clients, once, and learn from them what the first round needs."""
+        """Connect to the clients, once, and ask them for the facts that the first round needs."""
 
     @abstractmethod
     def guarantees(self) -> list[Guarantee]:
-        """What protects people after the rounds so far."""
+        """Return the guarantees after the rounds so far."""
 
     @abstractmethod
     def spent(self) -> dict[str, float]:
-        """ε so far, for the log and the report's figures."""
+        """Return ε so far, for the log and the report's figures."""
+
+    def count_evaluation(self) -> None:
+        """Count an evaluation that was asked for, where evaluations are noised and accounted."""
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """What the method holds on the server between rounds, in named groups; none by default."""
+        """Return the method's state on the server, in named groups; none by default."""
         return {}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """Take back what `state` returned, in a new process, after `connect`."""
+        """Restore the result of `state` in a new process, after `connect`."""
 
     @property
     def participations(self) -> Participations:
-        """Counts of the units whose data went into the rounds so far."""
+        """Counts of the units whose data the rounds so far used."""
         return self.population.participations
 
     @property
     def ledger(self) -> Ledger | None:
-        """The durable record of every release, where there is one."""
+        """The durable record of every release, if there is one."""
         return self.spending.ledger
 
     @property
     def budget(self) -> Budget | None:
-        """What ends the run before a round that would exceed it, where there is one."""
+        """The budget, if there is one; the run ends before a round that would exceed it."""
         return self.spending.budget
 
     @property
     def refusals(self) -> list[str]:
-        """Replies that were not used, and why."""
+        """Replies that the server refused, with the reasons."""
         return self.exchange.refusals
 
     def shared(self, arrays: ArrayRecord) -> ArrayRecord:
-        """The part of a model that clients share.
+        """Return the part of a model that clients share.
 
         Raises
         ------
-        ValueError
-            All of it is personal.
+        InvalidValue
+            Every parameter is personal.
         """
         found = {n: a for n, a in arrays.items() if not matches(n, self.personal)}
         if not found:
-            raise InvalidValue(f"personal={self.personal} leaves no parameter to share")
+            raise InvalidValue(f"personal={self.personal}: expected at least one shared parameter")
         return record_of(ArrayRecord, found)
 
     # The run --------------------------------------------------------------------------------
@@ -150,18 +154,32 @@ class RunLoop(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run up to round ``num_rounds``, less far where the budget ends first (see ``stopped``).
+        """Run up to round ``num_rounds``, or until the budget is exhausted (see ``stopped``).
 
-        A run directory that was resumed is gone on with: ``initial_arrays`` then only say which
-        model it is. ``evaluate_fn`` is called with the shared part of the model after each round,
-        and before the first one with the number 0, but where a run is gone on with.
+        If the run directory was resumed, the run continues, and ``initial_arrays`` only identify
+        the model. ``evaluate_fn`` is called with the shared part of the model after each round. In
+        a new run it is also called before the first round, with the number 0.
+
+        Parameters
+        ----------
+        grid : Grid
+        initial_arrays : ArrayRecord
+            The whole initial model; personal parts are dropped from it.
+        num_rounds : int
+            Number of the last round, counted from the beginning of the run.
+        timeout : float
+            Seconds to wait for the replies of a round.
+        train_config, evaluate_config : ConfigRecord, optional
+            Settings that the server sends to the clients.
+        evaluate_fn : Callable, optional
+            Evaluates the shared part of the model on the server.
 
         Raises
         ------
         FederationNotReady
-            Not all nodes are there, or no client ever sent anything of use.
-        ValueError
-            A name in ``personal`` is misspelt: that part would be shared.
+            A node is missing, or no client ever sent a usable reply.
+        InvalidValue
+            A name in ``personal`` is misspelt, so that its part would be shared.
         """
         self.summary()
         self._check_personal(sorted(initial_arrays))
@@ -184,7 +202,7 @@ class RunLoop(Strategy):
                     break
             if self.refusals and not (done or self._ever_answered):
                 raise FederationNotReady(
-                    f"no client ever sent anything of use; the first said: {self.refusals[0]}"
+                    f"no client ever sent a usable reply; the first refusal: {self.refusals[0]}"
                 )
         return result
 
@@ -198,7 +216,7 @@ class RunLoop(Strategy):
         evaluate_config: ConfigRecord,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None,
     ) -> None:
-        """One round: train, evaluate, write down."""
+        """Play one round: train, evaluate, and record the results."""
         started = time.monotonic()
         self.progress.begin()
         asked = self.configure_train(server_round, result.arrays, train_config, grid)
@@ -222,7 +240,7 @@ class RunLoop(Strategy):
     def _evaluate(
         self, server_round: int, grid: Grid, result: Result, timeout: float, config: ConfigRecord
     ) -> bool:
-        """Ask for scores, where this round does; whether there are any."""
+        """Ask for scores if this round evaluates; return True if there are any."""
         asked = self.configure_evaluate(server_round, result.arrays, config, grid)
         answers = replies(grid, asked, timeout=timeout) if asked else []
         scores = self.aggregate_evaluate(server_round, answers) if asked else None
@@ -236,7 +254,7 @@ class RunLoop(Strategy):
         result: Result,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None],
     ) -> None:
-        """Evaluate on the server, as its owner asks for."""
+        """Evaluate on the server by the caller's ``evaluate_fn``."""
         own = evaluate_fn(server_round, result.arrays)
         if own is not None:
             result.evaluate_metrics_serverapp[server_round] = own
@@ -244,7 +262,7 @@ class RunLoop(Strategy):
     def _evaluate_at_last(
         self, grid: Grid, result: Result, timeout: float, config: ConfigRecord
     ) -> None:
-        """Evaluate the round that turned out to be the last, if nobody has yet."""
+        """Evaluate the round that turned out to be the last, if it was not evaluated yet."""
         last = self._last_round
         if not last or self.progress.evaluated(last):
             return
@@ -271,40 +289,46 @@ class RunLoop(Strategy):
         )
 
     def _save_guarantees(self) -> None:
-        """Write ``guarantee.json``: what holds after the rounds so far."""
+        """Write the guarantees after the rounds so far to ``guarantee.json``."""
         run = self.checkpoints.run
         if run is not None and (guarantees := self.guarantees()):
             run.save_guarantees(guarantees)
 
     @contextmanager
     def _guarding(self) -> Iterator[None]:
-        """If the block fails, leave a guarantee that covers what was asked for until then."""
+        """If the block fails, write guarantees that cover everything that was asked until then."""
         try:
             yield
         except BaseException as error:
             try:
-                with self.spending.closing() as release:  # what it reserved stays spent
+                with self.spending.closing() as release:  # a reserved release stays spent
                     release.discard(f"{type(error).__name__}: {error}")
                 if (one := self.checkpoints.open) is not None:
                     self._count_abandoned(one)
                 self._save_guarantees()
-            except Exception:  # what ended the run is what counts
+            except Exception:  # it must not hide the error that ended the run
                 log.exception("no guarantee could be written")
             raise
 
     # When it goes on ------------------------------------------------------------------------
 
     def _check_personal(self, names: Sequence[str]) -> None:
-        """Refuse a misspelt part; warn where all are missing, as of a model that lacks them."""
+        """Refuse a misspelt name in ``personal``.
+
+        If no name fits the model and none looks misspelt, only warn, because the model may lack
+        these parts on purpose.
+        """
         modules = {name.rsplit(".", 1)[0] for name in names} | {*names}
         unknown = [p for p in self.personal if not any(matches(name, [p]) for name in names)]
         if unknown and len(unknown) < len(self.personal):
             raise InvalidValue(
-                f"personal={self.personal!r}: {unknown} name no part of the model, whose modules "
-                f"are {sorted(modules - {*names})}. A part that is not named is shared"
+                f"personal={self.personal!r}: expected names of modules of the model, which are "
+                f"{sorted(modules - {*names})}; {unknown} match none, and a part that is not named "
+                "is shared"
             )
         for prefix in unknown:
-            # Layers of other numbers are alike as well, and the server's model may lack this one.
+            # A name that differs only in its number is no typing error: the server's model may
+            # lack that layer.
             letters = prefix.translate(_NO_DIGITS)
             near = get_close_matches(prefix, modules)
             alike = [name for name in near if name.translate(_NO_DIGITS) != letters]
@@ -312,20 +336,22 @@ class RunLoop(Strategy):
                 alike = [f"*.{prefix}"]
             if alike:
                 raise InvalidValue(
-                    f"personal={prefix!r} names no part of the model: did you mean {alike[0]!r}? "
-                    "A part that is not named is shared"
+                    f"personal={prefix!r}: expected the name of a part of the model; did you mean "
+                    f"{alike[0]!r}? A part that is not named is shared"
                 )
-            log.warning("personal=%r names none of %s", prefix, names)
+            log.warning("personal=%r matches no parameter of the model: %s", prefix, names)
 
     def _resume(self, grid: Grid, initial: ArrayRecord, num_rounds: int) -> tuple[ArrayRecord, int]:
-        """(model, rounds done) from which to go on; (``initial``, 0) where nothing was done.
+        """Return the model and the number of finished rounds from which to continue.
+
+        For a new run these are ``initial`` and 0.
 
         Raises
         ------
         Damaged
-            No checkpoint is sound.
-        ValueError
-            The model is another one.
+            No checkpoint is intact.
+        InvalidValue
+            The checkpoint holds another model.
         FederationNotReady
             Clients have lost the memory that the method needs.
         LedgerCorrupt
@@ -339,23 +365,26 @@ class RunLoop(Strategy):
         if found is not None:
             done, arrays = found.round, _same_model(found.model, initial)
             self._take(found)
-            if done < num_rounds:  # else nobody is needed any more
+            if done < num_rounds:  # a finished run needs no clients
                 self.connect(grid, arrays)
                 strangers = not self.exchange.knows_partitions
             self.restore(found.method)
         abandoned = self.checkpoints.abandoned(after=self.participations.rounds)
         for one in abandoned:
             self._count_abandoned(one)
+        for _ in range(self.participations.evaluations, self.checkpoints.evaluations()):
+            self.count_evaluation()
         if strangers:
             self.population.forget_who()
         self._save_guarantees()
         if self.ledger is not None:
-            self.ledger.check_holds(self.participations.rounds)
+            counted = self.participations.rounds + self.participations.evaluations
+            self.ledger.check_holds(counted)
         if found is not None and done < num_rounds and self.client.keeps_memory:
             self._check_memory(grid)
         run.forget_rounds(after=done)
         log.info(
-            "resumed after round %d; %d training rounds were asked for and not finished",
+            "resumed after round %d; %d training rounds had begun but were not finished",
             done,
             len(abandoned),
         )
@@ -372,7 +401,13 @@ class RunLoop(Strategy):
         self.refusals.extend(state.refusals)
 
     def _check_memory(self, grid: Grid) -> None:
-        """Ask all clients whether they remember what they knew at the checkpoint."""
+        """Ask all clients if they still have the memory that they had at the checkpoint.
+
+        Raises
+        ------
+        FederationNotReady
+            A client has lost it.
+        """
         number = self.participations.rounds
         known = ConfigRecord({"run": self.checkpoints.run_id, "number": number})
         everyone = {
@@ -384,9 +419,10 @@ class RunLoop(Strategy):
             raise FederationNotReady(
                 f"partitions {lost[:10]}{' …' if len(lost) > 10 else ''} no longer have the memory "
                 f"that {type(self).__name__} needs (partition {lost[0]} had it from training "
-                f"round {needed[lost[0]]}, now from {told[lost[0]] or 'none'}): the run cannot go "
-                "on. Memory outlives a process where SuperNodes, or a simulation's settings, name "
-                "a state-folder; a method that keeps none says ClientMethod(keeps_memory=False)"
+                f"round {needed[lost[0]]}, now from {told[lost[0]] or 'none'}), so the run cannot "
+                "continue. Memory outlives a process only if the SuperNodes, or the settings of a "
+                "simulation, name a state-folder. A method that keeps no memory declares "
+                "ClientMethod(keeps_memory=False)"
             )
 
 
@@ -395,8 +431,8 @@ def _same_model(kept: records.Arrays, initial: ArrayRecord) -> ArrayRecord:
     expected = {name: (tuple(array.shape), array.dtype) for name, array in initial.items()}
     if shapes != expected:
         raise InvalidValue(
-            f"the checkpoint holds another model than the one that starts: arrays {sorted(shapes)}"
-            f", expected {sorted(expected)} in the same shapes and types"
+            f"the checkpoint holds another model than the initial one: arrays {sorted(shapes)}, "
+            f"expected {sorted(expected)} with the same shapes and types"
         )
     return records.to_record(kept)
 

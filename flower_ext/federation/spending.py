@@ -60,8 +60,9 @@ class Spending:
         run_id: str,
         method: str,
         name: str,
+        scores: bool = False,
     ) -> None:
-        """Refuse a round that would bring the provable ε above the budget.
+        """Refuse a round, or an evaluation, that would bring the provable ε above the budget.
 
         Parameters
         ----------
@@ -76,6 +77,9 @@ class Spending:
             True if a repetition of the round is the same release.
         run_id, method, name : str
             Identify the run in the population's account.
+        scores : bool
+            True if the release is that of an evaluation; the account lists these as a run of their
+            own.
 
         Raises
         ------
@@ -87,22 +91,27 @@ class Spending:
         epsilon = plan.spent(run).get("epsilon_provable", float("inf"))
         if self.budget.ledger is None:
             if epsilon > self.budget.epsilon:
+                what = f"{'the evaluation after ' if scores else ''}round {server_round}"
                 raise BudgetExhausted(
-                    f"round {server_round} would bring the provable spend to ε = {epsilon:.4g}, "
-                    f"above the budget of {self.budget.epsilon:g}"
+                    f"{what} would bring the provable spend to ε = {epsilon:.4g}, above the budget "
+                    f"of {self.budget.epsilon:g}"
                 )
             return
         who = {"run": run_id, "method": method, "name": name}
+        release, number = plan.release, run.participations.rounds
+        if scores:
+            release, number = plan.evaluation_release, run.participations.evaluations
+            who = {"run": f"{run_id}-scores", "method": f"{method}, scores", "name": name}
         for shown in self.exposed:
             note_uncovered(self.budget.ledger, **who, what=shown)
-        release, delta = plan.release, plan.delta
+        delta = plan.delta
         if delta is None:
             note_uncovered(self.budget.ledger, **who, what="training without noise")
             return
         claim = next(each for each in claims(run) if each.basis == "provable")
         new = Charge(
             **who,
-            training=run.participations.rounds,
+            training=number,
             repeatable=repeatable,
             unit=claim.unit,
             relation=claim.relation if release is None else release.relation,

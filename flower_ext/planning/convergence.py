@@ -306,7 +306,9 @@ def _gradient_square(problem: DittoProblem, weight: float) -> float:
     G0, M = problem.gradient_bound, problem.model_spread
     for name, value in (("gradient_bound", G0), ("model_spread", M)):
         if math.isinf(value):
-            raise InvalidValue(f"{name}={value!r}: the published bound needs a finite number")
+            raise InvalidValue(
+                f"{name}={value!r}: expected a finite number, as the published bound needs it"
+            )
     return ((1 - weight / 2) * G0 + weight * (G0 / problem.strong_convexity + M)) ** 2
 
 

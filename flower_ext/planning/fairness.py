@@ -90,7 +90,7 @@ class LinearFairness:
         label_variance: float,
         model_variance: float,
     ) -> Self:
-        """Return the fairness of clients' own estimates û_n, one row a client."""
+        """Return the fairness of clients' own estimates û_n, one row per client."""
         models = np.atleast_2d(np.asarray(local_models, dtype=np.float64))
         clients, dimension = models.shape
         squares = np.square(clients * (models - models.mean(axis=0))).sum(axis=1)

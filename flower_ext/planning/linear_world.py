@@ -84,13 +84,13 @@ class LinearWorld:
         return np.asarray(products / self.feature_energy)
 
     def losses(self, models: Array) -> Array:
-        """Return F_n, of one model for all clients or of one row a client."""
+        """Return F_n, of one model for all clients or of one row per client."""
         rows = np.broadcast_to(models, self.true_models.shape)
         residuals = np.einsum("nbd,nd->nb", self.features, rows) - self.targets
         return np.asarray(np.square(residuals).mean(axis=1))
 
     def gradients(self, models: Array) -> Array:
-        """Return ∇F_n, of one model for all clients or of one row a client."""
+        """Return ∇F_n, of one model for all clients or of one row per client."""
         return self.curvature * (
             np.broadcast_to(models, self.true_models.shape) - self.local_models
         )

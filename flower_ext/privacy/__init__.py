@@ -29,6 +29,7 @@ from flower_ext.privacy.sampling import (
     Sampling,
     size_for_rate,
 )
+from flower_ext.privacy.secure_scores import SecureScores
 from flower_ext.privacy.secure_sum import SecureSum
 from flower_ext.privacy.theorems.local_objective import LocalObjective
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
@@ -63,6 +64,7 @@ __all__ = [
     "ReleasePlan",
     "Sampling",
     "SecureNoise",
+    "SecureScores",
     "SecureSum",
     "SeededNoise",
     "TargetOutOfReach",
@@ -104,9 +106,10 @@ _MOVED = {
             "dp2_fedsam_theorem2 dp2_fedsam_theorem2_noise_multiplier theorem2_of_plan"
         ),
         "theorems.dp_ditto": "dp_ditto_epsilon dp_ditto_guarantees dp_ditto_noise_stddev",
+        "theorems.silos": "company_assumption",
         "theorems.uldp": (
-            "SECURE_SUM Weighting check_user_plan company_assumption uldp_avg_guarantees "
-            "uldp_closed_form uldp_naive_guarantees"
+            "SECURE_SUM Weighting check_user_plan uldp_avg_guarantees uldp_closed_form "
+            "uldp_naive_guarantees"
         ),
         "theorems.uldp_group": "uldp_group_guarantees",
         "theorems.upcycled": ("perturbation_guarantees upcycled_theorem_6_2 upcycled_theorem_6_3"),
@@ -114,7 +117,7 @@ _MOVED = {
     }.items()
     for name in names.split()
 } | {"Plan": f"{__name__}.plan.PrivacyPlan"}
-"""Where names are that were here before, for one release."""
+"""Full paths of names that this package exported before, kept for one release."""
 
 if not TYPE_CHECKING:  # so that type checkers refuse them
     __getattr__ = former_names(__name__, _MOVED)

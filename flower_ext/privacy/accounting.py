@@ -33,6 +33,7 @@ import numpy as np
 
 from flower_ext.checks import require_count, require_delta, require_not_negative
 from flower_ext.errors import InvalidValue
+from flower_ext.privacy.loss import PrivacyLoss as PrivacyLoss  # known by this name
 from flower_ext.privacy.renyi import sampled_gaussian_renyi
 from flower_ext.privacy.residue import with_residue
 from flower_ext.privacy.sampling import (
@@ -147,15 +148,6 @@ class Release:
             relation=NeighboringRelation(facts["relation"]),
             residue=float(facts.get("residue", 0.0)),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrivacyLoss:
-    """An (ε, δ) upper bound, and the accountant that computed it."""
-
-    epsilon: float
-    delta: float
-    accountant: str
 
 
 def privacy_loss_of(
@@ -358,9 +350,9 @@ def _renyi_without_replacement(release: Release) -> np.ndarray:
 def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
     """Return the width of a grid of privacy losses that adds about a thousandth to ε (a guess).
 
-    Many steps are nearly one Gaussian. With a shift of μ, its loss has the (1 - δ)-quantile
-    μ²/2 + μ √(2 log 1/δ) and the variance μ². A grid of width w adds at most w²/4 to the variance
-    in every step.
+    Many steps are nearly one Gaussian. With a shift of μ it loses about μ²/2 + μ √(2 log 1/δ)
+    at δ, and its loss has variance μ². A grid of width w adds at most w²/4 to the variance in
+    every step.
     """
     log = -math.log(delta)
     shift = math.sqrt(2) * (math.sqrt(log + epsilon) - math.sqrt(log))

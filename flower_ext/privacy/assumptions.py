@@ -9,7 +9,7 @@ def noise_assumption(secure: bool) -> str:
     """Return the assumption about noise, which is cryptographic or comes from a seed."""
     if secure:
         return "noise from a cryptographic generator keyed by the operating system"
-    return "SIMULATION: noise is reproducible from the seed, which clients are told"
+    return "SIMULATION: noise is reproducible from the seed, which the clients receive"
 
 
 ON_A_GRID = (
@@ -51,7 +51,7 @@ HIDDEN_DRAW = (
 NOISE_OF_OTHERS = (
     WHOLE_UPLOADS,
     NONE_OF_THEM,
-    f"no honest upload is refused for its norm: this fails for each with probability at most "
+    "no honest upload is refused for its norm: this fails for each with probability at most "
     f"{IMPROBABLE:g}, which δ does not count",
 )
 """The assumptions about released models if a server adds up noise of the clients."""

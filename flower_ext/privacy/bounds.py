@@ -31,14 +31,15 @@ from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.privacy.units import NeighboringRelation
 from flower_ext.privacy.updates import (
+    Summed,
     Update,
     as_float64,
     check_arrays,
-    check_like,
     l2_norm,
     laid_out,
     scaled_norm,
     taken_apart,
+    write_numbers,
 )
 
 _MARGIN = 1.0 - 1e-9
@@ -65,7 +66,7 @@ class BoundedUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundedSum:
+class BoundedSum(Summed):
     """Sum of ``count`` updates, one per unit, each of L2 norm at most ``bound``.
 
     Guarantees
@@ -74,9 +75,7 @@ class BoundedSum:
     moves it by at most ``2 * bound``.
     """
 
-    value: Update
     bound: float
-    count: int
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
         """Return the largest L2 distance by which one unit can move ``value``."""
@@ -113,36 +112,50 @@ def clip(update: Update, clipping_norm: float) -> BoundedUpdate:
         slack = min(2 * slack, 0.5)
 
 
-def sum_clipped(updates: Iterable[Update], clipping_norm: float, *, like: Update) -> BoundedSum:
+def sum_clipped(
+    updates: Iterable[Update | Summed], clipping_norm: float, *, like: Update
+) -> BoundedSum:
     """Clip every update and return the sum, in float64.
 
-    Each update is clipped and added as it comes, and then dropped.
+    Each update is clipped and added as it comes, and then dropped. A `BoundedSum` of some of them
+    is added in their place.
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `clip` and `total`.
+        As `clip` and `total`; or the bound of a sum is above ``clipping_norm``.
     """
     require_positive("clipping_norm", clipping_norm)
-    places, summed = laid_out(like)
+    layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow; `clip` handles them
         for update in updates:
+            if isinstance(update, Summed):
+                _check_bound(update, clipping_norm)
+                write_numbers(update.value, like, layout, wide)
+                summed += wide
+                count += update.count
+                continue
             check_arrays(update)
-            check_like(update, like)
-            for name, place in places.items():
-                wide[place] = update[name].reshape(-1)
+            write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
             if 1e-100 < norm < 1e100:
                 wide *= _MARGIN / max(norm, _MARGIN)
             else:  # squares overflow or underflow
-                bounded = clip(taken_apart(wide, places, like), clipping_norm).value
-                for name, place in places.items():
-                    wide[place] = bounded[name].reshape(-1)
+                bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
+                write_numbers(bounded, like, layout, wide)
             summed += wide
             count += 1
-    value = taken_apart(summed, places, like)
+    value = taken_apart(summed, layout, like)
     return BoundedSum(value=value, bound=clipping_norm if count else 0.0, count=count)
+
+
+def _check_bound(part: Summed, clipping_norm: float) -> None:
+    """Refuse a sum that one unit may move by more than ``clipping_norm``."""
+    if not isinstance(part, BoundedSum):
+        raise TypeError("a Summed says nothing of how far one unit moves it: expected BoundedSum")
+    if part.bound > clipping_norm:
+        raise InvalidValue(f"bound={part.bound!r}: expected <= {clipping_norm!r}")
 
 
 def sum_clipped_rows(

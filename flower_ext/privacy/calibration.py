@@ -6,12 +6,13 @@ Every search returns a value from the side on which the accountant's ε is at mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import Accountant, privacy_loss
+from flower_ext.privacy.accounting import Accountant, Release, privacy_loss, privacy_loss_of
 from flower_ext.privacy.sampling import FixedSizeSampling, PoissonSampling, Sampling
 from flower_ext.privacy.units import NeighboringRelation
 
@@ -38,8 +39,14 @@ def calibrate_noise_multiplier(
     relation: NeighboringRelation | None = None,
     accountant: Accountant = "pld",
     tolerance: float = 1e-3,
+    besides: Mapping[Release, int] | None = None,
 ) -> float:
     """Return the smallest noise multiplier, to a relative ``tolerance``, that meets the target.
+
+    Parameters
+    ----------
+    besides : Mapping[Release, int], optional
+        Other releases of the same run, with their numbers: the ε is that of all together.
 
     Raises
     ------
@@ -49,11 +56,12 @@ def calibrate_noise_multiplier(
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
     _check_target(epsilon, rounds)
-    facts = _facts(sampling, relation, delta, accountant)
+    relation = relation or default_relation(sampling)
 
     def fits(noise_multiplier: float) -> bool:
-        loss = privacy_loss(noise_multiplier=noise_multiplier, rounds=rounds, **facts)
-        return loss.epsilon <= epsilon
+        one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)
+        releases = Counter({one: rounds}) + Counter(besides or {})
+        return privacy_loss_of(releases, delta=delta, accountant=accountant).epsilon <= epsilon
 
     safe = 1.0
     while not fits(safe):

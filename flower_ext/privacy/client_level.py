@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import PrivacyLoss, participations_loss, privacy_loss_of
+from flower_ext.privacy.accounting import (
+    PrivacyLoss,
+    Release,
+    participations_loss,
+    privacy_loss_of,
+)
 from flower_ext.privacy.assumptions import (
     DISCRETE,
     HIDDEN_DRAW,
@@ -37,13 +42,14 @@ _MEMORY = (
     "clients keep memory (a personal head), or may (a ClientApp of somebody else), and what "
     "one sends does not reveal who was drawn before: not proven for cohorts of fixed size"
 )
-_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which clients are told"
+_DRAWN_BY_SEED = "SIMULATION: cohorts are reproducible from the seed, which the clients receive"
 
 
 def client_level_guarantees(
     plan: NoisedSum,
     participations: Participations,
     *,
+    releases: Mapping[Release, int] | None = None,
     secure_noise: bool = True,
     secure_cohorts: bool = True,
     not_covered: Sequence[str] = (),
@@ -62,6 +68,7 @@ def client_level_guarantees(
     on the rounds in which they were drawn. With a fixed cohort size that reveals something about
     who else was drawn, which the amplification of single rounds does not cover; the guarantee
     then lists it as an assumption. Under Poisson sampling clients are drawn independently.
+    ``releases`` are all releases of the run, evaluations included; by default its rounds.
 
     Raises
     ------
@@ -74,7 +81,9 @@ def client_level_guarantees(
     by_clients = plan.noise_placement == "client"
     honest_clients = ("clients clip and add their share of noise",) if by_clients else ()
     relation = plan.release.relation
-    loss = privacy_loss_of({plan.release: participations.rounds}, delta=plan.delta)
+    made = {plan.release: participations.rounds} if releases is None else releases
+    loss = privacy_loss_of(made, delta=plan.delta)
+    scored = f", {participations.evaluations} evaluations" if participations.evaluations else ""
     hidden: tuple[str, ...] = ()
     if not isinstance(plan.sampling, FullParticipation):
         fixed = isinstance(plan.sampling, FixedSizeSampling)  # how many is public
@@ -90,6 +99,7 @@ def client_level_guarantees(
         relation=relation,
         source=f"{plan.sampling.describe()}, noise multiplier {plan.noise_multiplier:.4g}, "
         f"{participations.rounds} rounds"
+        + scored
         + (", sensitivity 2C" if relation.sensitivity_factor == 2 else ""),
         assumptions=(
             *common,
@@ -121,7 +131,7 @@ def client_level_guarantees(
             plan,
             AdversaryView.SUM_ONLY,
             seen(participations.in_sums),
-            source=f"most exposed client: {participations.in_sums:.4g} sums' worth"
+            source=f"most exposed client: {participations.in_sums:.4g} sums' worth{scored}"
             + (", colluders' noise not counted" if sums else ""),
             assumptions=(
                 *common,
@@ -136,7 +146,7 @@ def client_level_guarantees(
             seen(participations.in_uploads),
             source=f"noise multiplier σ/√{'cohort' if sums is None else 'least answers'} of a "
             "single upload; most exposed client: "
-            f"{participations.in_uploads:.4g} sums' worth"
+            f"{participations.in_uploads:.4g} sums' worth{scored}"
             + (", if its masks fall" if sums else ""),
             assumptions=(*common, *honest_clients),
             not_covered=tuple(not_covered),

@@ -221,7 +221,7 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             if not float(namespace.max(namespace.abs(rest))) <= _MOST_CELLS:
                 raise NonFiniteUpdate(
                     f"{name!r} is not finite, or so large that noise of stddev {stddev:g} is lost "
-                    "in it"
+                    "in it; clip it first"
                 )
             whole = namespace.round(rest)
             rest -= whole
@@ -234,6 +234,7 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             noised[start : start + _TOGETHER] = noise
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
-            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}"
+            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}; "
+            "use a wider precision or less noise"
         )
     return namespace.reshape(noised, array.shape)

@@ -26,7 +26,7 @@ from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.sampling import PoissonSampling, Sampling
 from flower_ext.privacy.secure_sum import SecureSum, SumParameters, ring_bits
 from flower_ext.privacy.units import NeighboringRelation, PrivacyUnit
-from flower_ext.privacy.updates import Update, total
+from flower_ext.privacy.updates import Summed, Update
 
 NoisePlacement = Literal["client", "server"]
 DropoutPolicy = Literal["top-up", "discard"]
@@ -208,8 +208,19 @@ class NoisedSum(PrivacyPlan):
         share = self.client_noise_stddev(cohort_size)
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
+    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
+        """As `PrivacyPlan.part`: of clipped uploads where the server noises."""
+        if self.noise_placement == "server":
+            return sum_clipped(uploads, self.clipping_norm, like=like)
+        return super().part(uploads, like=like)
+
     def aggregate(
-        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
     ) -> Aggregate:
         """Noised sum of a round's uploads over the expected cohort size.
 
@@ -226,11 +237,8 @@ class NoisedSum(PrivacyPlan):
         if self.secure_aggregation is not None:
             raise InvalidValue("secure_aggregation: expected one sum of all uploads, not each")
         by_server = self.noise_placement == "server"
-        if by_server:
-            bounded = sum_clipped(uploads, self.clipping_norm, like=like)
-            summed, answered = bounded.value, bounded.count
-        else:
-            summed, answered = total(uploads, like=like)
+        summed = self.part(uploads, like=like)
+        answered = summed.count
         if answered > cohort_size:
             raise InvalidValue(f"{answered} uploads from a cohort of {cohort_size}")
         if not by_server and answered < cohort_size and self.dropout_policy == "discard":
@@ -239,7 +247,7 @@ class NoisedSum(PrivacyPlan):
             )
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)
-        noised = noise.add_gaussian(summed, stddev, grid=self.noise_grid)
+        noised = noise.add_gaussian(summed.value, stddev, grid=self.noise_grid)
         value = divided(noised, self.sampling.expected_cohort_size, like)
         topped_up = 0.0 if by_server else stddev
         return Aggregate(value=value, answered=answered, topped_up_stddev=topped_up)

@@ -22,6 +22,8 @@ class Participations:
 
     def __init__(self) -> None:
         self.rounds = 0
+        self.evaluations = 0
+        """Evaluations whose scores were released as noised sums."""
         self.uploads: Counter[int] = Counter()
         """Number of uploads that each unit was asked for."""
         self._in_sums: defaultdict[int, float] = defaultdict(float)
@@ -53,6 +55,13 @@ class Participations:
             if answered > 0:
                 self._in_sums[unit] += asked / answered
 
+    def record_evaluation(self, units: Iterable[int], *, in_sum: float, in_upload: float) -> None:
+        """Add an evaluation of ``units``, with its weights for those who see its sum or uploads."""
+        self.evaluations += 1
+        for unit in units:
+            self._in_sums[unit] += in_sum
+            self._in_uploads[unit] += in_upload
+
     @property
     def in_sums(self) -> float:
         """Largest weight of any unit for an adversary who sees the sum of each round's clients."""
@@ -79,9 +88,10 @@ class Participations:
         """Return everything as plain values, which `from_dict` reads."""
         return {
             "rounds": self.rounds,
+            "evaluations": self.evaluations,
             "units": [
-                [unit, count, self._in_sums.get(unit), self._in_uploads[unit]]
-                for unit, count in self.uploads.items()
+                [unit, self.uploads[unit], self._in_sums.get(unit), self._in_uploads[unit]]
+                for unit in sorted({*self.uploads, *self._in_uploads})
             ],
         }
 
@@ -90,6 +100,7 @@ class Participations:
         """Return the participations that `to_dict` wrote."""
         found = cls()
         found.rounds = facts["rounds"]
+        found.evaluations = facts.get("evaluations", 0)
         for unit, count, in_sums, in_uploads in facts["units"]:
             found.uploads[unit] = count
             found._in_uploads[unit] = in_uploads

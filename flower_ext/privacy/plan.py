@@ -17,7 +17,7 @@ from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.protections import Protection
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
 from flower_ext.privacy.sampling import Sampling
-from flower_ext.privacy.updates import Update, as_float64, total
+from flower_ext.privacy.updates import Summed, Update, as_float64, total
 
 
 class RoundDiscarded(RuntimeError):
@@ -62,6 +62,11 @@ class PrivacyPlan(ABC):
         Where a plan names one, nothing but that sum may show in the model, and cohorts must stay
         secret.
         """
+        return None
+
+    @property
+    def evaluation_release(self) -> Release | None:
+        """The release of one evaluation; None if it releases no noised sum of scores."""
         return None
 
     @property
@@ -132,16 +137,33 @@ class PrivacyPlan(ABC):
         """
         return math.inf
 
+    def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
+        """Return the sum of some of a round's uploads, which `aggregate` takes in their place.
+
+        Raises
+        ------
+        NonFiniteUpdate, TypeError, ValueError
+            An upload is not finite, or not like ``like``.
+        """
+        value, count = total(uploads, like=like)
+        return Summed(value=value, count=count)
+
     @abstractmethod
     def aggregate(
-        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
     ) -> Aggregate:
         """Return the average of a round's uploads.
 
         Parameters
         ----------
-        uploads : Iterable[Update]
-            At most one per client; each is added as it comes and then dropped.
+        uploads : Iterable[Update | Summed]
+            At most one per client, or sums that `part` made of some; each is added as it comes and
+            then dropped.
         cohort_size : int
             Number of clients that were asked.
         like : Update
@@ -171,7 +193,12 @@ class PlainAverage(PrivacyPlan):
     sampling: Sampling
 
     def aggregate(
-        self, uploads: Iterable[Update], *, cohort_size: int, noise: NoiseSource, like: Update
+        self,
+        uploads: Iterable[Update | Summed],
+        *,
+        cohort_size: int,
+        noise: NoiseSource,
+        like: Update,
     ) -> Aggregate:
         """Return the mean of the uploads; ``noise`` is not used.
 
@@ -180,12 +207,11 @@ class PlainAverage(PrivacyPlan):
         RoundDiscarded
             No client answered.
         """
-        summed, answered = total(uploads, like=like)
-        if not answered:
-            raise RoundDiscarded(f"none of {cohort_size} clients answered")
-        return Aggregate(
-            value=divided(summed, answered, like), answered=answered, topped_up_stddev=0.0
-        )
+        summed = self.part(uploads, like=like)
+        if not summed.count:
+            raise RoundDiscarded(f"none of {cohort_size} clients answered, so there is no mean")
+        mean = divided(summed.value, summed.count, like)
+        return Aggregate(value=mean, answered=summed.count, topped_up_stddev=0.0)
 
 
 def divided(summed: Update, by: float, like: Update) -> dict[str, Any]:

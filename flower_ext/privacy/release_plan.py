@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flower_ext.errors import InvalidValue
-from flower_ext.privacy.accounting import Accountant, privacy_loss_of
+from flower_ext.privacy.accounting import Accountant, Release, privacy_loss_of
 from flower_ext.privacy.calibration import calibrate_noise_multiplier
 from flower_ext.privacy.client_level import check_client_plan, client_level_guarantees
 from flower_ext.privacy.guarantee import Guarantee
 from flower_ext.privacy.noised_sum import NoisedSum
+from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.protections import (
     ClipUnits,
     ClipUnitsToCells,
@@ -19,7 +21,9 @@ from flower_ext.privacy.protections import (
     Protection,
 )
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
-from flower_ext.privacy.sampling import Sampling
+from flower_ext.privacy.sampling import FullParticipation, Sampling
+from flower_ext.privacy.secure_scores import SecureScores
+from flower_ext.privacy.units import PrivacyUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,70 @@ class ReleasePlan(NoisedSum):
         Clients among whom each unit's data may be divided, all of which are asked in every round:
         the members of a secure sum over users. The strategies of Uldp-FL set it; by default each
         unit is a client.
+    scores : SecureScores, optional
+        Evaluations release means of scores over all clients, noised and counted in ε, by secure
+        sums with the parameters of ``secure_aggregation``. By default each client's scores leave
+        it un-noised, and no ε covers them.
     """
+
+    scores: SecureScores | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scores is None:
+            return
+        if self.secure_aggregation is None:
+            raise InvalidValue(
+                "scores: expected None without secure_aggregation, as the server would see each "
+                "client's scores under that client's share of the noise alone"
+            )
+        if self.unit is not PrivacyUnit.CLIENT:
+            raise InvalidValue(
+                f"scores of a plan with unit={self.unit.value!r}: expected None, as test examples "
+                "have no owners whose part in a score could be bounded; evaluate_every=0 turns "
+                "evaluations off"
+            )
+        _ = self.of_scores  # refuses a population that has no secure sum
+
+    @property
+    def of_scores(self) -> ReleasePlan | None:
+        """The plan of one evaluation: a secure sum over all clients of the population."""
+        if self.scores is None:
+            return None
+        return replace(
+            self,
+            sampling=FullParticipation(self.sampling.population),
+            clipping_norm=self.scores.norm,
+            noise_multiplier=self.scores.noise_multiplier,
+            rounds=self.scores.evaluations,
+            scores=None,
+        )
+
+    @property
+    def evaluation_release(self) -> Release | None:
+        """A sum of clients' scores, where the plan has `scores`."""
+        return None if self.of_scores is None else self.of_scores.release
+
+    def releases(self, participations: Participations) -> dict[Release, int]:
+        """Return what a run released so far: its rounds' sums, and its evaluations'."""
+        found = Counter({self.release: participations.rounds})
+        if (own := self.of_scores) is not None:
+            found[own.release] += participations.evaluations
+        return dict(found)
+
+    def count_scores(self, participations: Participations) -> None:
+        """Count an evaluation of all clients, whose sum and uploads may be seen.
+
+        Weights are in units of a training round's noise: (σ/σ_e)² times those of a round.
+        """
+        own = self.of_scores
+        assert own is not None
+        found, worth = own.sum_parameters, (self.noise_multiplier / own.noise_multiplier) ** 2
+        participations.record_evaluation(
+            range(self.sampling.population),
+            in_sum=worth * found.least_answers / found.honest_answers,
+            in_upload=worth * found.least_answers,
+        )
 
     @classmethod
     def for_target(
@@ -78,10 +145,27 @@ class ReleasePlan(NoisedSum):
     ) -> ReleasePlan:
         """The plan with the least noise whose provable ε is at most ``epsilon``.
 
+        With ``scores`` among the options, ε is that of all rounds and all planned evaluations
+        together, and the rounds' noise is the least that these leave room for.
+
         The ε is that of `AdversaryView.RELEASED_MODELS`, amplified by the sampling; see
         `client_level_guarantees` for the others.
         """
+        besides: dict[Release, int] = {}
+        if (scores := options.get("scores")) is not None:
+            # The noise of the rounds is not known yet, and does not matter to the evaluations.
+            some = cls(
+                sampling=sampling,
+                clipping_norm=clipping_norm,
+                noise_multiplier=1.0,
+                rounds=rounds,
+                delta=delta,
+                **options,
+            ).of_scores
+            assert some is not None
+            besides = {some.release: scores.evaluations}
         multiplier = calibrate_noise_multiplier(
+            besides=besides,
             epsilon=epsilon,
             delta=delta,
             sampling=sampling,
@@ -100,11 +184,12 @@ class ReleasePlan(NoisedSum):
 
     def describe(self) -> str:
         """For the log."""
-        sums = self.secure_aggregation
+        sums, scores = self.secure_aggregation, self.scores
         return (
             f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise multiplier "
             f"{self.noise_multiplier:.4g} added by the {self.noise_placement}"
             + ("" if sums is None else f" · {sums.describe()}")
+            + ("" if scores is None else f" · {scores.describe()}")
         )
 
     @property
@@ -149,6 +234,7 @@ class ReleasePlan(NoisedSum):
         return client_level_guarantees(
             self,
             run.participations,
+            releases=self.releases(run.participations),
             secure_noise=run.secure_noise,
             secure_cohorts=run.secure_cohorts,
             not_covered=run.not_covered,
@@ -157,5 +243,5 @@ class ReleasePlan(NoisedSum):
 
     def spent(self, run: RunFacts) -> dict[str, float]:
         """ε against who sees the released models."""
-        releases = {self.release: run.participations.rounds}
-        return {"epsilon_provable": privacy_loss_of(releases, delta=self.delta).epsilon}
+        loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
+        return {"epsilon_provable": loss.epsilon}

@@ -20,10 +20,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flower_ext.privacy.accounting import PrivacyLoss
+from flower_ext.privacy.loss import PrivacyLoss
 
 _STEPS = 3
 _SPARED = (2.0**-10, 2.0**-5, 0.5)

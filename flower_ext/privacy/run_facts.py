@@ -17,7 +17,7 @@ class MethodTraits:
     ----------
     name : str
     units_are_clients : bool
-        The privacy units are the clients, and each makes one upload a round.
+        The privacy units are the clients, and each makes one upload per round.
     bounds_units : bool
         A client's upload is a sum over units, and the method bounds each unit.
     needs_each_update : bool

@@ -8,7 +8,8 @@ precision goes unnoticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +20,69 @@ from flower_ext.errors import InvalidValue
 
 Update = Mapping[str, Any]
 """Arrays by name: one unit's contribution to a sum, or the sum itself."""
+
+
+Layout = Mapping[str, tuple[slice, tuple[int, ...]]]
+"""By name, the place of an array among all numbers of an update, and its shape."""
+
+
+class Row(Mapping[str, np.ndarray]):
+    """An update whose NumPy arrays lie one after the other in one array.
+
+    Parameters
+    ----------
+    numbers : ndarray
+        All numbers, of shape (numbers,).
+    layout : Layout
+        Covers them without gaps, in order.
+    """
+
+    __slots__ = ("layout", "numbers")
+
+    def __init__(self, numbers: np.ndarray, layout: Layout) -> None:
+        self.numbers, self.layout = numbers, layout
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the numbers."""
+        return self.numbers.dtype
+
+    @property
+    def square(self) -> float:
+        """Sum of all squares, in the precision of the numbers."""
+        return float(np.vdot(self.numbers, self.numbers))
+
+    @property
+    def norm(self) -> float:
+        """As `l2_norm`."""
+        return l2_norm(self)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        place, shape = self.layout[name]
+        return self.numbers[place].reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """Sum in float64 of ``count`` updates, each of another unit."""
+
+    value: Update
+    count: int
+
+
+def layout_of(like: Update) -> Layout:
+    """Return the layout of a `Row` with the names and shapes of ``like``, in its order."""
+    ends = accumulate(map(_size, like.values()))
+    return {
+        name: (slice(end - _size(array), end), tuple(array.shape))
+        for (name, array), end in zip(like.items(), ends, strict=True)
+    }
 
 
 class NonFiniteUpdate(InvalidValue):
@@ -35,6 +99,8 @@ def check_arrays(update: Update) -> None:
     ValueError
         The update has no elements at all.
     """
+    if isinstance(update, Row) and update.numbers.dtype.kind == "f" and update.numbers.size:
+        return
     for name, array in update.items():
         if isinstance(array, np.ma.MaskedArray):  # norms and noise would skip masked elements
             raise TypeError(f"{name!r} is a masked array; fill it first (array.filled(0.0))")
@@ -83,29 +149,47 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
             namespace = api.array_namespace(array)
             rounded[name] = namespace.astype(array, like[name].dtype)
             if not bool(namespace.all(namespace.isfinite(rounded[name]))):
-                raise NonFiniteUpdate(f"{name!r} is not finite in {like[name].dtype}")
+                raise NonFiniteUpdate(
+                    f"{name!r} is not finite in {like[name].dtype}: use a wider precision"
+                )
     return rounded
 
 
-def total(updates: Iterable[Update], *, like: Update) -> tuple[dict[str, Any], int]:
+def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str, Any], int]:
     """Return the sum in float64 and the number of updates; zeros like ``like`` without any.
 
-    Each update is added as it comes and then dropped.
+    Each update is added as it comes and then dropped. A `Summed` of some of them is added in their
+    place.
 
     Raises
     ------
     ValueError
         Names or shapes differ from those of ``like``, or ``like`` is empty.
     """
-    places, summed = laid_out(like)
+    layout, summed = laid_out(like)
     wide, count = summed * 0.0, 0
     for update in updates:
-        check_like(update, like)
-        for name, place in places.items():
-            wide[place] = update[name].reshape(-1)
+        part = update if isinstance(update, Summed) else Summed(value=update, count=1)
+        write_numbers(part.value, like, layout, wide)
         summed += wide
-        count += 1
-    return taken_apart(summed, places, like), count
+        count += part.count
+    return taken_apart(summed, layout, like), count
+
+
+def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> None:
+    """Write all numbers of an update ``into`` one array, by the layout of ``like``.
+
+    Raises
+    ------
+    ValueError
+        Names or shapes differ from those of ``like``.
+    """
+    if isinstance(update, Row) and isinstance(into, np.ndarray) and update.layout == layout:
+        into[:] = update.numbers
+        return
+    check_like(update, like)
+    for name, (place, _) in layout.items():
+        into[place] = update[name].reshape(-1)
 
 
 def check_like(update: Update, like: Update) -> None:
@@ -136,20 +220,20 @@ def as_float64(array: Any) -> Any:
     return namespace.astype(array, namespace.float64)
 
 
-def laid_out(like: Update) -> tuple[dict[str, slice], Any]:
-    """Return the slice of each array in one vector of all numbers, and that vector of zeros."""
+def laid_out(like: Update) -> tuple[Layout, Any]:
+    """Return the layout of ``like``, and zeros for all of its numbers in float64."""
     if not like:
         raise InvalidValue("like={}: name at least one array")
-    first, ends = next(iter(like.values())), list(accumulate(map(_size, like.values())))
-    places = {n: slice(end - _size(like[n]), end) for n, end in zip(like, ends, strict=True)}
+    first, numbers = next(iter(like.values())), sum(map(_size, like.values()))
     namespace = api.array_namespace(first)
-    return places, namespace.zeros(ends[-1], dtype=namespace.float64, device=api.device(first))
+    zeros = namespace.zeros(numbers, dtype=namespace.float64, device=api.device(first))
+    return layout_of(like), zeros
 
 
-def taken_apart(numbers: Any, places: Mapping[str, slice], like: Update) -> dict[str, Any]:
+def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
     """Return arrays with shapes and devices of ``like``; views if ``numbers`` are there already."""
     return {
-        name: api.to_device(numbers[places[name]].reshape(array.shape), api.device(array))
+        name: api.to_device(numbers[layout[name][0]].reshape(array.shape), api.device(array))
         for name, array in like.items()
     }
 
@@ -166,7 +250,10 @@ def scaled_norm(update: Update) -> tuple[float, float]:
         namespace = api.array_namespace(array)
         magnitude = float(namespace.max(namespace.abs(array)))
         if not math.isfinite(magnitude):
-            raise NonFiniteUpdate(f"{name!r} holds NaN or infinite values")
+            raise NonFiniteUpdate(
+                f"{name!r} holds NaN or infinite values, which no norm bounds; check the data, and "
+                "whether training diverged"
+            )
         largest = max(largest, magnitude)
     if largest == 0.0:
         return 0.0, 0.0

@@ -31,7 +31,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     for run in runs:
         if not all("accuracy" in row for row in run.client_metrics() or [{}]):
             raise NotARun(
-                f"{run.path} holds no accuracy of each client (clients.csv); nothing to compare"
+                f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
+                "to compare; name a run that evaluated its clients"
             )
         if run.facts["status"] not in ("completed", "budget-exhausted"):
             raise NotARun(f"{run.path} is {run.facts['status']}; only finished runs are compared")

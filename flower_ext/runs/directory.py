@@ -156,7 +156,7 @@ class RunDirectory:
             There is no ``run.json``.
         """
         if not (Path(path) / "run.json").is_file():
-            raise NotARun(f"{path} holds no run.json: it is not a run directory")
+            raise NotARun(f"{path} holds no run.json: expected the directory of a run")
         return cls(Path(path))
 
     @property

@@ -78,8 +78,10 @@ class PairKeys:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of all public keys, the server's among them; equal at all silos unless
-        somebody swapped one."""
+        """Short hash of all public keys, including the server's.
+
+        It is equal at all silos unless somebody swapped a key.
+        """
         return self._fingerprint
 
     def agree(self, public_keys: Mapping[int, bytes], *, server_key: bytes) -> None:

@@ -306,7 +306,7 @@ def train_job(
 ) -> Params:
     """Run a job, which holds the arguments of `train`."""
     if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     training = job.training
     dtype = torch.float64 if training.tolerance else None
     with own_draws(job.generator, task.torch_device()) as anew:

@@ -63,4 +63,4 @@ def affine(terms: Sequence[Term]) -> Iterator[tuple[float, float, Mapping[str, T
         elif type(term) is Linear:
             yield 0.0, 1.0, term.direction
         else:
-            raise InvalidValue(f"{type(term).__name__} has no gradient of this form")
+            raise InvalidValue(f"{type(term).__name__}: expected Proximal or Linear")

@@ -26,8 +26,15 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
     return {name: tensor.to(device) for name, tensor in params.items()}
 
 
-def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
+def difference(
+    after: Mapping[str, Tensor], before: Mapping[str, Tensor], room: Params | None = None
+) -> Params:
     """Return ``after − before`` for every name of ``after``.
+
+    Parameters
+    ----------
+    room : Mapping[str, Tensor], optional
+        Tensors of the same names, shapes and types, which are written and returned.
 
     Raises
     ------
@@ -41,7 +48,11 @@ def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Par
                 "same part of both, as {name: after[name] for name in before}"
             )
         )
-    return {name: after[name] - before[name] for name in after}
+    if room is None:
+        return {name: after[name] - before[name] for name in after}
+    for name, into in room.items():
+        torch.sub(after[name], before[name], out=into)
+    return room
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:
@@ -95,7 +106,7 @@ def require_modules(option: str, patterns: Sequence[str], names: Iterable[str]) 
         if not any(matches(name, [pattern]) for name in names):
             modules = sorted({name.rpartition(".")[0] or name for name in names})
             raise InvalidValue(
-                f"{option}={pattern!r} names no parameter of this model; its modules are {modules}"
+                f"{option}={pattern!r} names no parameter of this model; expected some of {modules}"
             )
 
 
@@ -111,5 +122,7 @@ def split(params: Mapping[str, Tensor], personal: Sequence[str]) -> tuple[Params
     kept = {name: tensor for name, tensor in params.items() if matches(name, personal)}
     shared = {name: tensor for name, tensor in params.items() if name not in kept}
     if not shared:
-        raise InvalidValue(f"personal={tuple(personal)} leaves no parameter to share")
+        raise InvalidValue(
+            f"personal={tuple(personal)} leaves no parameter to share: name fewer modules"
+        )
     return shared, kept

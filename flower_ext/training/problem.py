@@ -83,7 +83,7 @@ def local_problem(
         if name in learnable and trained(name)
     }
     if not start:
-        raise InvalidValue("trained selects no parameter of the model")
+        raise InvalidValue("trained selects no parameter of the model: expected at least one")
     # The model updates its buffers in place; these copies leave the caller's untouched.
     rest = {name: p.clone() for name, p in everything.items() if name not in start}
 

@@ -1,4 +1,4 @@
-"""Every family trains LoRA adapters of a Hugging Face model as they are, with FFA-LoRA too."""
+"""Every family of methods trains LoRA adapters of a Hugging Face model, with FFA-LoRA too."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def build() -> nn.Module:
 
 
 def silo(number: int) -> SiloData:
-    """Texts of users 0 … 5, each with records in every silo; half of a text's words is padding."""
+    """Return texts of users 0 … 5, each with records in every silo; half a text is padding."""
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(1, WORDS, (RECORDS + 4, LENGTH), generator=generator)
     mask = torch.ones_like(words)

@@ -1,4 +1,4 @@
-"""A client without examples shows only where clients tell their sizes."""
+"""The server learns that a client has no examples only if clients report their sizes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""FedDyn: what its correction takes from a round, and that clients remember the same."""
+"""FedDyn: the correction uses exactly a round's uploads, and clients store the same."""
 
 from dataclasses import replace
 

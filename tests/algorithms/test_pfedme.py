@@ -1,4 +1,4 @@
-"""pFedMe's local training of models that fit into no batch equals the plainest loop."""
+"""pFedMe's training of models that cannot train in batches of clients equals the plainest loop."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from flower_ext.training.local import batches
 
 
 class Centred(nn.Module):
-    """A model that looks at its batch."""
+    """A model that subtracts the mean of its batch."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Centred(nn.Module):
 
 
 class RunningMean(Centred):
-    """One that counts in a buffer."""
+    """A model with a counter in a buffer."""
 
     def __init__(self):
         super().__init__()

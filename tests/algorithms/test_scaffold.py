@@ -41,7 +41,7 @@ def scaffold(**options):
 
 
 def linear_task():
-    """Losses ⟨g_i, w⟩: each client's gradient is g_i wherever it looks."""
+    """Return a task with losses ⟨g_i, w⟩, so that each client's gradient is g_i everywhere."""
 
     def data(client):
         examples = Examples(features=own_gradient(client).repeat(7, 1), targets=torch.zeros(7))

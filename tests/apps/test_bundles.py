@@ -1,4 +1,4 @@
-"""Every app as a bundle (FAB): what Flower's own tools make of it, put up and run elsewhere."""
+"""Every app as a bundle (FAB) of Flower's own tools, installed and run in another folder."""
 
 import os
 import subprocess
@@ -13,11 +13,11 @@ from flower_ext.cli.processes import executable
 from flower_ext.runs import RunDirectory
 
 LARGEST = 10 * 1024**2
-"""Bytes that Flower Hub takes."""
+"""Largest size in bytes that Flower Hub accepts."""
 
 
 def flwr(home: Path, *arguments: object) -> str:
-    """What a command of Flower prints; it must succeed."""
+    """Run a command of Flower, which must succeed; return its output."""
     done = subprocess.run(
         [executable("flwr"), *map(str, arguments)],
         capture_output=True,
@@ -35,7 +35,7 @@ def flwr(home: Path, *arguments: object) -> str:
 
 
 def bundled(app: Path, home: Path) -> Path:
-    """The FAB that ``flwr build`` makes of an app."""
+    """Return the FAB that ``flwr build`` makes of an app."""
     told = flwr(home, "build", "--app", app)
     assert "missing" not in told
     (made,) = home.glob("*.fab")
@@ -43,7 +43,7 @@ def bundled(app: Path, home: Path) -> Path:
 
 
 def installed(bundle: Path, home: Path) -> Path:
-    """The folder in which ``flwr install`` puts up a bundle."""
+    """Return the folder into which ``flwr install`` puts a bundle."""
     flwr(home, "install", bundle)
     (project,) = (home / "flwr").rglob("pyproject.toml")
     return project.parent

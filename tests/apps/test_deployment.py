@@ -1,4 +1,4 @@
-"""The apps on a SuperLink and four SuperNodes with TLS and registered keys, while things break."""
+"""The apps under faults, on a SuperLink and four SuperNodes with TLS and registered keys."""
 
 import os
 import re
@@ -33,7 +33,7 @@ from tests.support.apps import DP2_FEDSAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-TIMEOUT = 90  # of a round, in seconds: more than any healthy one takes
+TIMEOUT = 90  # seconds for a round: more than any healthy one takes
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_a_killed_node_costs_its_round_and_comes_back_and_strangers_stay_out(dep
     assert 2 in outcome.missing[2]
     rows = run.metrics()
     assert [row.get("discarded", 0) for row in rows[:2]] == [1, 1]
-    assert rows[-1]["answered"] == 4  # the killed one among them
+    assert rows[-1]["answered"] == 4  # including the killed node
     assert [e["kind"] for e in run.ledger()].count("reserve") == plan.rounds  # asked is spent
     assert outcome.wrong_aggregates == 0
     assert outcome.epsilon_right

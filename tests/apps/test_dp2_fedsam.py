@@ -1,4 +1,4 @@
-"""The whole app in this process: every method, its run directory, and what happens on bad input."""
+"""The whole app in this process: every method, its run directory, and refused settings."""
 
 import json
 
@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 from flower_ext.data import DataNotFound
 from flower_ext.federation import run_in_process
-from flower_ext.privacy import Ledger
+from flower_ext.privacy import AdversaryView, Ledger
 from flower_ext.runs import NotARun, RunDirectory
 from tests.support.apps import DP2_FEDSAM
 from tests.support.grids import grid
@@ -82,7 +82,7 @@ def test_the_published_calibration_gives_the_published_epsilon_and_the_provable_
 
 
 def test_personalisation_learns_what_a_shared_model_cannot(tmp_path):
-    """Two classes a client without noise: own heads do better than one model for all."""
+    """With two classes per client and no noise, personal heads beat one model for all."""
     facts = {"clients": 20, "rounds": 8, "evaluate_every": 8}
     accuracies = {
         method: run(tmp_path / method, method=method, **facts).metrics()[-1]["accuracy_mean"]
@@ -148,3 +148,48 @@ def test_a_run_directory_is_never_overwritten(tmp_path):
     run(tmp_path / "run", rounds=1)
     with pytest.raises(NotARun, match="not empty; name a new one"):
         run(tmp_path / "run", rounds=1)
+
+
+SECURE = {"aggregation": "secure", "evaluation": "secure", "sampling": "fixed-size"}
+
+
+@pytest.mark.report
+def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
+    run_ = run(tmp_path / "run", epsilon=3.0, evaluation_loss_bound=4.0, **SECURE)
+    rows = run_.metrics()
+    assert run_.facts["status"] == "completed"
+    assert [row.get("evaluation_messages", 0) for row in rows] == [0, 16, 16]
+    by_view = {one.view: one for one in run_.guarantees() if one.basis == "provable"}
+    models = by_view[AdversaryView.RELEASED_MODELS]
+    assert 2.9 < models.epsilon <= 3.0
+    assert "2 evaluations" in models.source
+    assert not any("scores" in text for one in by_view.values() for text in one.not_covered)
+    entries = Ledger.read(run_.ledger_path)
+    assert [e["kind"] for e in entries].count("reserve") == 3 + 2
+    assert run_.client_metrics() == []
+    text = (run_.path / "report.md").read_text(encoding="utf-8")
+    assert "un-noised at evaluation" not in text
+
+
+def test_with_hardly_any_noise_the_mean_score_is_the_one_that_clients_tell(tmp_path):
+    settings = {"noise_multiplier": 1.0, "seeded_noise": True, "evaluation_noise_multiplier": 0.01}
+    ours = run(tmp_path / "secure", **settings, **SECURE).metrics()
+    plain = {**settings, **SECURE, "evaluation": "plain"}
+    theirs = run(tmp_path / "plain", **plain).metrics()
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        error = one["accuracy_mean_error"]
+        assert 0 < error < 0.01
+        assert one["accuracy_mean"] == pytest.approx(other["accuracy_mean"], abs=6 * error)
+        assert one["scored_clients"] == pytest.approx(8, abs=0.2)
+
+
+def test_settings_of_secure_evaluations_that_do_not_fit_are_refused_by_name(tmp_path):
+    for wrong, said in (
+        ({"aggregation": "plain"}, "evaluation='secure' with aggregation='plain'"),
+        ({"evaluate_every": 0}, "evaluation='secure' with evaluate-every=0"),
+        ({"evaluation_share": 1.0}, "evaluation-share=1.0: expected below 1"),
+        ({"noise_multiplier": 1.0}, "evaluation-noise-multiplier=0.0 without an epsilon"),
+        ({"method": "fedavg"}, "with method='fedavg'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(tmp_path / "run", **{**SECURE, **wrong})

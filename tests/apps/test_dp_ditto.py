@@ -1,4 +1,4 @@
-"""The whole app in this process: every method, both places of noise, the planner, bad input."""
+"""The whole app in this process: every method, both kinds of noise, the planner, bad settings."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_noise_in_clipped_steps_meets_a_provable_target(tmp_path):
 
 
 def test_personalisation_learns_and_is_fairer_than_the_shared_model_alone(tmp_path):
-    """Two classes a client: λ small does better than λ = 2, and all clients do about as well."""
+    """With two classes per client, a small λ beats λ = 2, and clients do about equally well."""
     facts = {"clients": 10, "rounds": 12, "evaluate_every": 12, "classes_per_client": 2}
     own, shared = (
         run(tmp_path / str(weight), method="ditto", global_weight=weight, **facts).metrics()[-1]
@@ -91,7 +91,7 @@ def test_personalisation_learns_and_is_fairer_than_the_shared_model_alone(tmp_pa
 
 
 def test_noise_reaches_personal_models_by_their_global_weight_only(tmp_path):
-    """At λ = 0 a run with much noise ends in the same personal models as one with little."""
+    """At λ = 0, a run with much noise ends in the same personal models as one with little."""
     noisy, quiet, far = (
         run(tmp_path / name, epsilon=epsilon, global_weight=weight).client_metrics()
         for name, epsilon, weight in (("a", 0.1, 0.0), ("b", 1000.0, 0.0), ("c", 0.1, 1.0))

@@ -58,7 +58,7 @@ class Flower:
         }
 
     def run(self, app: App, *where: str, **settings: object) -> None:
-        """``flower-ext run`` of an app's small run, to its end."""
+        """Run a small run of an app by ``flower-ext run``, to its end."""
         words = {**app.small, **{n.replace("_", "-"): v for n, v in settings.items()}}
         sets = [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in words.items()]
         options = (part for text in sets for part in ("--set", text))
@@ -76,7 +76,7 @@ class Flower:
         )
 
     def deploy(self, nodes: int) -> None:
-        """A SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
+        """Start a SuperLink with SuperNodes, named ``loopback`` in Flower's configuration."""
         self.deployment = Deployment(self.home / "deployment", nodes)
         self.deployment.__enter__()
         self.env = self.deployment.env
@@ -87,7 +87,7 @@ class Flower:
     def stop(self) -> None:
         if self.deployment is not None:
             self.deployment.stop()
-        # The local SuperLink that `flwr run` leaves behind is the one that names our home.
+        # The local SuperLink that `flwr run` leaves running is the one that names this home.
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 ours = str(self.home).encode() in entry.read_bytes()
@@ -105,7 +105,7 @@ def flower(tmp_path):
 
 
 def in_process(app: App, path: Path, **overrides: object) -> RunDirectory:
-    """The reference: the same seeded run in this process."""
+    """Return the reference: the same seeded run in this process."""
     server, client = app.parts()
     settings = {**app.small_config(run_directory=str(path)), **overrides}
     run_in_process(server, client, num_clients=num_nodes(settings), run_config=settings)
@@ -113,7 +113,7 @@ def in_process(app: App, path: Path, **overrides: object) -> RunDirectory:
 
 
 def same_run(ours: RunDirectory, reference: RunDirectory) -> None:
-    """Equal up to the order of floating-point sums."""
+    """Compare two runs, up to the order of floating-point sums."""
     assert ours.facts["status"] == "completed"
     model, expected = (load_file(run.path / "model.safetensors") for run in (ours, reference))
     assert set(model) == set(expected)
@@ -217,7 +217,7 @@ def test_superlink_and_three_supernodes_equal_the_simulation(flower, tmp_path):
     ],
 )
 def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tmp_path):
-    """The user's project of `test_text_project`; every process loads the model by itself."""
+    """The user's project of `test_text_project`; every process loads the model itself."""
     settings = {"seeded-noise": True, "rounds": 1, **project_settings(tmp_path)}
     app = replace(TEXTS, small=settings)
     if where == "superlink":
@@ -237,7 +237,7 @@ def test_a_pretrained_text_model_with_adapters_is_the_same_run(where, flower, tm
     ],
 )
 def test_secure_sums_are_the_same_run_wherever_clients_keep_their_secrets(where, flower, tmp_path):
-    """On SuperNodes every message is a fresh process."""
+    """On SuperNodes each message has a new process."""
     settings = {"aggregation": "secure", "clients": 4}
     places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
     if where == "superlink":
@@ -277,7 +277,7 @@ def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # four projects, one after the other on the same nodes
+@pytest.mark.timeout(1500)  # four projects, one after another on the same nodes
 def test_the_other_apps_on_superlink_equal_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)
     for app in (UPCYCLED_FL, ULDP_FL, DP_DITTO, PRIVATE_FINETUNING):
@@ -296,7 +296,7 @@ def test_the_other_apps_on_superlink_equal_the_simulation(flower, tmp_path):
     ids=["paillier", "lattice"],
 )
 def test_private_weighting_on_superlink_equals_plain_weights(protocol, flower, tmp_path):
-    """Every message is a fresh process; secrets go through the nodes' contexts."""
+    """Each message has a new process; secrets are in the nodes' contexts."""
     flower.deploy(nodes=3)
     settings = {"method": "uldp-avg-private", "max-records-per-user": 200, **protocol}
     settings |= {"user-sampling-rate": 1.0}
@@ -315,7 +315,7 @@ def test_private_weighting_on_superlink_equals_plain_weights(protocol, flower, t
 
 @pytest.mark.full
 def test_a_foreign_project_drops_the_strategy_in_on_ray(flower, tmp_path):
-    """Somebody else's ClientApp, unchanged; only the strategy is ours."""
+    """The ClientApp is a foreign project's, unchanged; only the strategy is this package's."""
     protected(foreign(flower, tmp_path, "dp-fedavg", "--federation-config", "num-supernodes=6"))
 
 
@@ -336,7 +336,7 @@ def protected(facts: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_path):
-    """Somebody else's ClientApp and Flower's FedAvgM, on Ray; only the wrapper is ours."""
+    """The ClientApp is foreign, the strategy Flower's FedAvgM, and the wrapper this package's."""
     facts = foreign(flower, tmp_path, "upcycled", "--federation-config", "num-supernodes=3")
     same_upcycling(facts, tmp_path)
 
@@ -344,7 +344,7 @@ def test_a_foreign_project_is_upcycled_with_flowers_own_strategy(flower, tmp_pat
 def foreign(
     flower: Flower, tmp_path: Path, strategy: str, *where: str, project: Path = FOREIGN.folder
 ) -> dict[str, Any]:
-    """What the foreign project's run found out, started with Flower's own command."""
+    """Run the foreign project by Flower's own command, and return its results."""
     output = tmp_path / "facts.json"
     settings = ("--run-config", f"strategy='{strategy}' output='{output}'")
     done = flower.command("flwr", "run", str(project), *where, "--stream", *settings)
@@ -353,7 +353,7 @@ def foreign(
 
 
 def with_mod(tmp_path: Path, clients: int) -> Path:
-    """The foreign project with our mod, whose plan leaves the noise to the clients."""
+    """Run the foreign project with this package's mod and a plan whose clients add the noise."""
     folder = shutil.copytree(FOREIGN.folder, tmp_path / "with-mod")
     for name, edits in {
         "client_app.py": {
@@ -391,7 +391,7 @@ def test_a_foreign_project_with_our_mod_noises_on_its_clients(where, flower, tmp
 
 
 def same_upcycling(facts: dict[str, Any], tmp_path: Path) -> None:
-    """The foreign run is what the same project does in this process: half of it silent."""
+    """Check that the foreign run equals the project's run here, with half its rounds silent."""
     server, client = FOREIGN.parts()
     settings = FOREIGN.config(strategy="upcycled", output=str(tmp_path / "reference.json"))
     run_in_process(server, client, num_clients=3, run_config=settings)
@@ -399,7 +399,7 @@ def same_upcycling(facts: dict[str, Any], tmp_path: Path) -> None:
     assert facts["messages"] == expected["messages"] == {"1": 6, "2": 0, "3": 6, "4": 0}
     assert facts["bytes"] == expected["bytes"]
     assert facts["bytes"]["2"] == 0 < facts["bytes"]["1"]
-    assert set(facts["accuracy"]) == {"1", "2", "3", "4"}  # evaluated in silent rounds as well
+    assert set(facts["accuracy"]) == {"1", "2", "3", "4"}  # silent rounds are evaluated as well
     for name, value in expected["model"].items():
         np.testing.assert_allclose(facts["model"][name], value, atol=1e-5)
         assert not np.allclose(facts["model"][name], facts["initial"][name], atol=1e-3)
@@ -463,7 +463,7 @@ def test_a_foreign_project_that_was_killed_on_ray_goes_on_when_it_is_started_aga
     reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
     assert rounds <= reserved <= rounds + 1
     told = {int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())}
-    assert told == {reserved}  # the round that was given up counts
+    assert told == {reserved}  # the abandoned round counts
     assert (path / "report.html").is_file()
 
     said = again.stdout + again.stderr

@@ -1,4 +1,4 @@
-"""An app of one's own, whose settings the public helper reads; and the length of every such app."""
+"""An app of a user that reads its settings by `configured`, and the length of every such app."""
 
 import pytest
 

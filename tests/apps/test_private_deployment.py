@@ -1,4 +1,4 @@
-"""Private weighting on SuperLink and SuperNodes of which one dies in the middle of a round."""
+"""Private weighting on SuperLink and SuperNodes, of which one dies in the middle of a round."""
 
 import json
 import threading
@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from flower_ext.algorithms.uldp.weighting.protocol import kept_state, name_of
 from flower_ext.cli.deployment import Deployment
 from tests.faults.processes import WatchedRun, kill_node, return_node
 from tests.support.apps import ULDP_FL
@@ -17,47 +18,57 @@ SETTINGS = {
     "method": "uldp-avg-private",
     "num-users": 60,
     "rounds": ROUNDS,
-    "round-timeout": 100,  # a node that is back before it is missed leaves its message open
+    "round-timeout": 100,  # a node that returns before it is missed leaves its message unanswered
     "evaluate-every": 0,
-    "key-bits": 2048,
-    "allow-insecure-keys": True,
     "max-records-per-user": 200,
     "user-sampling-rate": 1.0,
 }
 
 
 class Watch(threading.Thread):
-    """Every last round that the victim has had on disk, in order; ``reached`` is set at FATAL."""
+    """The last rounds that the victim stored, in order.
 
-    def __init__(self, secrets) -> None:
+    ``reached`` is set where ``what`` is at FATAL.
+    """
+
+    def __init__(self, secrets, what="last_round") -> None:
         super().__init__(daemon=True)
         self.secrets, self.seen, self.reached, self.over = secrets, [0], threading.Event(), False
+        self.what = what
 
     def run(self) -> None:
         while not self.over:
             now = self.last_round()
             if now != self.seen[-1]:
                 self.seen.append(now)
-            if now >= FATAL:
+            if self.last(self.what) >= FATAL:
                 self.reached.set()
             time.sleep(0.01)
 
     def last_round(self) -> int:
-        """The last round for which this silo has used its masks."""
+        """Return the last round for which this silo has used its masks."""
+        return self.last("last_round")
+
+    def last(self, what) -> int:
+        """Return a number in the state of the victim; 0 before it has one."""
         for file in self.secrets.glob("*.secret"):
-            silo = json.loads(json.loads(file.read_bytes())["silo"])
+            kept = file.read_bytes()
+            if name_of(kept) == "lattice":
+                silo = json.loads(kept_state(kept).split(b"\n", 1)[1])
+            else:
+                silo = json.loads(json.loads(kept)["silo"])
             if silo["index"] == VICTIM:
-                return int(silo["last_round"])
+                return int(silo[what])
         return 0
 
 
 def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no_mask(tmp_path):
-    """SIGKILL after the round was put on record and before its sum could leave."""
+    """SIGKILL comes after the round was stored and before the silo's sum could leave."""
     watch = Watch(secrets := tmp_path / "secrets")
     own = {"state-folder": str(secrets)}
     with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
         watch.start()
-        settings = {**ULDP_FL.small, **SETTINGS}
+        settings = {**ULDP_FL.small, **SETTINGS, "key-bits": 2048, "allow-insecure-keys": True}
         run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
         assert watch.reached.wait(900), deployment.logs()
         kill_node(deployment, VICTIM)
@@ -75,8 +86,34 @@ def test_a_silo_that_is_killed_in_a_round_goes_on_from_its_folder_and_repeats_no
     reason = ends[FATAL - 1]["reason"]
     assert f"silos [{VICTIM}] sent nothing" in reason
     assert "nothing was decrypted" in reason
-    assert kinds[-1] == "commit", kinds  # with its part, so from its keys and its counts
-    assert sorted(set(watch.seen)) == watch.seen  # no round number came back
+    assert kinds[-1] == "commit", kinds  # with its part, so its keys and counts were restored
+    assert sorted(set(watch.seen)) == watch.seen  # no round number was repeated
     assert watch.seen[-1] == watch.last_round() == ROUNDS
     used = [number for number, kind in enumerate(kinds, start=1) if kind == "commit"]
     assert set(used) <= set(watch.seen)
+
+
+def test_a_silo_over_ring_lwe_that_is_killed_while_it_trains_takes_part_again(tmp_path):
+    """SIGKILL after the epoch of the round was put on record, and before its round was."""
+    watch = Watch(secrets := tmp_path / "secrets", "last_epoch")
+    own = {"state-folder": str(secrets)}
+    with Deployment(tmp_path / "flower", nodes=SILOS, node_config=own) as deployment:
+        watch.start()
+        slow = {"protocol": "lattice", "local-epochs": 40, "user-sampling-rate": 0.5}
+        settings = {**ULDP_FL.small, **SETTINGS, **slow}
+        run = WatchedRun(deployment, ULDP_FL.folder, tmp_path / "run", settings)
+        assert watch.reached.wait(900), deployment.logs()
+        kill_node(deployment, VICTIM)
+        assert watch.last_round() == FATAL - 1
+        return_node(deployment, VICTIM, seconds=300)
+        entries = run.finish(1800).ledger()
+        watch.over = True
+    assert run.error is None
+    kinds = [entry["kind"] for entry in entries if entry["kind"] in ("commit", "discard")]
+    assert len(kinds) == ROUNDS
+    assert kinds[FATAL - 2 : FATAL] == ["commit", "discard"]
+    assert kinds[-1] == "commit", kinds
+    assert sorted(set(watch.seen)) == watch.seen  # no round number came back
+    assert watch.seen[-1] == watch.last_round() == ROUNDS
+    committed = {number for number, kind in enumerate(kinds, start=1) if kind == "commit"}
+    assert committed <= set(watch.seen)

@@ -1,4 +1,4 @@
-"""Fine-tuning a pretrained model: of pictures and of text, by every method, and bad settings."""
+"""Fine-tuning of a pretrained model for pictures and text: every method, and refused settings."""
 
 import sys
 from dataclasses import replace
@@ -45,7 +45,7 @@ LEARNING = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Features that the tests of this module share."""
+    """Return a folder of features that the tests of this module share."""
     return tmp_path_factory.mktemp("features")
 
 
@@ -66,7 +66,7 @@ def run(path, **overrides):
 
 
 def module(name):
-    PRIVATE_FINETUNING.parts()  # puts the app where Python finds it
+    PRIVATE_FINETUNING.parts()  # makes the app importable
     return import_module(f"private_finetuning_app.{name}")
 
 
@@ -104,7 +104,7 @@ def test_the_control_shares_what_it_began_with(folder, tmp_path):
 def test_a_head_on_pretrained_features_learns(folder, tmp_path):
     settings = {"method": "fedavg", "tune": "head", "features-folder": str(folder), **LEARNING}
     rows = run(tmp_path / "run", **settings).metrics()
-    assert rows[-1]["accuracy_mean"] > 0.5  # ten digits, by 36 examples a client
+    assert rows[-1]["accuracy_mean"] > 0.5  # ten digits, with 36 examples per client
 
 
 @pytest.mark.full
@@ -175,7 +175,7 @@ def test_a_of_lora_is_the_same_on_all_nodes_where_it_is_frozen(text):
     first, other = (task(**text, seed=seed) for seed in (1, 2))
     names = [name for name in first.blueprint.frozen if ".lora_A." in name]
     assert names
-    # Of another process: nothing of the first is known to it.
+    # A second process, which knows nothing of the first.
     fresh = first.blueprint.factory
     torch.manual_seed(5)
     again = type(first.blueprint)(fresh)
@@ -228,7 +228,7 @@ def test_missing_data_say_how_to_get_them(tmp_path, monkeypatch, text):
         run(tmp_path / "run", dataset="cifar10", **{"data-folder": str(tmp_path)})
     with pytest.raises(DataNotFound, match="text-file.*name a CSV file"):
         run(tmp_path / "run", **{**text, "text-file": str(tmp_path / "other.csv")})
-    with pytest.raises(ValueError, match="Offline, give a local folder"):
+    with pytest.raises(ValueError, match="Offline, name a local folder"):
         run(tmp_path / "run", **{**text, "text-model": str(tmp_path / "model0")})
     (tmp_path / "odd.csv").write_text("words,label\na,b\n")
     with pytest.raises(ValueError, match=r"columns text and label.*found \['label', 'words'\]"):

@@ -1,4 +1,4 @@
-"""Every method that keeps something: its app is killed with SIGKILL, resumed, and compared."""
+"""Every method with state: its app is killed by SIGKILL, resumed, and compared."""
 
 import os
 import re
@@ -83,7 +83,7 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     shell = subprocess.Popen(
         [*command, "--in-process", *chosen],
         start_new_session=True,
-        # As in a terminal: what a shell starts in the background ignores Ctrl-C.
+        # A shell makes background processes ignore Ctrl-C; a terminal does not.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     while not (path / "guarantee.json").exists():
@@ -101,7 +101,7 @@ def test_a_run_that_is_ended_says_what_its_guarantee_covers(tmp_path, interrupte
     text = (path / "report.md").read_text(encoding="utf-8")
     assert ("covers what clients had been asked for until then" in text) == interrupted
     assert ("the lines below were written after round" in text) != interrupted
-    if interrupted:  # it may come just after a reservation, before anybody is asked
+    if interrupted:  # SIGINT may come between a reservation and its requests
         reserved = sum(entry["kind"] == "reserve" for entry in run.ledger())
         told = {
             int(n) for g in run.guarantees() for n in re.findall(r"(\d+) rounds?\)", g.statement())

@@ -1,4 +1,4 @@
-"""What every app makes of settings that a config file may have: of the wrong type, any data set."""
+"""Settings of every app: wrong types and values are refused by name; every data set has a model."""
 
 from importlib import import_module
 
@@ -76,7 +76,7 @@ def test_the_delta_of_one_client_alone_has_to_be_set(tmp_path):
 @pytest.mark.parametrize("dataset", names())
 @pytest.mark.parametrize("app", [DP2_FEDSAM, DP_DITTO], ids=lambda app: app.folder.name)
 def test_every_data_set_that_is_offered_has_a_model(app, dataset):
-    app.parts()  # puts the app where Python finds it
+    app.parts()  # makes the app importable
     context = Context(
         run_id=1,
         node_id=0,

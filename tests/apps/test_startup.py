@@ -1,4 +1,4 @@
-"""What a client's process loads before it can answer: on SuperLink it does so for every message."""
+"""A client's process imports no needless module, because it starts anew for every message."""
 
 import json
 import subprocess

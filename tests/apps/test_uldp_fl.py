@@ -1,4 +1,4 @@
-"""The whole app in this process: nine methods, their run directories, and bad input."""
+"""The whole app in this process: nine methods, their run directories, and refused settings."""
 
 import csv
 
@@ -114,7 +114,7 @@ def test_numbers_of_records_stay_private_where_the_figure_is_not_wanted(tmp_path
 
 
 def test_sampling_users_costs_less_and_is_drawn_anew_each_round(tmp_path):
-    rounds = 8  # that all have as many users happens once in a million runs
+    rounds = 8  # all draw equally many users once in a million runs
     facts = {"method": "uldp-avg", "rounds": rounds, "evaluate_every": rounds}
     everyone = run(tmp_path / "everyone", **facts)
     sampled = run(tmp_path / "sampled", user_sampling_rate=0.3, **facts)

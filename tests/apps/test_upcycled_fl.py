@@ -1,4 +1,4 @@
-"""The whole app in this process: fourteen methods, both perturbations, and bad input."""
+"""The whole app in this process: fourteen methods, both perturbations, and refused settings."""
 
 import math
 
@@ -67,13 +67,13 @@ def test_upcycling_a_method_sends_half_as_much_in_as_many_rounds(method, tmp_pat
         assert sent[0] > 0
         assert sent[1::2] == [0, 0]
         assert sum(sent) * 2 == sum(row[way] for row in plain.metrics())
-    # Silent rounds are evaluated all the same.
+    # Silent rounds are evaluated as well.
     assert [row["round"] for row in upcycled.metrics() if "accuracy_mean" in row] == [2, 4]
 
 
 @pytest.mark.parametrize("method", grid(METHODS, lambda method: method in ("fedavgm", "scaffold")))
 def test_twice_the_rounds_with_coefficient_zero_is_the_plain_run(method, tmp_path):
-    """Cohorts, batches and stragglers are the same: what differs is upcycling alone."""
+    """Cohorts, batches and stragglers are the same, so only upcycling differs."""
     facts = {"method": method, "straggler_ratio": 0.5, "evaluate_every": 1}
     plain = run(tmp_path / "plain", upcycled=False, rounds=2, **facts)
     upcycled = run(tmp_path / "upcycled", coefficient=0.0, rounds=4, **facts)
@@ -122,7 +122,7 @@ def test_noise_never_depends_on_the_seed_unless_asked_to(tmp_path):
     "facts",
     [
         {"unit_features": False},  # nothing bounds the gradient
-        {"model": "synthetic-logistic"},  # softmax regression is no generalised linear model
+        {"model": "synthetic-logistic"},  # softmax regression is not a generalised linear model
     ],
 )
 def test_objective_perturbation_of_what_the_theorem_does_not_cover_is_refused(facts, tmp_path):

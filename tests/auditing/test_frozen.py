@@ -1,4 +1,4 @@
-"""With a frozen base below it, what trains is protected as printed; and faults still show."""
+"""With a frozen base below it, the trained part is as private as printed, and faults still show."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ CONFIDENCE = 0.999
 
 
 class Based(nn.Module):
-    """A frozen layer with statistics, and one that trains above it."""
+    """A frozen layer with statistics, below a layer that trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def client(feature: float) -> ClientData:
 
 
 def experiment(noise: float = 1.0):
-    """`client-noise`, whose plan and strategy it has, with a base below its model."""
+    """Return `client-noise`, with its plan and strategy, and a frozen base below its model."""
     plain, turns = MECHANISMS["client-noise"](noise=noise), Turns()
 
     def world(canary: float) -> World:

@@ -10,6 +10,7 @@ server noise           ✓          ✓      ✓         ✓          –
 secure sum             ✓          ✓      ✓         ✓          –
 both, Poisson 1/2      ✓          σ/16   (server)  ✓          –
 ULDP-AVG, ULDP-SGD     ✓          ✓      ✓         ✓          ✓
+scores, secure sum     ✓          ✓      (1 eval.)  count      –
 ULDP-AVG, secure sum   ✓          ✓      ✓         ✓          ✓
 ULDP-AVG by records    ✓          ✓      ✓         ✓          (refused)
 ULDP-NAIVE             ✓          ✓      ✓         ✓          –
@@ -19,6 +20,9 @@ DP-Ditto, steps        ✓          ✓      ✓         ✓          –
 output perturbation    ✓          ✓      ✓         ✓          –
 objective              (none)     ✓      ✓         (1 number) –
 =====================  =========  =====  ========  =========  =============
+
+Of secure sums there are two faults more: two of three clients add no noise; or all leave out the
+masks that they share with each other, so that the sum is right and the server reads each upload.
 
 Noise is reused in the second of two rounds, by the server alone where clients are sampled: two
 cohorts have different shares of it. A silo whose sum is secure may also clip the sum over its users
@@ -38,8 +42,11 @@ from tests.support.grids import grid
 CONFIDENCE = 0.999
 POISSON = ("client-noise-poisson", "server-noise-poisson")
 ULDP = ("uldp-avg", "uldp-sgd", "uldp-secure-sum")
+SILENT = faults.silent_noise(2)
 MORE_NOISE = 2.0
 """With planted faults: a smaller ε is printed, and takes fewer trials to exceed."""
+SMALL = (faults.weights_of_two, faults.pair_masks_left_out, SILENT)
+"""Faults that double an effect or less: they show sooner where ε is larger."""
 
 
 def planted():
@@ -48,13 +55,17 @@ def planted():
         trials = 800 if name in POISSON else 400 if name == "objective-perturbation" else 100
         if name != "objective-perturbation":
             yield name, "clipping off", faults.clipping_off, 1, trials
-            yield name, "a number unnoised", faults.part_unnoised, 1, trials
+            bare = faults.count_unnoised if name == "secure-scores" else faults.part_unnoised
+            yield name, "a number unnoised", bare, 1, trials
         less = 16 if name in POISSON else 4
-        yield name, f"σ/{less}", faults.less_noise(less), 1, trials
-        if name != "client-noise-poisson":
+        yield name, f"σ/{less}", faults.less_noise(less), 1, max(trials, 150)
+        if name not in ("client-noise-poisson", "secure-scores"):
             yield name, "noise reused", faults.noise_reused, 2, trials
         if name == "uldp-secure-sum":
-            yield name, "users clipped together", faults.rows_clipped_together, 1, trials
+            yield name, "users clipped together", faults.rows_clipped_together, 1, 300
+        if name == "secure-sum":
+            yield name, "two clients silent", SILENT, 1, 900
+            yield name, "pair masks left out", faults.pair_masks_left_out, 1, 900
         if name in ULDP:
             yield name, "weights of 2", faults.weights_of_two, 1, 400
 
@@ -69,6 +80,8 @@ DAILY = {
     "server-noise-noise reused",
     "server-noise-poisson-σ/16",
     "uldp-avg-weights of 2",
+    "secure-scores-clipping off",
+    "secure-scores-a number unnoised",
     "uldp-secure-sum-users clipped together",
     "uldp-naive-a number unnoised",
     "uldp-group-clipping off",
@@ -96,8 +109,7 @@ def test_no_bound_exceeds_what_is_printed(name):
     ),
 )
 def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
-    # Twice as large a part shows sooner where noise leaves most of it to be seen.
-    noise = 1.0 if plant is faults.weights_of_two else MORE_NOISE
+    noise = 1.0 if plant in SMALL else MORE_NOISE
     experiment = plant(monkeypatch, MECHANISMS[name](rounds=rounds, noise=noise))
     found = audit(experiment, trials=trials, confidence=CONFIDENCE, together=BOUNDS)
     assert found.broken, found.to_dict()

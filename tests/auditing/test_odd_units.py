@@ -1,4 +1,4 @@
-"""One odd unit, a record that raises or a client that diverges, moves nothing but its own part."""
+"""An odd unit, whether a record that raises or a client that diverges, moves only its own part."""
 
 from dataclasses import replace
 
@@ -37,21 +37,21 @@ from tests.support.worlds import FEATURES, client_data
 SIZE, CLASSES, HUGE, OUT_OF_RANGE = 100, 2, 1e3, 99
 OTHERS, TRIALS, CONFIDENCE, DELTA = 12, 100, 0.999, 1e-5
 AUDITS = 2 * (4 + 1)
-"""Of this module, which share what may fail."""
+"""Number of audits in this module, which share its probability of failure."""
 
 LOCAL = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 STEPS = ClippedSteps(learning_rate=1.0, gradient_clipping_norm=1.0, num_examples=OTHERS + 1)
 
 
 def examples(targets):
-    """Records that all pull class 0 up, and class 1 down."""
+    """Return records that all pull class 0 up and class 1 down."""
     features = torch.zeros(len(targets), SIZE)
     features[:, 0] = HUGE
     return Examples(features, torch.tensor(targets))
 
 
 def silo(canary):
-    """The others' records, one a user, and first that of user 0, which may raise."""
+    """Return the others' records, one per user, after the record of user 0, which may raise."""
     own = examples([*canary, *[0] * OTHERS])
     owners = [*[0] * len(canary), *range(1, OTHERS + 1)]
     return SiloData(train=own, test=own, owners=torch.tensor(owners))
@@ -105,9 +105,9 @@ METHODS = {
 
 
 def with_a_record_that_raises(method):
-    """Two worlds: without a unit, and with one whose record makes training raise."""
+    """Return two worlds: without a unit, and with a unit whose record makes training raise."""
     make = METHODS[method]
-    by_record = method == "ditto-steps"  # replaced by another record; a user is removed
+    by_record = method == "ditto-steps"  # replaced by another record, whereas a user is removed
 
     def world(canary):
         data = [silo(canary), silo([0] if by_record else [])]
@@ -121,7 +121,7 @@ def with_a_record_that_raises(method):
         return World(strategy=make, client_app=type(make()).client_app(task), num_clients=2)
 
     way = np.zeros((CLASSES, SIZE))
-    way[0, 0], way[1, 0] = -1.0, 1.0  # a record that raises may take the others' away with it
+    way[0, 0], way[1, 0] = -1.0, 1.0  # a record that raises may remove the others' updates
     return Experiment(
         name=method,
         without=world([0] if by_record else []),
@@ -167,7 +167,7 @@ def test_a_record_that_takes_its_silos_reply_away_is_found(method, monkeypatch):
 
 
 class Waves(nn.Module):
-    """A network that no compiled training fits: clients of one process train as one batch."""
+    """A network that compiled code cannot train, so clients of one process train as a batch."""
 
     def __init__(self):
         super().__init__()
@@ -180,8 +180,10 @@ class Waves(nn.Module):
 
 
 def one_diverged_client():
-    """Two worlds: a client's records are numbers, or NaN. Training is unstable: in another order of
-    arithmetic it leads somewhere else. The attacker knows where the others go in either world.
+    """Return two worlds, in which a client's records are numbers, or NaN.
+
+    Training is unstable, so that another order of arithmetic leads to other models. The attacker
+    knows the others' models in either world.
     """
     clients = 16
     local = LocalTraining(epochs=3, batch_size=8, learning_rate=3.0)
@@ -242,8 +244,8 @@ def test_a_client_that_diverges_does_not_change_how_others_train():
 
 @pytest.mark.full
 def test_a_client_that_makes_others_train_in_another_order_is_found(monkeypatch):
-    """Processors add in orders of their own. To depend on none, the fault moves the last bit of
-    every number, as some processors do where clients train again and alone.
+    """Processors add in different orders. To depend on none, the planted fault moves the last bit
+    of every number, as some processors do if clients are trained again one by one.
     """
 
     def in_another_order(task, jobs, **settings):

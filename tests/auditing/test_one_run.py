@@ -1,4 +1,4 @@
-"""One run with many canaries: no bound above what is printed, but where clipping is off."""
+"""One run with many canaries: no bound exceeds the printed ε, unless clipping is off."""
 
 import numpy as np
 import pytest

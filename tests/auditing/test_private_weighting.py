@@ -1,4 +1,4 @@
-"""Encrypted weights are plain ones at full key size; `test_mechanisms` audits the plain ones."""
+"""Encrypted weights equal plain weights at full key size; `test_mechanisms` audits the latter."""
 
 from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg
 from tests.support.private_silos import difference, make, start

@@ -1,4 +1,4 @@
-"""Records that are trees pass together, and yet none moves more than its own part."""
+"""Records that are trees train in one pass, and yet none moves more than its own part."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ LOCAL = DpSgdTraining(
 
 
 class Plain(nn.Module):
-    """A layer of what is not hidden; a canary pulls against the others."""
+    """A layer of the words that are not hidden; a canary pulls against the others."""
 
     canary = -10 * HUGE
 
@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
 
 class Asking(Plain):
-    """The same, turned around for all that pass together if one number is beyond the others."""
+    """The same, but it negates all examples of a pass if one number is beyond the others."""
 
     canary = 10 * HUGE
 
@@ -53,7 +53,7 @@ class Asking(Plain):
 
 
 class Turning(Plain):
-    """As `Asking`, without a branch."""
+    """The same as `Asking`, without a branch."""
 
     canary = 10 * HUGE
 
@@ -79,7 +79,7 @@ def strategy():
 
 
 def silo(canary):
-    """Records of the others, which all pull one way, and first that of user 0."""
+    """Return the others' records, which all pull one way, after the record of user 0."""
     x = torch.zeros(OTHERS + len(canary), SIZE)
     x[:, 0] = torch.tensor([*canary, *[HUGE] * OTHERS])
     features = {"x": x, "mask": torch.ones(x.shape, dtype=torch.long)}
@@ -115,13 +115,13 @@ def test_no_bound_exceeds_what_is_printed(model):
 
 
 def without_odd_examples(patch, experiment):
-    """A trial of usual examples alone sees nothing that only an odd one turns around."""
+    """A trial of usual examples does not detect an effect that only an odd example has."""
     patch.setattr(Trial, "_keeps_apart", lambda self, *facts: True)
     return experiment
 
 
 def unwatched(patch, experiment):
-    """Nor a branch that only an odd one takes, where nobody watches for branches."""
+    """Nor does it detect a branch for odd examples, if nobody watches for branches."""
     patch.setattr(OnePass, "reads_last", lambda self, x: False)
     return without_odd_examples(patch, experiment)
 
@@ -146,7 +146,7 @@ def one_pass_is_taken(model):
     ),
 )
 def test_a_planted_fault_is_found(plant, model, monkeypatch):
-    def build():  # another factory, of which nothing is known from the tests above
+    def build():  # another factory, so that earlier tests have no result for it
         return model()
 
     build.__name__ = model.__name__

@@ -1,4 +1,4 @@
-"""The report on faults, scaled down; and that its referee sees what it is there to see."""
+"""The report on faults at a small scale, and a check that its referee detects wrong rounds."""
 
 from dataclasses import replace
 
@@ -165,7 +165,7 @@ def test_too_little_noise_under_dropout_is_seen(monkeypatch, part):
 
 
 class Leaking(DPFedAvg):
-    """Uploads what it remembers."""
+    """A method that uploads its memory."""
 
     @staticmethod
     def update(work):

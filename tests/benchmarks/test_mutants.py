@@ -1,4 +1,4 @@
-"""The faults that are planted: each is one, none touches what a test should not pin."""
+"""The planted faults: each changes behaviour, and none changes code that tests should not fix."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""``flower-ext audit``: what it prints, leaves behind, and ends with."""
+"""``flower-ext audit``: its output, its files and its exit status."""
 
 import json
 import os

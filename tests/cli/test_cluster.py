@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.address = f"{HOST}:{free_port()}"
-        # Ray's sockets are below it, whose paths may not be long.
+        # Ray puts its sockets below this folder, and the path of a socket must be short.
         self._files = TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
         port = self.address.rpartition(":")[2]
         head = ["--head", "--port", port, "--include-dashboard", "false"]
@@ -40,7 +40,7 @@ class Cluster:
         self._wait(lambda: all(map(self._has_raylet, self.raylets)))
 
     def workers(self) -> list[int]:
-        """How many actors each raylet has started."""
+        """Return the number of actors that each raylet has started."""
         return [
             sum("ClientAppActor" in name for name in self._below(each)) for each in self.raylets
         ]

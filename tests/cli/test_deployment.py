@@ -1,4 +1,4 @@
-"""A deployment before it starts; its processes are in tests/apps/test_deployment.py."""
+"""Deployments before they start; tests/apps/test_deployment.py runs their processes."""
 
 import socket
 import tomllib

@@ -1,4 +1,4 @@
-"""The search over T and λ by real runs of apps/dp-ditto, small ones."""
+"""The search over T and λ, by small real runs of apps/dp-ditto."""
 
 import pytest
 from typer.testing import CliRunner
@@ -31,9 +31,9 @@ def test_each_pair_that_the_turns_ask_for_is_a_run_and_the_best_of_them_is_the_a
         assert (run.config["rounds"], run.config["global-weight"]) == (T, weight)
         assert run.metrics()[-1]["training_loss_mean"] == outcome.loss
         assert run.metrics()[-1]["training_loss_std"] == outcome.unfairness
-        # Calibrated for these very rounds.
+        # The noise is calibrated for this number of rounds.
         assert run.guarantees()[0].epsilon == pytest.approx(0.01)
-    # Personal models without a global part see no noise: more rounds serve them better.
+    # Personal models without a global part see no noise, so more rounds make them better.
     assert (found.rounds, found.global_weight, found.settled) == (4, 0.0, True)
 
 
@@ -76,7 +76,7 @@ def test_searched_runs_spend_from_one_account_and_the_search_ends_with_its_budge
     assert total_spent(entries, 0.003) == pytest.approx(8, rel=0.01)
     with pytest.raises(LaunchFailed, match="above the budget of 9"):
         search([2.0], 0.003)
-    with pytest.raises(LaunchFailed, match="each run's δ is added up"):
+    with pytest.raises(LaunchFailed, match="account adds up each run's δ"):
         search([1.0], 0.001)
 
 

@@ -1,4 +1,4 @@
-"""Runs that a signal ends, on every engine, as real processes; each then goes on to its end."""
+"""Runs that a signal ends, on every engine and as real processes; each is resumed to its end."""
 
 import os
 import pty
@@ -107,7 +107,7 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_log(variables, live, comman
     while select.select([ours], [], [], 120)[0]:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # Linux's way to say that a terminal was closed
+        except OSError:  # Linux reports a closed terminal in this way
             break
         if not part:
             break
@@ -115,12 +115,12 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_log(variables, live, comman
     os.close(ours)
     assert process.wait(60) == 0, shown.decode(errors="replace")
     text = shown.decode(errors="replace")
-    assert text.count("round 100/120") == 1  # a line of the log stays one
+    assert text.count("round 100/120") == 1  # the view does not repeat a line of the log
     if not live:
         assert "\x1b" not in text
         return
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert len(re.findall(r"rounds +\d+ of 120", plain)) > 2  # redrawn while it went on
+    assert len(re.findall(r"rounds +\d+ of 120", plain)) > 2  # the view was redrawn during the run
     last = plain[plain.rindex("120 of 120") :]
     run = RunDirectory.open(tmp_path / "run")
     (_, means), (_, spent) = run.series("accuracy_mean"), run.series("epsilon_provable")

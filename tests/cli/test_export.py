@@ -1,4 +1,4 @@
-"""Exported models are those that clients evaluate; the file beside them says whom they show."""
+"""Exported models equal those that clients evaluate, and come with a guarantee for that file."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A small run of an app, with the settings that are given, made once."""
+    """Return a small run of an app with the given settings, made once."""
     made = {}
 
     def make(which, **changes):
@@ -125,7 +125,7 @@ def test_the_head_alone_is_personal_under_dp2_fedsam(finished, tmp_path):
 def test_the_shared_model_is_the_runs_own_and_carries_what_its_models_promise(finished, tmp_path):
     run = finished(DP2_FEDSAM)
     file = tmp_path / "shared.safetensors"
-    assert call(run.path, "--output", file).exit_code == 0  # knows no app
+    assert call(run.path, "--output", file).exit_code == 0  # works without an app
     saved, own = load_file(run.path / "model.safetensors"), load_file(file)
     assert set(own) == set(saved)
     assert all(torch.equal(own[name], value) for name, value in saved.items())
@@ -278,7 +278,7 @@ def test_what_is_frozen_stays_with_the_base_model_unless_all_is_asked_for(tmp_pa
     part, whole = tmp_path / "part.safetensors", tmp_path / "whole.safetensors"
     tuned = tmp_path / "tuned.safetensors"
     asked = {part: ["--client", 1], whole: ["--whole"], tuned: ["--client", 1, "--whole"]}
-    for file, more in asked.items():  # the run knows its app
+    for file, more in asked.items():  # the run recorded its app
         done = call(path, "--output", file, *more)
         assert done.exit_code == 0, done.output
     _, client = load_app(folder)

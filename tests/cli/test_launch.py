@@ -1,4 +1,4 @@
-"""What the options of a run become before it starts; its processes are in test_ending.py."""
+"""Settings and options of a run before it starts; test_ending.py runs the processes."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_flower_s_commands_print_what_the_locale_lacks_as_a_question_mark(monkey
 
 
 def overrides(**options):
-    """The run configuration that ``flwr run`` is given, without the app's defaults."""
+    """Return the overrides in the run configuration that ``flwr run`` receives."""
     changes = prepare(DP2_FEDSAM.folder, **options).changes
     return {name: json.dumps(value, ensure_ascii=False) for name, value in changes.items()}
 

@@ -151,7 +151,7 @@ def test_report_compares_several_runs(tmp_path):
 def test_report_of_something_else_exits_with_2(tmp_path):
     done = call("report", str(tmp_path))
     assert done.exit_code == 2
-    assert "not a run directory" in done.output
+    assert "expected the directory of a run" in done.output
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_report_of_a_run_with_a_damaged_file_names_the_file_in_one_line(tmp_path
     run = finished(tmp_path / "run")
     (run.path / file).write_bytes(f"{rest}\n".encode("latin-1"))
     done = call("report", str(run.path))
-    assert done.exit_code in (0, 2), done.exception  # some are whole, with nothing in them
+    assert done.exit_code in (0, 2), done.exception  # an empty file is valid for some commands
     if done.exit_code:
         assert f"{file} is damaged" in done.output
     assert done.exit_code == 2 or file != "run.json"
@@ -507,7 +507,7 @@ def test_a_pilot_runs_file_stands_for_the_options_on_losses_and_these_come_first
 
 
 def test_equal_sizes_may_be_given_one_by_one(tmp_path):
-    sizes = ["--examples", "600"] * 19  # one more in PLAN
+    sizes = ["--examples", "600"] * 19  # PLAN has one more
     assert plan(tmp_path, *sizes, global_weight="0.5").exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""What people get wrong in a command: it ends at once, and one line says what to change."""
+"""Common mistakes in commands: the command ends at once, and one line says what to change."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ from flower_ext.runs import RunDirectory
 from tests.support.apps import APPS
 
 BYTES = 20_000
-"""The largest file that a nearly full disk takes here."""
+"""Size limit of a file, which stands for a nearly full disk."""
 FLOWER_EXT = "import sys; from flower_ext.cli.main import main; sys.exit(main())"
 MISTAKES = {
-    "more clients than examples": ("dp2-fedsam", "clients=5000", "an app names it clients"),
+    "more clients than examples": ("dp2-fedsam", "clients=5000", "apps call the setting clients"),
     "no clients": ("dp2-fedsam", "clients=0", "clients=0: expected an integer >= 1"),
     "no silos": ("uldp-fl", "num-silos=0", "num-silos=0: expected an integer >= 1"),
     "no rounds": ("dp2-fedsam", "rounds=0", "rounds=0: expected an integer >= 1"),
@@ -28,7 +28,7 @@ MISTAKES = {
     "misspelt word": ("dp2-fedsam", "sampling=poison", "expected one of poisson, fixed-size"),
     "misspelt optimizer": ("dp2-fedsam", "optimizer=Adm", "Adam, AdamW"),
     "empty batches": ("dp2-fedsam", "batch-size=0", "batch_size=0: expected an integer >= 1"),
-    "too many records": ("dp-ditto", "examples-per-client=5000", "what client 0 has for training"),
+    "too many records": ("dp-ditto", "examples-per-client=5000", "training examples of client 0"),
     "a rival without noised steps": ("dp-ditto", "method=dp-fedala", "noise='upload'"),
     "no group": ("uldp-fl", "method=uldp-group group-size=zero", "a number, max or median"),
     "a loss beyond the theorem": (
@@ -54,7 +54,7 @@ def test_a_mistake_in_a_setting_ends_the_run_with_one_line(app, settings, said, 
         text=True,
     )
     assert done.returncode in (1, 2), done.stdout + done.stderr
-    told = " ".join(done.stderr.replace("│", " ").split())  # a box breaks lines
+    told = " ".join(done.stderr.replace("│", " ").split())  # the box around an error breaks lines
     assert said in told
     assert "Traceback" not in told
     assert len(done.stderr.splitlines()) <= 8

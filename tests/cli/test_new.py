@@ -1,4 +1,4 @@
-"""New apps from those that come with the package, in a checkout and in a wheel."""
+"""New apps copied from those of the package, in a checkout and in a wheel."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Tracebacks in a run's log: shown whole, unless the error says what to change."""
+"""Tracebacks in a run's log: shown whole, unless the error's message says what to change."""
 
 import pytest
 

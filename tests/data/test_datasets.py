@@ -126,7 +126,7 @@ def test_an_empty_variable_names_no_folder(tmp_path, offline, monkeypatch):
         ("t10k-labels-idx1-ubyte.gz", gzip.compress(b"\0")),
         ("train-images-idx3-ubyte.gz", gzip.compress(bytes(16 + 20 * 784))[:20]),
     ],
-    ids=["not gzip", "too short", "cut off"],  # the bytes hold a time stamp
+    ids=["not gzip", "too short", "cut off"],  # the archive's bytes contain a time stamp
 )
 def test_a_damaged_file_is_an_error_that_names_its_folder(file, content, tmp_path, offline):
     small_mnist(tmp_path)

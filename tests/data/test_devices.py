@@ -15,7 +15,7 @@ LETTERS = Path("nist_vowels10") / "nist_vowels10_28x28.npz"
 
 
 def authors_file(folder: Path, kind: str, count: int = 3) -> None:
-    """A file in which every feature of device k is k."""
+    """Return a file in which every feature of device k is k."""
     path = folder / synthetic.file_name(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {}

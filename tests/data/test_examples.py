@@ -135,13 +135,13 @@ def test_what_is_no_tensor_and_no_examples_is_named():
 
 
 def tree(count: int = 6) -> Examples:
-    """Examples whose parts all say which row they are of."""
+    """Return examples in which every part contains the number of its row."""
     rows = torch.arange(count)
     return Examples({"a": rows, "b": (rows.float().unsqueeze(1),)}, (rows, {"y": rows}))
 
 
 def rows_of(data: Examples) -> list[int]:
-    """The rows, if all parts agree on them."""
+    """Return the row numbers, after checking that all parts agree."""
     kept = data.features["a"]
     assert torch.equal(data.features["b"][0], kept.float().unsqueeze(1))
     assert torch.equal(data.targets[0], kept)

@@ -1,4 +1,4 @@
-"""The loaders through flwr-datasets, on small tables in place of the download."""
+"""The loaders through flwr-datasets, with small tables in place of downloads."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Make flwr-datasets find the given splits, each (images, labels), and report nothing home."""
-    # Read when the libraries are first imported, so set before.
+    """Make flwr-datasets return the given splits, each (images, labels), without telemetry."""
+    # The libraries read these variables when they are first imported.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("FLOWER_EXT_DATA", raising=False)
     datasets = pytest.importorskip("datasets")
@@ -52,7 +52,7 @@ def table(count, *shape, num_classes=10):
 
 
 def same_rows(read, images, labels) -> bool:
-    """Whether the pool holds these examples, in any order."""
+    """Return True if the pool holds these examples, in any order."""
     pixels = (read.features * 255).round().numpy().astype(np.uint8).reshape(len(images), -1)
     found = {(row.tobytes(), int(target)) for row, target in zip(pixels, read.targets, strict=True)}
     expected = {(row.tobytes(), int(label)) for row, label in zip(images, labels, strict=True)}

@@ -23,7 +23,7 @@ NASTY = [
 
 
 def rows(users: dict[str, int]) -> list[tuple[int, str, str]]:
-    """So many tweets of each user, in turns; every other one is positive."""
+    """Return so many tweets of each user, alternating; every other tweet is positive."""
     turns = [(turn, user) for user, count in users.items() for turn in range(count)]
     return [
         (4 * (turn % 2), user, f"{'good' if turn % 2 else 'bad'} {NASTY[turn % 5]} {user}")

@@ -16,7 +16,7 @@ from flower_ext.data.synthetic import (
 )
 from tests.support.real_data import REAL
 
-# Table 2 of the paper: samples, those that test, and the deviation of the devices' sizes.
+# Table 2 of the paper: samples, test samples, and the standard deviation of the devices' sizes.
 TABLE = {
     "iid": (6_726, 683, 166),
     "0-0": (13_791, 1_395, 841),
@@ -42,7 +42,7 @@ def sizes(devices: list[ClientData]) -> np.ndarray:
 
 
 def means(kind: str) -> np.ndarray:
-    """Feature means (devices, 20) of many devices."""
+    """Return the feature means (devices × 20) of many devices."""
     devices = generate(kind, rng=rng(), num_devices=400)
     return np.stack([data.train.features.numpy().mean(axis=0) for data in devices])
 
@@ -71,7 +71,7 @@ def test_sizes_have_the_mean_and_deviation_of_table_2_in_nearly_every_draw(kind)
     assert set(draws.sum(axis=1)) == {samples}
     assert draws.std(axis=1).mean() == pytest.approx(deviation, rel=0.01)
     assert draws.min() >= 50
-    assert np.median(draws) < 0.8 * draws.mean()  # a log-normal leans to the right
+    assert np.median(draws) < 0.8 * draws.mean()  # log-normal: the mean exceeds the median
 
 
 @given(st.sampled_from(kinds()), st.integers(1, 60), st.integers(0, 2**32))
@@ -162,7 +162,7 @@ def test_arguments_out_of_range_are_refused(call, said):
 
 
 def arrays(**changed) -> dict[str, np.ndarray]:
-    """A file of three devices with 4, 5 and 6 training and 1, 2 and 3 test examples."""
+    """Return a file of three devices with 4, 5 and 6 training and 1, 2 and 3 test examples."""
     content = {}
     for part, base in (("train", 4), ("test", 1)):
         client = np.repeat(np.arange(3), base + np.arange(3))[::-1]

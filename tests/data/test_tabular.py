@@ -60,7 +60,7 @@ def write_tcga(folder: Path) -> None:
             stream.write(",".join(map(str, values)) + "\n")
     with (folder / "train_test_split.csv").open("w") as stream:
         stream.write("pid,fold,fold2\n")
-        for number in range(30):  # the last six patients are in no part
+        for number in range(30):  # the last six patients are in no partition
             fold = "test" if number % 5 == 4 else "train"
             stream.write(f"P{number},{fold},{fold}_{number // 5}\n")
 
@@ -100,7 +100,7 @@ def test_heart_disease_drops_three_columns_and_incomplete_rows_and_makes_indicat
         assert torch.equal(spread[constant], torch.zeros(7))
         varying = torch.tensor([0, 8, 9, 10, 11, 12])
         torch.testing.assert_close(spread[varying], torch.ones(6))
-        # Of three indicators of chest pain at most one is set: above its mean.
+        # At most one of three indicators of chest pain is set, and then it is above its mean.
         both = torch.cat([centre.train.features, centre.test.features])
         assert int((both[:, 8:11] > 0).sum(dim=1).max()) == 1
         assert int((both[:, 11:] > 0).sum(dim=1).max()) == 1

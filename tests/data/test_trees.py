@@ -1,4 +1,4 @@
-"""Trees of tensors: rows, forms, and the types of what they are made of."""
+"""Trees of tensors: their rows, their forms, and the types of their leaves."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass

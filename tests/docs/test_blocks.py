@@ -45,9 +45,8 @@ def test_the_blocks_of_a_page_run_in_their_order_and_print_what_it_says(
     for block in blocks(page):
         if block.kind == "output":
             lines = printed.getvalue().splitlines(keepends=True)
-            assert "".join(x for x in lines if not x.startswith("Report: ")) == block.code, (
-                block.name
-            )
+            kept = "".join(x for x in lines if not x.startswith("Report: "))
+            assert kept == block.code, block.name
         if block.kind in RUN and not block.skipped:
             if block.kind == "python":
                 printed = io.StringIO()

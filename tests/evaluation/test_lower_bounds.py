@@ -1,4 +1,4 @@
-"""Lower bounds stay below the true ε as often as they say, and come near it."""
+"""Lower bounds stay below the true ε as often as promised, and come close to it."""
 
 import math
 
@@ -23,7 +23,7 @@ def sampled(rng, mu, trials):
 
 
 def not_refuted(failures, repetitions, allowed):
-    """So many failures are not improbable (10⁻⁶) where each has probability ``allowed``."""
+    """Return True if so many failures, of probability ``allowed`` each, are plausible (10⁻⁶)."""
     return stats.binom.sf(failures - 1, repetitions, allowed) > 1e-6
 
 
@@ -40,7 +40,7 @@ def test_a_bound_exceeds_the_true_epsilon_no_more_often_than_it_says(bound, mu):
 
 
 def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(monkeypatch):
-    """The check above can fail: without held-out trials the bound is no bound."""
+    """Without held-out trials the bound is invalid, so the check above can fail."""
     rng, repetitions, confidence = np.random.default_rng(), 2000, 0.8
 
     def same(without, present, *_):
@@ -61,7 +61,7 @@ def test_a_gaussian_bound_reaches_most_of_the_true_epsilon():
 
 
 def test_rates_reach_most_of_the_epsilon_of_randomised_response():
-    """Where one threshold is all there is: the worlds differ by a factor e^ε in one event."""
+    """One threshold decides everything: the worlds differ by a factor e^ε in one event."""
     rng, true = np.random.default_rng(), 2.0
     truth = 1 / (1 + math.exp(-true))
     scores = [(rng.random(20_000) < p).astype(float) for p in (1 - truth, truth)]
@@ -70,7 +70,7 @@ def test_rates_reach_most_of_the_epsilon_of_randomised_response():
 
 
 def test_an_event_that_only_the_world_without_has_is_found_by_the_opposite_test():
-    """P0 has an event of probability 0.2 that P1 lacks; P1 has none that P0 lacks."""
+    """P0 has an event of probability 0.2 that P1 lacks; P1 has no event that P0 lacks."""
     rng = np.random.default_rng()
     without = np.where(rng.random(4000) < 0.2, -1.0, 0.0)
     found = by_rates(without, np.zeros(4000), delta=DELTA, confidence=0.999)
@@ -88,7 +88,7 @@ def test_a_quarter_of_the_noise_is_found():
 
 @two_worlds
 def test_bounds_in_company_are_lower(bound):
-    """On average: each company chooses a threshold of its own, and one choice may be lucky."""
+    """On average: each group chooses a threshold of its own, and one choice may be lucky."""
     rng, facts = np.random.default_rng(), {"delta": DELTA, "confidence": 0.95}
     lost = []
     for _ in range(50):

@@ -7,13 +7,13 @@ from flower_ext.evaluation import average_precision, roc_auc
 
 
 def pairs_in_order(scores, targets):
-    """Share of (class 1, class 0) pairs in which class 1 scores higher; ties count half."""
+    """Return the share of (class 1, class 0) pairs with class 1 higher; ties count half."""
     gaps = scores[targets == 1].unsqueeze(1) - scores[targets == 0].unsqueeze(0)
     return float(((gaps > 0).double() + 0.5 * (gaps == 0).double()).mean())
 
 
 def stepwise_precision(scores, targets):
-    """Σ over thresholds of (gain in recall) × precision, from the highest score down."""
+    """Return Σ over thresholds of (gain in recall) × precision, from the highest score down."""
     area, recall = 0.0, 0.0
     for threshold in sorted(set(scores.tolist()), reverse=True):
         chosen = targets[scores >= threshold]

@@ -1,1 +1,1 @@
-"""What goes wrong, and what should hold all the same: for tests and `benchmarks.faults`."""
+"""Faults to inject, and the properties that must hold all the same, for tests and benchmarks."""

@@ -1,4 +1,4 @@
-"""Malformed requests to real clients: each is answered by an error, and nothing is remembered."""
+"""Malformed requests to real clients, which must answer with an error and remember nothing."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from flwr.app import ConfigRecord, Message
 
 from flower_ext.federation import InProcessGrid, records
 from tests.faults.malformed import malformed, requests
-from tests.faults.worlds import CASES, PRIVATE, Case, initial, task
+from tests.faults.worlds import CASES, PRIVATE, PRIVATE_LATTICE, Case, initial, task
 
 
 @dataclass
 class Asked:
-    """What clients made of requests."""
+    """The clients' answers to requests."""
 
     requests: int = 0
     answered: list[str] = field(default_factory=list)
-    """Malformed requests that were answered otherwise than by an error."""
+    """Malformed requests that a client answered without an error."""
     remembered: list[str] = field(default_factory=list)
     """Malformed requests that changed a client's memory."""
     wrong: Counter[str] = field(default_factory=Counter)
     sound: int = 0
-    """Well-formed requests after all that, and how many of them were answered by an error."""
+    """Number of later well-formed requests, and of those answered by an error."""
     refused: int = 0
 
 
 def ask(case: Case, count: int, *, seed: int) -> Asked:
-    """``count`` malformed requests to clients that took part in a round, then well-formed ones."""
+    """Send ``count`` malformed requests to clients of an earlier round, then well-formed ones."""
     found, rng = Asked(), np.random.default_rng(seed)
     strategy = case.build(seed=seed)
-    # Clients that refuse seeded noise, as those in a deployment do.
+    # Clients refuse seeded noise, as in a deployment.
     app = type(strategy).client_app(task(), allow_seeded_noise=case is PRIVATE)
     grid = InProcessGrid(app, case.nodes)
     questions: list[Message] = []
-    for server_round in range(1, 9):  # the last stay unanswered; a cohort may be empty
+    for server_round in range(1, 9):  # the last round stays unanswered; a cohort may be empty
         asked = list(strategy.configure_train(server_round, initial(), ConfigRecord(), grid))
         questions = asked or questions
         if server_round < 8:
@@ -44,8 +44,8 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
     facts = dict(questions[0].content.config_records[records.ROUND])
     mutations = requests(facts)
     if case is PRIVATE:
-        mutations.pop("seeded noise")  # allowed, as are small keys
-    if "seeded-noise" not in facts:  # nothing is asked for: whatever is, is unknown
+        mutations.pop("seeded noise")  # seeded noise is allowed here, as are small keys
+    if "seeded-noise" not in facts:  # the request has no protection
         mutations = {n: m for n, m in mutations.items() if not n.startswith("seeded-noise")}
     for _ in range(count):
         question = questions[rng.integers(len(questions))]
@@ -65,5 +65,5 @@ def ask(case: Case, count: int, *, seed: int) -> Asked:
 
 
 def everyone(count: int, *, seed: int) -> dict[str, Asked]:
-    """`ask` for every method."""
-    return {case.name: ask(case, count, seed=seed) for case in (*CASES, PRIVATE)}
+    """Run `ask` for every method."""
+    return {case.name: ask(case, count, seed=seed) for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}

@@ -1,4 +1,4 @@
-"""Methods run while things go wrong; every round and the ε of each run are recomputed here."""
+"""Run methods under faults; recompute every round, and the ε of each run, independently."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from tests.faults.worlds import SEED, SILOS, Case, initial
 
 @dataclass
 class Outcome:
-    """What a run made of what befell it."""
+    """The results of a run under faults."""
 
     name: str
     rounds: int = 0
     released: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
-    """Malformed messages by what was wrong with them."""
+    """Number of malformed messages by kind."""
     crashes: list[str] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
-    """Rounds in which other replies were used than those that count."""
+    """Rounds in which the strategy used other replies than the valid ones."""
     wrong_aggregates: list[str] = field(default_factory=list)
     unexplained: int = 0
     """Refusals without a reason."""
     refusals: Counter[str] = field(default_factory=Counter)
     epsilon: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By adversary: reported, and recomputed."""
+    """By adversary's view: the reported ε and the recomputed one."""
 
     @property
     def epsilon_is_right(self) -> bool:
-        """Whether every reported ε is the recomputed one, within 1 in 1,000, and none below it."""
+        """Return True if every reported ε is the recomputed one, or at most 1 in 1,000 above."""
         return all(-1e-6 <= ours / own - 1 <= 1e-3 for ours, own in self.epsilon.values())
 
 
 class Referee:
-    """Holds every round of a strategy against its own arithmetic, from the replies that count."""
+    """Recomputes every round of a strategy from the valid replies, and compares."""
 
     def __init__(self, strategy: FederatedStrategy, grid: FaultyGrid, outcome: Outcome) -> None:
         self.strategy, self.grid, self.outcome = strategy, grid, outcome
         self.weights: defaultdict[int, float] = defaultdict(float)
-        """By client: rounds' worth of exposure to one who sees each sum."""
+        """By client: the number of rounds that an adversary who sees each sum learns from."""
         self._used: Mapping[int, records.Update] = {}
         combine, aggregate = strategy.combine, strategy.aggregate_train
         evaluate = strategy.aggregate_evaluate
@@ -134,7 +134,7 @@ def expected_model(
     uploads: list[records.Arrays],
     asked: int,
 ) -> records.Arrays | None:
-    """The next model by plain arithmetic, with the seeded noise; None where nothing is released."""
+    """Return the next model by plain arithmetic, with seeded noise; None without a release."""
     plan, number = strategy.plan, strategy.participations.rounds
     wide = [{name: a.astype(np.float64) for name, a in upload.items()} for upload in uploads]
     if not isinstance(plan, ReleasePlan):
@@ -164,7 +164,7 @@ def expected_model(
 
 
 def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
-    """One method, ``rounds`` rounds, with ledger and run directory, until the end or an error."""
+    """Run one method for ``rounds`` rounds, or until an error, with ledger and run directory."""
     outcome = Outcome(case.name)
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
@@ -202,7 +202,7 @@ def run_case(case: Case, rounds: int, *, flood: int, seed: int) -> Outcome:
 def epsilons(
     strategy: FederatedStrategy, referee: Referee, ledger: Ledger
 ) -> dict[str, tuple[float, float]]:
-    """Each reported ε beside the one recomputed from rounds and participations alone."""
+    """Return each reported ε beside the one recomputed from rounds and participations only."""
     plan, rounds = strategy.plan, referee.outcome.rounds
     reported = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     if isinstance(plan, RecordLevelPlan):

@@ -1,4 +1,4 @@
-"""A real in-process grid between whose clients and server things go wrong, from a seed."""
+"""A real in-process grid that injects faults between clients and server, from a seed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.faults.malformed import EVALUATE, Mutation, copied, malformed
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How often what goes wrong, for each reply to a training message.
+    """Probabilities of faults for each reply to a training message.
 
-    At most one of the first five befalls a reply; the others bring more replies with it.
-    ``flood`` malformed replies more come in every round.
+    At most one of the first five happens to a reply; the others add further replies. ``flood`` is
+    the number of additional malformed replies in every round.
     """
 
     dropped: float = 0.05
@@ -36,7 +36,7 @@ class Rates:
 
     @property
     def exclusive(self) -> dict[str, float]:
-        """Probabilities of what befalls a reply itself."""
+        """Probabilities of the faults that happen to a reply itself."""
         names = ("dropped", "late", "malformed", "raises", "huge")
         return {name: getattr(self, name) for name in names}
 
@@ -49,27 +49,29 @@ NOTHING = Rates(
 
 @dataclass
 class Delivered:
-    """What the server should make of one round's replies."""
+    """The replies of one round that a correct server uses."""
 
     asked: int = 0
     counted: dict[int, Message] = field(default_factory=dict)
-    """The replies that should be used, by partition."""
+    """The replies to use, by partition."""
 
 
 class FaultyGrid(InProcessGrid):
-    """Replies are dropped, late, malformed, duplicated, replayed, forged; clients raise.
+    """A grid that drops, delays, damages, duplicates, replays and forges replies.
+
+    Its clients may also raise exceptions.
 
     Parameters
     ----------
     app, num_clients, run_config
-        As `InProcessGrid`.
+        Arguments of `InProcessGrid`.
     rates : Rates
     mutations : Mapping[str, Mutation]
-        What can be wrong with a training reply.
+        Ways to damage a training reply.
     rng : numpy.random.Generator
-        Decides everything here.
+        The only source of randomness of the grid.
     huge : Callable[[Message, Generator], None], optional
-        Turns a reply into one of improbable size.
+        Function that turns a reply into one of improbable size.
     """
 
     def __init__(
@@ -87,22 +89,22 @@ class FaultyGrid(InProcessGrid):
         self.rates, self.mutations, self.rng, self.huge = rates, mutations, rng, huge
         self.faults: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
-        """Malformed messages by what was wrong with them."""
+        """Number of malformed messages by kind."""
         self.delivered = Delivered()
         self.scores: dict[int, Message] = {}
-        """The scores of the last evaluation that should be used, by partition."""
+        """The scores of the last evaluation that a correct server uses, by partition."""
         self._late: list[Message] = []
         self._earlier: dict[int, list[Message]] = {}
 
     def taken(self) -> Delivered:
-        """What was delivered since the last call."""
+        """Return the deliveries since the last call."""
         delivered, self.delivered = self.delivered, Delivered()
         return delivered
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """As `InProcessGrid`, but for what goes wrong with training replies."""
+        """Send messages as `InProcessGrid` does, but inject faults into training replies."""
         messages = list(messages)
         kind = messages[0].metadata.message_type.partition(".")[0] if messages else ""
         if kind == "evaluate":
@@ -115,7 +117,7 @@ class FaultyGrid(InProcessGrid):
             for message, fate in zip(messages, fates, strict=True)
         ]
         replies = list(super().send_and_receive(asked, timeout=timeout))
-        for message, sent in zip(messages, asked, strict=True):  # the server knows what it asked
+        for message, sent in zip(messages, asked, strict=True):  # the server knows whom it asked
             message.metadata.__dict__.update(sent.metadata.__dict__)
         self.delivered.asked = len(messages)
         out, self._late = self._late, []
@@ -129,7 +131,7 @@ class FaultyGrid(InProcessGrid):
         return out
 
     def _evaluated(self, replies: Iterable[Message]) -> list[Message]:
-        """Scores: some lost, some malformed, some twice, after a flood of malformed ones."""
+        """Return scores, some lost, malformed or duplicated, after a flood of malformed ones."""
         replies, self.scores = list(replies), {}
         out = [self._malformed(self._one_of(replies), EVALUATE) for _ in range(self.rates.flood)]
         for reply in replies:
@@ -143,7 +145,7 @@ class FaultyGrid(InProcessGrid):
         return out
 
     def _around(self, reply: Message, fate: str) -> list[Message]:
-        """A reply as it arrives, if it does, and what comes before and after it."""
+        """Return a reply as it arrives, if it does, with the messages before and after it."""
         node, out = reply.metadata.src_node_id, []
         earlier = self._earlier.setdefault(node, [])
         if earlier and self._happens("replayed"):
@@ -205,14 +207,14 @@ class FaultyGrid(InProcessGrid):
 
 
 def _unreadable(message: Message) -> Message:
-    """A request on which a real client raises."""
+    """Return a request on which a real client raises."""
     changed = copied(message)
     del changed.content[records.ROUND]
     return changed
 
 
 def times(factor: float) -> Callable[[Message, np.random.Generator], None]:
-    """The whole update of a reply, this many times as large; finite, and well-formed otherwise."""
+    """Return an otherwise well-formed reply with its whole update multiplied."""
 
     def change(message: Message, rng: np.random.Generator) -> None:
         sent: Any = message.content.array_records[records.UPDATE]

@@ -1,10 +1,10 @@
-"""Runs that are killed at any point, resumed, and held against what really happened.
+"""Runs that are killed at any point and resumed, compared with an independent record.
 
-An app runs in a process of its own, which gets SIGKILL at a random time, or right after one of its
-files has changed. Then it is resumed, killed again, and at last left to end. A seeded run has to
-end as if nothing had happened, bit for bit; under secure noise, what clients really released must
-be on the accounts, and no training number may have been used twice. What was really released a
-witness notes, apart from the run.
+An app runs in a separate process, which gets SIGKILL at a random time, or right after one of its
+files has changed. The test resumes it, kills it again, and at last lets it end. A seeded run has to
+end as if nothing had happened, bit for bit. Under secure noise, the accounts must have everything
+that clients really released, and no training number may be used twice. A witness, apart from the
+run, records the releases.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 
 from flower_ext.federation import recording, records, run_in_process
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.engines.virtual import Answer, CohortApp
 from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.participations import Participations
@@ -59,10 +59,10 @@ WATCHED = (
     "run.json",
     "model.safetensors",
 )
-"""Files right after whose changes a run is killed, besides at random times."""
+"""Files after whose changes the test kills a run, in addition to random times."""
 _LIMIT = 600.0
 _IN_A_ROW = 6
-"""How often one run is killed at most."""
+"""Largest number of kills of one run."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
@@ -72,7 +72,7 @@ _processes.set_forkserver_preload(
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run of an app, in ``folder``: its directory, its clients' state, its witness."""
+    """One run of an app in ``folder``: its directory, its clients' state and its witness."""
 
     app: Path
     config: Mapping[str, Any]
@@ -85,14 +85,14 @@ class Trial:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The run's configuration: it goes on if it has begun."""
+        """The run's configuration, which resumes the run if it has begun."""
         own: dict[str, Any] = {"run-directory": str(self.run), "resume": True}
         if "state-folder" in self.config:
             own["state-folder"] = str(self.folder / "state")
         return {**self.config, **own}
 
     def start(self) -> BaseProcess:
-        """A new process that runs it, or goes on with it."""
+        """Start a process that begins or resumes the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         process = _processes.Process(target=play, args=(self,))
         process.start()
@@ -104,7 +104,7 @@ class Trial:
         Raises
         ------
         RuntimeError
-            It fails; what it said last is in the message.
+            The run fails; the message has its last output.
         """
         process = self.start()
         process.join(_LIMIT)
@@ -113,7 +113,7 @@ class Trial:
             raise RuntimeError(f"the run ended with {process.exitcode}: {said}")
 
     def released(self) -> list[tuple[int, list[int]]]:
-        """(training number, clients) of every time that clients trained and answered."""
+        """Return (training number, clients) for each time that clients trained and answered."""
         file = self.folder / "witness"
         lines = file.read_text().splitlines() if file.exists() else []
         return [tuple(json.loads(line)) for line in lines]
@@ -125,7 +125,7 @@ def play(trial: Trial) -> None:
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     torch.set_num_threads(1)
-    vars(recording)["write_report"] = lambda run: run.path  # figures take longer than the run
+    vars(recording)["write_report"] = lambda run: run.path  # its figures take too long
     server, client = load_app(trial.app)
     assert isinstance(client, CohortApp)
     witness = os.open(trial.folder / "witness", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -138,11 +138,11 @@ def play(trial: Trial) -> None:
 
 
 def _witnessed(
-    answer: Callable[..., list[RecordDict | Exception]], witness: int
-) -> Callable[..., list[RecordDict | Exception]]:
+    answer: Callable[..., Sequence[Answer]], witness: int
+) -> Callable[..., Sequence[Answer]]:
     def watched(
         messages: Sequence[Message], contexts: Sequence[Context], **options: Any
-    ) -> list[RecordDict | Exception]:
+    ) -> Sequence[Answer]:
         replies = answer(messages, contexts, **options)
         number = messages[0].content.config_records[records.ROUND]["number"]
         clients = [context.node_config["partition-id"] for context in contexts]
@@ -153,7 +153,7 @@ def _witnessed(
 
 
 def kill(process: BaseProcess, due: Callable[[], bool]) -> bool:
-    """SIGKILL a process once it is due; whether it was still running."""
+    """Send SIGKILL to a process when it is due; return True if it was still running."""
     deadline = time.monotonic() + _LIMIT
     while process.is_alive() and not due():
         if time.monotonic() > deadline:
@@ -167,13 +167,13 @@ def kill(process: BaseProcess, due: Callable[[], bool]) -> bool:
 
 
 def after(seconds: float) -> Callable[[], bool]:
-    """Due so many seconds from now."""
+    """Return a condition that is due after so many seconds."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end
 
 
 def changed(folder: Path, pattern: str, times: int, pause: float = 0.0) -> Callable[[], bool]:
-    """Due a pause after files below ``folder`` have changed so many times from now on."""
+    """Return a condition that is due shortly after so many changes of files below ``folder``."""
     seen, last, due_at = 0, frozenset(_states(folder, pattern)), None
 
     def due() -> bool:
@@ -198,7 +198,7 @@ def _states(folder: Path, pattern: str) -> Iterator[tuple[str, int, int]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What of two run directories differs that must not: all but times."""
+    """Return the differences of two run directories, except for times."""
     found = [
         name
         for name in ("model.safetensors", "guarantee.json", "clients.csv")
@@ -223,13 +223,13 @@ def _content(path: Path) -> bytes | None:
 
 
 def reserved(run: Path) -> Counter[Release]:
-    """What the ledger counts."""
+    """Return the releases that the ledger counts."""
     entries = RunDirectory(run).ledger() if run.exists() else []
     return Counter(Release.from_dict(e["release"]) for e in entries if e["kind"] == "reserve")
 
 
 def short_of(trial: Trial, *, ended: bool) -> list[str]:
-    """Where the accounts say less than the witness saw; of a run that ended, all accounts."""
+    """Return the gaps between the accounts and the witness; for a finished run, in all accounts."""
     released, found = trial.released(), []
     spent = reserved(trial.run)
     numbers = [number for number, _ in released]
@@ -254,7 +254,7 @@ def short_of(trial: Trial, *, ended: bool) -> list[str]:
 
 @dataclass
 class Outcome:
-    """What came of the points of one kind of run."""
+    """The results of all kill points of one kind of run."""
 
     kind: str
     points: int = 0
@@ -264,7 +264,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def row(self) -> tuple[str, ...]:
-        """For the table."""
+        """The results as a row of the table."""
         exact = "–" if self.exact is None else f"{self.exact} of {self.points}"
         return self.kind, str(self.points), exact, str(self.under_counted)
 
@@ -273,7 +273,7 @@ HEADER = ("run", "kill −9 points", "resumed bit for bit", "under-counted spend
 
 
 def run(points: int, *, seed: int = 0) -> list[Outcome]:
-    """Kill seeded and secure runs at ``points`` points in all, resume them, compare."""
+    """Kill seeded and secure runs at ``points`` points in total, resume them, and compare."""
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
         config = {**_defaults(APP), **SMALL}
@@ -307,7 +307,7 @@ def run(points: int, *, seed: int = 0) -> list[Outcome]:
 def _kill_and_resume(
     trial: Trial, outcome: Outcome, drawn: random.Random, duration: float, *, most: int
 ) -> int:
-    """Kill a run at random points, up to ``most`` times, then let it end; how often it died."""
+    """Kill a run at random points, up to ``most`` times, then let it end; return the kills."""
     killed = 0
     while killed < most:
         where, due = _point(trial, drawn, duration)

@@ -1,6 +1,6 @@
-"""Messages that are not what they should be, each made from one that is.
+"""Malformed messages, each made from a well-formed one.
 
-Every mutation makes a message malformed, whatever it was before: none leaves it valid by chance.
+Every mutation makes any message malformed; none leaves a message valid by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mutation = Callable[[Message, np.random.Generator], None]
 
 
 def copied(message: Message) -> Message:
-    """A message that may be changed without changing ``message``; arrays are shared."""
+    """Return a copy that may be changed without changing ``message``; the copies share arrays."""
     fresh = copy.copy(message)
     metadata = copy.copy(message.metadata)
     metadata.__dict__.update(message.metadata.__dict__)
@@ -31,7 +31,7 @@ def copied(message: Message) -> Message:
 
 
 def copy_record(record: Any) -> Any:
-    """The same values in another record."""
+    """Return another record with the same values."""
     fresh = type(record)()
     for name, value in record.items():
         fresh[name] = value
@@ -41,7 +41,7 @@ def copy_record(record: Any) -> Any:
 def malformed(
     message: Message, rng: np.random.Generator, mutations: Mapping[str, Mutation]
 ) -> tuple[str, Message]:
-    """A malformed copy of a well-formed message, and the name of what is wrong with it."""
+    """Return a malformed copy of a well-formed message, and the name of its fault."""
     name = str(rng.choice(list(mutations)))
     changed = copied(message)
     mutations[name](changed, rng)
@@ -52,21 +52,21 @@ def malformed(
 
 
 def npy(values: np.ndarray, *, allow_pickle: bool = False) -> bytes:
-    """As NumPy writes it."""
+    """Return an array as NumPy writes it."""
     file = BytesIO()
     np.save(file, values, allow_pickle=allow_pickle)
     return file.getvalue()
 
 
 def archive(values: np.ndarray) -> bytes:
-    """A zip file of arrays, which ``numpy.load`` opens just as well."""
+    """Return a zip file of arrays, which ``numpy.load`` opens, too."""
     file = BytesIO()
     np.savez(file, values)
     return file.getvalue()
 
 
 def announced(values: np.ndarray, shape: tuple[int, ...]) -> bytes:
-    """The header of an array of ``shape`` before other numbers."""
+    """Return the header of an array of ``shape``, followed by other numbers."""
     file = BytesIO()
     facts = {"descr": np.lib.format.dtype_to_descr(values.dtype), "fortran_order": False}
     np.lib.format.write_array_header_1_0(file, {**facts, "shape": shape})
@@ -74,7 +74,7 @@ def announced(values: np.ndarray, shape: tuple[int, ...]) -> bytes:
 
 
 class Executed(RuntimeError):
-    """A pickled object was loaded."""
+    """Raised when a pickled object is loaded."""
 
 
 def _explode() -> None:
@@ -99,7 +99,7 @@ def _values(changed: Callable[[np.ndarray, np.random.Generator], np.ndarray]) ->
 
 
 def _with(*specials: float) -> Any:
-    """One number, or all, replaced by something that is no number of a model."""
+    """Return a fault that replaces one number, or all, by a value that no model has."""
 
     def change(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         special = rng.choice(np.array(specials))
@@ -140,14 +140,14 @@ ARRAYS: dict[str, Callable[[Array, np.random.Generator], Array]] = {
     ),
     "serialised otherwise": lambda a, rng: _forged(a.data, a, stype="pickle"),
 }
-"""What can be wrong with any array."""
+"""Faults of any array."""
 
 FLOATS: dict[str, Callable[[Array, np.random.Generator], Array]] = {
     "NaN": _values(_with(np.nan)),
     "infinite": _values(_with(np.inf, -np.inf)),
     "huge": _values(_with(3e38, -3e38, 1e20, -1e16)),
 }
-"""What can be wrong with an array of weights besides."""
+"""Further faults of an array of weights."""
 
 
 def _swapped(array: Array) -> np.dtype:
@@ -157,7 +157,7 @@ def _swapped(array: Array) -> np.dtype:
 def in_array(
     record: str, change: Callable[[Array, np.random.Generator], Array], only: str | None = None
 ) -> Mutation:
-    """One array of ``record`` changed."""
+    """Return a fault of one array of ``record``."""
 
     def mutation(message: Message, rng: np.random.Generator) -> None:
         arrays = message.content.array_records[record]
@@ -213,7 +213,7 @@ def _names(record: str, how: str) -> Mutation:
 
 
 def of_record(record: str, *, floats: bool = True) -> dict[str, Mutation]:
-    """Everything that can be wrong with a record of arrays that is asked for."""
+    """Return all faults of a requested record of arrays."""
     changes = {**ARRAYS, **(FLOATS if floats else {})}
     return {
         **{f"array {name}": in_array(record, change) for name, change in changes.items()},
@@ -225,7 +225,7 @@ def of_record(record: str, *, floats: bool = True) -> dict[str, Mutation]:
 
 
 def metric(name: str, values: Iterable[Any]) -> Mutation:
-    """A metric of one of these values."""
+    """Return a fault that sets a metric to one of these values."""
     options = list(values)
 
     def mutation(message: Message, rng: np.random.Generator) -> None:
@@ -286,27 +286,27 @@ ENVELOPE: dict[str, Mutation] = {
     ),
     "to another message": _set("_reply_to_message_id", lambda m, rng: f"{rng.integers(2**40)}-"),
 }
-"""Wrong in any reply."""
+"""Faults of any reply."""
 
 TRAIN: dict[str, Mutation] = {**of_record(records.UPDATE), **METRICS, **ENVELOPE}
-"""Wrong in an upload."""
+"""Faults of an upload."""
 
 EVALUATE: dict[str, Mutation] = {
     **METRICS,
     **ENVELOPE,
     "record missing": without_record(records.METRICS),
 }
-"""Wrong in scores."""
+"""Faults of scores."""
 
 ANSWER: dict[str, Mutation] = {**of_record(records.ANSWER, floats=False), **ENVELOPE}
-"""Wrong in an answer to a question."""
+"""Faults of an answer to a question."""
 
 
 # Requests --------------------------------------------------------------------------------------
 
 
 def fact(name: str, values: Iterable[Any]) -> Mutation:
-    """A fact of the round replaced; `MISSING` takes it away."""
+    """Return a fault that replaces a fact of the round; `MISSING` removes it."""
     options = list(values)
 
     def mutation(message: Message, rng: np.random.Generator) -> None:
@@ -321,7 +321,7 @@ def fact(name: str, values: Iterable[Any]) -> Mutation:
 
 
 class _Missing:
-    """No value."""
+    """The absence of a value."""
 
 
 MISSING = _Missing()
@@ -349,10 +349,10 @@ def _nobody_asked(message: Message, rng: np.random.Generator) -> None:
 
 
 def requests(facts: Iterable[str]) -> dict[str, Mutation]:
-    """Everything that can be wrong with a request to train under a protection of these facts."""
+    """Return all faults of a request to train under a protection with these facts."""
     amounts = [name for name in facts if name.endswith(("-norm", "-stddev", "-rate"))]
     model = of_record(records.MODEL)
-    # A server may share fewer parameters; and weights of 1e16 are a bad model, not a malformed one.
+    # Sharing fewer parameters is valid; weights of 1e16 are a bad model, but not malformed.
     left_out = ("array huge", "fewer arrays")
     return {
         **{name: change for name, change in model.items() if name not in left_out},

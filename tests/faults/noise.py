@@ -1,4 +1,4 @@
-"""The noise that is really in what is released, while clients drop out: measured, not assumed."""
+"""Measure the noise that is really in released sums, while clients drop out."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ NORM, MULTIPLIER = 0.5, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Noise of the sums that were released, over what the plan accounts for."""
+    """The noise of released sums, relative to the noise for which the plan accounts."""
 
     dropout: float
     policy: str
     released: int
     rounds: int
     ratio: float
-    """Standard deviation measured over that accounted for; NaN where nothing was released."""
+    """Measured standard deviation over the accounted one; NaN if nothing was released."""
     too_little: float
-    """How probable so little noise is where the plan's is there."""
+    """Probability of so little noise if the planned noise is there."""
 
     @property
     def enough(self) -> bool:
-        """Whether the noise is not significantly less than accounted for, 1 in a million."""
+        """Return True unless the noise is significantly too small, at a level of 1 in a million."""
         return self.released == 0 or self.too_little > 1e-6
 
 
 class LosingGrid(FaultyGrid):
-    """Loses each training reply with a probability."""
+    """A grid that loses each training reply with a given probability."""
 
     dropout = 0.0
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """As `InProcessGrid`, but for the replies that are lost."""
+        """Send messages as `InProcessGrid` does, but lose some replies."""
         replies = super().send_and_receive(messages, timeout=timeout)
         return [r for r in replies if not _of_training(r) or self.rng.random() >= self.dropout]
 
@@ -60,7 +60,7 @@ def _of_training(reply: Message) -> bool:
 def measure(
     dropout: float, policy: DropoutPolicy, placement: NoisePlacement, *, rounds: int, seed: int
 ) -> Measured:
-    """Run with updates of zero, so that all that moves the model is noise from secure sources."""
+    """Run with updates of zero, so that only noise from secure sources moves the model."""
     plan = ReleasePlan(
         sampling=FullParticipation(COHORT),
         clipping_norm=NORM,
@@ -89,7 +89,7 @@ def measure(
     )
     steps = np.diff(np.stack(models), axis=0) * COHORT / (NORM * MULTIPLIER)
     rows = result.train_metrics_clientapp
-    # As the strategy says: a sum that was released without noise moves nothing, as one discarded.
+    # The strategy tells a discarded sum from one without noise; neither moves the model.
     noise = steps[[not rows[number].get("discarded", 0) for number in range(1, rounds + 1)]]
     return Measured(
         dropout=dropout,

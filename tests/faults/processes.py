@@ -1,14 +1,14 @@
 """Faults on a real SuperLink and real SuperNodes.
 
-Four SuperNodes with registered keys, TLS, and runs of DP-FedAvg in which everyone is asked in every
-round. Each round of the plan below meets its faults while it is under way. Afterwards
+Four SuperNodes with registered keys and TLS run DP-FedAvg and take part in every round. Each round
+of the plan below meets its faults while it is under way. Afterwards the test checks that
 
-* who answered in each round is compared with whom the faults left,
-* the same run is made in this process with the same clients missing: the models must be equal, so
-  that every aggregate was the right one,
-* ε is compared with what the ledger's entries give, and with the participations.
+* the nodes that answered in each round are those that the faults left,
+* the model equals that of a run in this process with the same clients missing, so that every
+  aggregate was right,
+* ε equals the ε from the ledger's entries, and from the participations.
 
-The ledger tells when a round begins: its entry is on disk before a client is asked.
+The ledger shows when a round begins: its entry is on disk before the server asks a client.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class WatchedRun:
-    """An app's run on a deployment, watched through its run directory while it is under way."""
+    """A running app on a deployment, observed through its run directory."""
 
     def __init__(
         self, deployment: Deployment, app: Path, path: Path, settings: Mapping[str, Any]
@@ -78,7 +78,7 @@ class WatchedRun:
 
     @property
     def rounds_begun(self) -> int:
-        """Rounds whose release is reserved, whether or not their clients were asked yet."""
+        """Return the number of rounds with a reserved release, before or after their requests."""
         return sum(entry["kind"] == "reserve" for entry in self._ledger())
 
     def wait_for_round(self, number: int, *, seconds: float = 600) -> None:
@@ -87,7 +87,7 @@ class WatchedRun:
         Raises
         ------
         TimeoutError
-            It is not after ``seconds``, or the run has ended.
+            The round has not begun after ``seconds``, or the run has ended.
         """
         deadline = time.monotonic() + seconds
         while self.rounds_begun < number:
@@ -96,7 +96,7 @@ class WatchedRun:
             time.sleep(0.2)
 
     def finish(self, seconds: float = 900) -> RunDirectory:
-        """Wait for the run's end; what it left behind."""
+        """Wait for the run's end; return its results."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"the run in {self.path} has not ended after {seconds:g} s")
@@ -113,7 +113,7 @@ class WatchedRun:
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls partition ``node`` in a round, or no client (None)."""
+    """A fault of partition ``node`` in a round, or of no client (None)."""
 
     kind: str
     inject: Callable[[Deployment, Any], None]
@@ -121,19 +121,19 @@ class Fault:
 
 
 def kill_node(deployment: Deployment, node: int) -> None:
-    """SIGKILL to a SuperNode and to what it started."""
+    """Send SIGKILL to a SuperNode and to its child processes."""
     process = deployment.supernodes[node]
     signal_group(process, signal.SIGKILL)
     process.wait()
 
 
 def restart_node(deployment: Deployment, node: int) -> None:
-    """An orderly end in the middle of a round, and a new start at once."""
+    """End a SuperNode in order in the middle of a round, and start it again at once."""
     _restart(deployment, node, {})
 
 
 def misconfigure(deployment: Deployment, node: int) -> None:
-    """The same, with a node config under which the client raises from now on."""
+    """Do the same, with a node config under which the client raises from now on."""
     _restart(deployment, node, {"device": "nonsense"})
 
 
@@ -151,15 +151,15 @@ def return_node(
     config: Mapping[str, str] | None = None,
     seconds: float = 150,
 ) -> None:
-    """Start a SuperNode again and again until it is let in, as a service manager would.
+    """Start a SuperNode repeatedly until the SuperLink accepts it, as a service manager would.
 
-    Flower refuses a node that it believes to be online: after a crash, until the heartbeats of the
-    process before are overdue (60 s).
+    Flower refuses a node that it believes to be online. After a crash, that lasts until the
+    heartbeats of the earlier process are overdue (60 s).
 
     Raises
     ------
     TimeoutError
-        It is not let in after ``seconds``.
+        The SuperLink has not accepted it after ``seconds``.
     """
     log = deployment.folder / "logs" / f"node-{node}.log"
     deadline = time.monotonic() + seconds
@@ -177,17 +177,17 @@ def return_node(
 
 
 def kill_client(deployment: Deployment, node: int, *, at_work: float = 0.0) -> None:
-    """SIGKILL to the ClientApp alone, once it has had ``at_work`` seconds of a processor."""
+    """Send SIGKILL to the ClientApp only, once it has used ``at_work`` seconds of a processor."""
     _client_app(deployment.supernodes[node], at_work).kill()
 
 
 def _client_app(supernode: subprocess.Popen[bytes], at_work: float) -> psutil.Process:
-    """The ClientApp of a SuperNode that runs, once it has had so many seconds of a processor."""
+    """Return the ClientApp of a SuperNode, once it has used so many seconds of a processor."""
     began, parent = time.time(), psutil.Process(supernode.pid)
     while time.time() < began + 60:
         for child in parent.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                fresh = child.create_time() >= began - 1  # not one that ends after its last reply
+                fresh = child.create_time() >= began - 1  # an older one is about to end
                 busy = child.cpu_times().user >= at_work
                 if fresh and busy and "flwr-clientapp" in " ".join(child.cmdline()):
                     return child
@@ -196,30 +196,31 @@ def _client_app(supernode: subprocess.Popen[bytes], at_work: float) -> psutil.Pr
 
 
 def kill_client_at_work(deployment: Deployment, node: int) -> None:
-    """As the kernel does where memory is short."""
+    """Kill the ClientApp at work, as the kernel does when memory is short."""
     kill_client(deployment, node, at_work=3.0)
 
 
 def freeze(deployment: Deployment, node: int) -> None:
-    """SIGSTOP: the node's machine is busy with something else, beyond the time-out."""
+    """Send SIGSTOP, as if the node's machine were busy beyond the time-out."""
     signal_group(deployment.supernodes[node], signal.SIGSTOP)
 
 
 def thaw(deployment: Deployment, node: int) -> None:
-    """SIGCONT in a later round: the reply to the earlier one comes now."""
+    """Send SIGCONT in a later round, so that the reply to the earlier one arrives now."""
     signal_group(deployment.supernodes[node], signal.SIGCONT)
 
 
 def knock(deployment: Deployment, _: None) -> None:
-    """A node whose key nobody registered; it must end by itself."""
+    """Start a node with an unregistered key; it must end by itself."""
     process = deployment.start_node(0, name="stranger")
     process.wait(120)
 
 
 def restart_superlink(deployment: Deployment, _: None) -> None:
-    """SIGKILL to the SuperLink while a client works; the same command on the same database again.
+    """Send SIGKILL to the SuperLink while a client works; start it again on the same database.
 
-    Not before: a ServerApp whose question is under way then cannot send it again (flwr 1.41).
+    The fault waits until a client works, because a ServerApp cannot repeat a request that was under
+    way (flwr 1.41).
     """
     assert deployment.superlink is not None
     running = next(node for node in deployment.supernodes.values() if node.poll() is None)
@@ -230,12 +231,12 @@ def restart_superlink(deployment: Deployment, _: None) -> None:
 
 
 def nothing(deployment: Deployment, node: int) -> None:
-    """What happened to the node before is the fault."""
+    """Do nothing; the fault is what happened to the node before."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Faults by round; ``returns``: nodes killed in a round that their owners start again."""
+    """Faults by round; ``returns`` has killed nodes that their owners start again."""
 
     policy: str
     rounds: int
@@ -300,7 +301,7 @@ PLANS = (TOPPED_UP, DISCARDED)
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run under faults, and what became of it."""
+    """A run under faults, and its results."""
 
     plan: Plan
     injected: Sequence[tuple[int, Fault]]
@@ -310,17 +311,17 @@ class Outcome:
 
     @property
     def missing(self) -> dict[int, set[int]]:
-        """By round, who was asked to train and gave no usable answer."""
+        """Return, by round, the partitions that gave no usable answer to a request to train."""
         return missing_in(self.run)
 
     @property
     def discarded(self) -> int:
-        """Rounds that changed nothing."""
+        """Return the number of rounds that changed nothing."""
         return sum(row.get("discarded", 0) == 1 for row in self.run.metrics())
 
     @property
     def wrong_aggregates(self) -> int:
-        """0 if the model is that of the same run in one process, with the same clients missing."""
+        """Return 0 if the model equals that of an in-process run with the same clients missing."""
         ours, other = (load_file(r.path / "model.safetensors") for r in (self.run, self.reference))
         same = all(bool(np.allclose(ours[n], other[n], atol=1e-5)) for n in other)
         counts = [
@@ -332,7 +333,7 @@ class Outcome:
 
     @property
     def epsilons(self) -> dict[str, float]:
-        """ε for released models: as published by the run, and by what its ledger holds."""
+        """Return ε for released models, as published by the run and as computed from its ledger."""
         stated = next(
             g
             for g in self.run.guarantees()
@@ -348,7 +349,7 @@ class Outcome:
 
     @property
     def epsilon_right(self) -> bool:
-        """Whether it is what the ledger gives, and what the reference's participations give."""
+        """Return True if ε equals that of the ledger and of the reference's participations."""
         stated, by_ledger = self.epsilons.values()
         theirs = [g.epsilon for g in self.reference.guarantees()]
         ours = [g.epsilon for g in self.run.guarantees()]
@@ -356,13 +357,13 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether the run completed, every aggregate was right, and ε is."""
+        """Return True if the run completed, every aggregate was right, and ε is right."""
         completed = self.error is None and self.run.facts["status"] == "completed"
         return completed and self.wrong_aggregates == 0 and self.epsilon_right
 
 
 def missing_in(run: RunDirectory) -> dict[int, set[int]]:
-    """By round, partitions without a usable answer to a training message."""
+    """Return, by round, the partitions without a usable answer to a training message."""
     rows = [row for row in run.missing() if row["kind"] == "train"]
     return {row["round"]: set(row["partitions"]) for row in rows}
 
@@ -370,7 +371,7 @@ def missing_in(run: RunDirectory) -> dict[int, set[int]]:
 def under_faults(
     deployment: Deployment, plan: Plan, path: Path, *, timeout: int, **more: object
 ) -> Outcome:
-    """A run that meets the faults of ``plan``, and the same run in this process.
+    """Run under the faults of ``plan``, and run the same in this process.
 
     ``more`` are settings of both, with ``_`` in place of ``-``.
     """
@@ -390,7 +391,7 @@ def under_faults(
             for fault in plan.faults.get(number, ()):
                 try:
                     fault.inject(deployment, fault.node)
-                except TimeoutError as missed:  # the round was too quick: no fault to count
+                except TimeoutError as missed:  # the round ended too quickly for the fault
                     print(f"round {number}: not injected: {missed}", flush=True)
                     continue
                 print(f"round {number}: {fault.kind}, node {fault.node}", flush=True)
@@ -408,7 +409,7 @@ def under_faults(
 def in_process(
     path: Path, settings: Mapping[str, Any], missing: Mapping[int, set[int]]
 ) -> RunDirectory:
-    """The same run in this process; ``missing`` says who does not answer in which round."""
+    """Run the same in this process; ``missing`` has the clients without an answer in each round."""
     server, client = load_app(APP)
     project = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     config = {**project["config"], **settings, "run-directory": str(path)}
@@ -420,14 +421,14 @@ def in_process(
 
 
 class GridWithGaps(InProcessGrid):
-    """The in-process engine, with clients that do not answer to training in given rounds."""
+    """The in-process engine with clients that do not answer training requests in given rounds."""
 
     missing: Mapping[int, set[int]] = {}
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Replies of those who answer."""
+        """Return the replies of the clients that answer."""
         return super().send_and_receive([m for m in messages if self._answers_to(m)])
 
     def _answers_to(self, message: Message) -> bool:
@@ -439,7 +440,7 @@ class GridWithGaps(InProcessGrid):
 
 @dataclass(frozen=True)
 class Row:
-    """Faults of one kind: how many, and how many of them cost their client the round."""
+    """Number of faults of one kind, and of those that cost their client the round."""
 
     kind: str
     injected: int
@@ -447,12 +448,12 @@ class Row:
 
     @property
     def nothing_lost(self) -> int:
-        """Faults after which the round had all its answers from that client."""
+        """Number of faults after which the round still had all answers of that client."""
         return self.injected - self.client_missed_round
 
 
 def run(folder: Path, plan: Plan, *, timeout: int = 75) -> tuple[list[Row], Outcome]:
-    """A run on a deployment below ``folder``; faults by kind, and what became of it."""
+    """Run on a deployment below ``folder``; return faults by kind, and their results."""
     with Deployment(folder / "deployment", NODES) as deployment:
         outcome = under_faults(deployment, plan, folder / plan.policy, timeout=timeout)
     met = [
@@ -464,7 +465,7 @@ def run(folder: Path, plan: Plan, *, timeout: int = 75) -> tuple[list[Row], Outc
 
 
 def report(rows: Sequence[Row], outcome: Outcome) -> str:
-    """Both tables, in Markdown."""
+    """Return both tables in Markdown."""
     faults = table(
         ("fault", "injected", "client missed the round", "nothing lost"),
         [(r.kind, r.injected, r.client_missed_round, r.nothing_lost) for r in rows],

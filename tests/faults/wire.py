@@ -1,4 +1,4 @@
-"""What of a client's memory is on the wire: every message of a run, searched byte by byte."""
+"""Search every message of a run, byte by byte, for a client's memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flower_ext.federation import FederatedStrategy, InProcessGrid, records
 from tests.faults.worlds import CLIENTS, initial, task
 
 WINDOW = 12
-"""Bytes that must be found together: three neighbouring parameters."""
+"""Number of bytes that must match together: three neighbouring parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """How much was looked for, in how much, and what was found of it."""
+    """The amount of memory and messages that was searched, and the matches."""
 
     name: str
     personal_bytes: int
@@ -29,7 +29,7 @@ class Searched:
 
 
 class TappedGrid(InProcessGrid):
-    """Keeps the bytes of every message, and what clients remembered after each."""
+    """A grid that keeps the bytes of every message, and the clients' memory after each."""
 
     def __init__(self, app: ClientApp, num_clients: int) -> None:
         super().__init__(app, num_clients)
@@ -37,14 +37,14 @@ class TappedGrid(InProcessGrid):
         self.names: set[str] = set()
         self.memories: dict[bytes, str] = {}
         self.own: dict[str, set[bytes]] = {}
-        """Runs of numbers in clients' memories, by name, that no server had sent before."""
+        """Sequences of numbers in clients' memories, by name, that no server had sent before."""
         self._sent: set[bytes] = set()
         self.messages = self._untapped = 0
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """As `InProcessGrid`, with everything written down."""
+        """Send messages as `InProcessGrid` does, and record everything."""
         messages = list(messages)
         replies = list(super().send_and_receive(messages, timeout=timeout))
         self._tap_all(messages)
@@ -83,10 +83,10 @@ def _numbers(record: object) -> list[float]:
 def search(
     name: str, strategy: FederatedStrategy, personal: Callable[[str], bool], *, rounds: int
 ) -> Searched:
-    """Run a method and look for every three neighbouring numbers of any client's memory.
+    """Run a method and search for every three neighbouring numbers of any client's memory.
 
-    Numbers that the server had sent before are not the client's own: a unit that never fires stays
-    in the personal model as it came.
+    Numbers that the server had sent before are not the client's own: a unit that is never active
+    stays in the personal model as it was received.
     """
     grid = TappedGrid(type(strategy).client_app(task(), allow_seeded_noise=True), CLIENTS)
     strategy.start(grid, initial(), num_rounds=rounds)
@@ -105,6 +105,6 @@ def search(
 
 
 def _windows(data: bytes) -> set[bytes]:
-    """All runs of `WINDOW` bytes from every fourth one on, but those of numbers all alike."""
+    """Return the sequences of `WINDOW` bytes at every fourth offset whose numbers differ."""
     runs = {data[at : at + WINDOW] for at in range(0, len(data) - WINDOW + 1, 4)}
     return {run for run in runs if len({run[at : at + 4] for at in range(0, WINDOW, 4)}) > 1}

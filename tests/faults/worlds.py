@@ -1,9 +1,9 @@
-"""Small real learning problems on which the methods run while things go wrong."""
+"""Small real learning problems, on which the methods run under faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,13 @@ from flower_ext.algorithms import (
     Scaffold,
 )
 from flower_ext.algorithms.scaffold import STEPS
-from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateWeighting, UldpAvg, private_silo
+from flower_ext.algorithms.uldp import (
+    LatticeWeighting,
+    PrivateUldpAvg,
+    PrivateWeighting,
+    UldpAvg,
+)
+from flower_ext.algorithms.uldp.weighting import protocol
 from flower_ext.data import Examples, SiloData
 from flower_ext.federation import FederatedStrategy, records
 from flower_ext.privacy import (
@@ -45,7 +51,7 @@ FAST = LocalTraining(epochs=1, batch_size=10)
 
 
 class Net(nn.Module):
-    """Two layers; the last is the personal head of the methods that have one."""
+    """Two layers, of which the last is the personal head of methods that have one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +64,7 @@ class Net(nn.Module):
 
 
 def client_data(number: int) -> SiloData:
-    """Records of one client, or silo, and whose they are."""
+    """Return the records of one client or silo, and their owners."""
     generator = torch.Generator().manual_seed(number)
     features = torch.randn(RECORDS + 10, FEATURES, generator=generator)
     targets = torch.randint(CLASSES, (RECORDS + 10,), generator=generator)
@@ -74,12 +80,12 @@ DATA = [client_data(number) for number in range(CLIENTS)]
 
 
 def task() -> Task:
-    """The problem as every method takes it."""
+    """Return the problem as a task for every method."""
     return Task(model=Net, data=lambda number: DATA[number], device="cpu")
 
 
 def initial() -> ArrayRecord:
-    """The model before the first round."""
+    """Return the model before the first round."""
     return ArrayRecord(task().initial_params(SEED))
 
 
@@ -88,23 +94,23 @@ USUAL = Rates()
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A method, and what can befall its replies."""
+    """A method, and the faults that can happen to its replies."""
 
     name: str
     build: Callable[..., FederatedStrategy]
-    """Takes options of `FederatedStrategy`."""
+    """A function that takes options of `FederatedStrategy`."""
     nodes: int = CLIENTS
     rates: Rates = USUAL
     mutations: dict[str, Mutation]
     huge: Mutation | None = None
 
     def client_app(self, strategy: FederatedStrategy) -> ClientApp:
-        """Its client side, which takes part in simulation."""
+        """Return its ClientApp, which allows simulation."""
         return type(strategy).client_app(task(), allow_seeded_noise=True)
 
 
 def release_plan(**changes: Any) -> ReleasePlan:
-    """Client-level privacy."""
+    """Return a plan of client-level privacy."""
     facts: dict[str, Any] = {
         "sampling": PoissonSampling(CLIENTS, 0.7),
         "clipping_norm": 0.5,
@@ -116,14 +122,14 @@ def release_plan(**changes: Any) -> ReleasePlan:
 
 
 def user_plan(**changes: Any) -> ReleasePlan:
-    """User-level privacy over silos."""
+    """Return a plan of user-level privacy over silos."""
     return release_plan(
         **{"sampling": PoissonSampling(USERS, 0.6), "unit": PrivacyUnit.USER, **changes}
     )
 
 
 def record_plan() -> RecordLevelPlan:
-    """Record-level privacy of what each client uploads."""
+    """Return a plan of record-level privacy for each client's uploads."""
     return RecordLevelPlan(
         sampling=FullParticipation(CLIENTS),
         clipping_norm=2.0,
@@ -135,7 +141,7 @@ def record_plan() -> RecordLevelPlan:
 
 
 def nobody_private() -> NonPrivatePlan:
-    """No privacy: what is refused is refused all the same."""
+    """Return a plan without privacy; the server refuses bad replies under it, too."""
     return NonPrivatePlan(sampling=FullParticipation(CLIENTS))
 
 
@@ -171,7 +177,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="DP-FedAvg, server noises",
         build=lambda **o: DPFedAvg(plan=release_plan(noise_placement="server"), local=FAST, **o),
-        rates=_NO_HUGE,  # is clipped
+        rates=_NO_HUGE,  # uploads are clipped
         mutations=TRAIN,
     ),
     Case(
@@ -192,7 +198,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="SCAFFOLD, no privacy",
         build=lambda **o: Scaffold(plan=nobody_private(), local=FAST, **o),
-        rates=_NO_HUGE,  # nothing says what is too large
+        rates=_NO_HUGE,  # no bound says that an upload is too large
         mutations={
             **TRAIN,
             "steps impossible": metric(STEPS, [0, -1, 0.5, float("nan"), [2], 10**400]),
@@ -204,12 +210,12 @@ _SUM = {
     "no ciphertext": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.full(a.shape, rng.choice([0, 255]), np.uint8)),
-        only=private_silo.SUM,
+        only=protocol.SUM,
     ),
     "number of another round": in_array(
         records.UPDATE,
         lambda a, rng: type(a)(np.array(rng.choice([-1, 0, 10**6, 2**62]), np.int64)),
-        only=private_silo.NUMBER,
+        only=protocol.NUMBER,
     ),
 }
 PRIVATE = Case(
@@ -246,10 +252,21 @@ PRIVATE = Case(
         **ENVELOPE,
     },
 )
+PRIVATE_LATTICE = replace(
+    PRIVATE,
+    name="ULDP-AVG-w, over ring-LWE",
+    build=lambda **o: PrivateUldpAvg(
+        plan=user_plan(dropout_policy="discard"),
+        num_silos=SILOS,
+        local=FAST,
+        protocol=LatticeWeighting(max_records_per_user=60),
+        **o,
+    ),
+)
 
 
 def personal_of(prefix: str = "") -> Callable[[str], bool]:
-    """Names in a client's memory that are its own alone."""
+    """Return the names in a client's memory that belong only to that client."""
     return lambda name: name.startswith(prefix)
 
 

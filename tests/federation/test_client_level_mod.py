@@ -1,4 +1,4 @@
-"""Client-level privacy of ClientApps that are not ours, through a mod."""
+"""Client-level privacy, by a mod, of ClientApps that do not use this package."""
 
 import numpy as np
 import pytest
@@ -48,12 +48,12 @@ LOUD = {"num-examples": 7, "loss": 0.25}
 
 
 def moved(model, partition: int):
-    """A training that is the same in both worlds: ours and that of a foreign ClientApp."""
+    """Return the result of one training that this package's and a foreign ClientApp share."""
     return {name: value + (partition + 1.0) for name, value in model.items()}
 
 
 def foreign_app(train=moved, *, mods=None, more=None) -> ClientApp:
-    """A ClientApp as in Flower's tutorials, whose reply also holds what no guarantee covers."""
+    """Return a ClientApp as in Flower's tutorials, whose reply also has uncovered content."""
     app = ClientApp(mods=[client_level_dp_mod(allow_seeded_noise=True)] if mods is None else mods)
 
     @app.train()
@@ -295,7 +295,7 @@ def test_the_app_sees_what_flowers_own_strategies_send():
 
 
 def test_personal_layers_stay_on_the_client_though_the_app_returns_its_whole_model():
-    """As BatchNorm's statistics and counters, which the server refuses to share."""
+    """Examples are BatchNorm's statistics and counters, which the server refuses to share."""
 
     def train(received, partition):
         assert set(received) == {"w", "t"}
@@ -341,7 +341,7 @@ ODD = {
 
 
 def odd_app(name: str) -> ClientApp:
-    """One client, partition 1, does something odd; the others do not."""
+    """Return a ClientApp in which only partition 1 does something odd."""
 
     def train(received, partition):
         return (ODD[name] if partition == 1 else moved)(received, partition)
@@ -394,7 +394,7 @@ TIGHT = ClipUpdate(clipping_norm=1.0, noise_stddev=1e-6)
 
 
 def ask(model, returned, protection=TIGHT, **facts) -> Message:
-    """What a client behind the mod answers to one message of a round."""
+    """Return the answer of a client behind the mod to one message of a round."""
     app = foreign_app(lambda received, partition: returned)
     grid = InProcessGrid(app, num_clients=1)
     (node,) = grid.get_node_ids()
@@ -445,7 +445,7 @@ def test_counters_leave_the_client_as_they_came(counter):
     update = update_of(ask(model, returned))
     assert update["n"].dtype == counter.dtype
     assert update["n"].shape == counter.shape
-    assert not update["n"].any()  # the difference to what was received
+    assert not update["n"].any()  # the difference to the received values
     assert np.linalg.norm(update["w"]) == pytest.approx(1.0, rel=1e-4)
 
 
@@ -470,7 +470,7 @@ def test_the_norm_before_clipping_is_told_where_the_server_asks_for_diagnostics(
         (TIGHT, {"noise-stddev": float("nan")}, "noise-stddev"),
         (TIGHT, {"noise-stddev": 0.0}, "noise-stddev"),
         (TIGHT, {"number": 0}, "number"),
-        (TIGHT, {"another": 1.0}, "which is none"),
+        (TIGHT, {"another": 1.0}, "a known protection"),
     ],
 )
 def test_a_message_that_asks_for_what_the_mod_cannot_do_is_refused_by_name(protection, facts, said):

@@ -1,4 +1,4 @@
-"""Waiting for nodes: who waits is told in time how there are more."""
+"""Waiting for nodes: the log says in time how to start more of them."""
 
 import pytest
 from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""Nothing that one client sends depends on another: not on its data, errors, or presence."""
+"""A client's upload depends on no other client: not on its data, its errors or its presence."""
 
 from dataclasses import replace
 
@@ -22,11 +22,11 @@ from tests.support.worlds import CLASSES, FEATURES, Net, client_data
 
 CLIENTS = 9
 UNSTABLE = LocalTraining(epochs=6, batch_size=8, learning_rate=3.0)
-"""Rounding grows in it beyond all bounds."""
+"""Training in which rounding errors grow without bound."""
 
 
 class Convolutional(nn.Module):
-    """What no compiled code trains."""
+    """A network that compiled code cannot train."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Convolutional(nn.Module):
 
 
 def uneven(client):
-    """Clients of 23 to 30 examples."""
+    """Return clients of 23 to 30 examples."""
     data = client_data(client)
     return ClientData(train=first_of(data, 30 - client % 4 * 2 - client % 2), test=data.test)
 
@@ -129,7 +129,7 @@ METHODS = {
 
 
 def uploads(make, model, odd, *, present=True, engine=InProcessGrid):
-    """What each client sends in one round whose client 0 is odd, or absent."""
+    """Return each client's upload in one round in which client 0 is odd or absent."""
 
     def data(client):
         own = client_data if isinstance(make().plan, RecordLevelPlan) else uneven
@@ -214,7 +214,7 @@ def unreadable_record(client):
 
 
 def telling(client):
-    """An error that is a sentence, over several lines, in its type and in its cause."""
+    """Raise an error that reveals the record by its type, its cause and several lines of text."""
     try:
         return unreadable_record(client)
     except ValueError as error:
@@ -250,7 +250,7 @@ def test_no_error_tells_of_a_record_in_replies_refusals_or_files(odd, engine, tm
         (told,) = told
         assert "num_examples=30" in told
         assert " 5 " not in told
-    else:  # a record that makes training raise leaves its client's model as it was
+    else:  # a record that makes training raise leaves its client's model unchanged
         assert told == (set() if odd is mislabelled else {STAYS_THERE})
     assert len(strategy.refusals) >= 2 * bool(told)
     files = [path for path in run.path.rglob("*") if path.is_file()]
@@ -268,7 +268,7 @@ def test_what_a_client_does_not_tell_is_in_its_own_log(caplog):
 
 
 class Picky(nn.Module):
-    """A model that refuses what it is given, in batches too."""
+    """A model that refuses some inputs, in batches of clients too."""
 
     def __init__(self):
         super().__init__()

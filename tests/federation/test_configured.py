@@ -1,4 +1,4 @@
-"""Settings of a run become the suite's own objects; each by the same name in every app."""
+"""Settings of a run become objects of this package, under the same names in every app."""
 
 import pytest
 from flwr.app import Context, RecordDict
@@ -136,7 +136,7 @@ def everyone(**changes):
         ({}, None, None),
         ({"budget": 0.0}, None, None),
         ({"budget": 3.0}, None, 3.0),
-        ({"epsilon": 2.0}, None, None),  # the noise is set
+        ({"epsilon": 2.0}, None, None),  # the settings fix the noise
         ({"epsilon": 2.0, "noise-multiplier": None}, 2.0, None),
         ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "provable"}, 2.0, None),
         ({"epsilon": 2.0, "noise-multiplier": 0.0, "calibration": "published"}, None, None),

@@ -1,4 +1,4 @@
-"""One line gives a strategy of somebody's own ServerApp a run directory, and lets it go on."""
+"""One line gives a strategy in any ServerApp a run directory, from which the run can be resumed."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_the_directory_holds_all_that_an_app_of_ours_leaves(tmp_path, capsys, ca
     assert told == [f"Report: {run.path / 'report.html'}"]
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == f"Run directory: {run.path}"
-    assert len(said) <= 6  # a line a round, and three
+    assert len(said) <= 6  # one line per round, and three more
     assert (run.path / "report.md").read_text().startswith("# DPFedAvg\n")
 
 

@@ -1,4 +1,4 @@
-"""Asking and listening: who is asked in which words, what is accepted, what is counted."""
+"""Requests and replies: their content, the accepted replies, and the counts of both."""
 
 import logging
 
@@ -17,13 +17,13 @@ from flower_ext.federation.records import RefusedReply
 CLIENTS = 4
 DOWN = ArrayRecord({"w": Array(np.zeros(1_000, np.float32)), "b": Array(np.zeros(200))})
 UP = ArrayRecord({"w": Array(np.ones(300))})
-# As they travel: NumPy's own header of each array included.
+# Sizes as they travel, including NumPy's header of each array.
 DOWN_BYTES = sum(len(array.data) for array in DOWN.values())
 UP_BYTES = sum(len(array.data) for array in UP.values())
 
 
 def client_app(method: str | None = "meth", fails: tuple[int, ...] = ()) -> ClientApp:
-    """Answers its partition's square; ``method`` None is an app that does not know us."""
+    """Return an app that answers its partition's square; with ``method`` None, a foreign app."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -64,7 +64,7 @@ def connected(app: ClientApp | None = None) -> tuple[Exchange, InProcessGrid]:
 
 
 def listen(exchange, grid, kind, partitions, server_round=1):
-    """Ask and accept: values by partition."""
+    """Ask and accept answers; return the values by partition."""
     messages = exchange.ask(kind, {p: {"down": DOWN} for p in partitions}, server_round)
     replies = grid.send_and_receive(messages)
     return exchange.accepted(kind, server_round, replies, partitions, square_of)
@@ -80,7 +80,7 @@ def test_nobody_is_known_before_the_connection_and_everybody_by_partition_after_
 def test_nodes_are_asked_who_they_are_once_only():
     exchange, _ = connected()
     roster = exchange.roster
-    other = InProcessGrid(client_app(), CLIENTS + 1)  # would be refused
+    other = InProcessGrid(client_app(), CLIENTS + 1)  # it would be refused
     assert exchange.connect(other, CLIENTS) is roster
     with pytest.raises(FederationNotReady):
         Exchange("meth", Progress(), timeout=0.1).connect(other, CLIENTS)

@@ -1,4 +1,4 @@
-"""Our accounting behind Flower's protocol: alone, and in real runs of Flower's strategies."""
+"""This package's accountant behind Flower's protocol: alone, and in runs of Flower's strategies."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def event(noise=1.0, sample=10, population=POPULATION) -> GaussianPrivacyEvent:
 
 
 def gaussian_delta(noise: float, releases: int, epsilon: float) -> float:
-    """Balle and Wang's formula, written out."""
+    """Return δ by Balle and Wang's formula."""
     shift = math.sqrt(releases) / noise
 
     def below(x: float) -> float:
@@ -128,7 +128,7 @@ def test_epsilon_is_never_above_flowers_own_and_never_below_what_holds(kind, rel
 
 
 def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant_misses():
-    """Everybody takes part, so that the exact ε is known: a replaced client moves the sum by 2C."""
+    """All clients take part, so the exact ε is known: a replaced client moves the sum by 2C."""
     ours, flowers = accountant("without-replacement"), RdpAccountant(config("without-replacement"))
     for each in (ours, flowers):
         each.compose(event(2.0, sample=POPULATION))
@@ -137,7 +137,7 @@ def test_replacing_one_of_all_costs_twice_the_shift_which_flowers_own_accountant
 
 
 def test_two_neighbours_show_more_than_flowers_own_accountant_allows_for_sampled_replacing():
-    """All others send nothing; one client sends C, or −C, in the tenth of draws that it is in."""
+    """Other clients send zeros; one, drawn with probability 1/10, sends C or −C."""
     noise, rate = 4.0, 0.1
     seen = np.linspace(-60.0, 60.0, 1_000_001)
 
@@ -292,7 +292,7 @@ def test_releases_on_the_ledger_count_after_a_restart(kind, tmp_path):
     ledger.close()
     assert [e["kind"] for e in Ledger.read(path)] == ["reserve", "commit"] * 3
     again = PldAccountant(config(kind), ledger=Ledger(path), **secret)
-    again.load_state_dict(saved)  # of before the last release, which stays spent
+    again.load_state_dict(saved)  # saved before the last release, which stays spent
     assert again.get_privacy_spent() == first.get_privacy_spent()
 
 

@@ -1,4 +1,4 @@
-"""Frozen parts stay on the nodes, and a node with another base is refused by name."""
+"""Frozen parts stay on the nodes, and the server refuses a node with another base by name."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_only_what_trains_is_sent_and_its_norm_is_that_which_is_clipped():
     assert set(state) == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
     start = task().initial_params(0)
     moved = np.sqrt(sum(float((state[n] - p).double().square().sum()) for n, p in start.items()))
-    # Two rounds of means of updates, each clipped to 0.5 over what trains alone.
+    # Two rounds of mean updates, each clipped to 0.5 over the trained parts only.
     assert 0.05 < moved <= 1.0
 
 

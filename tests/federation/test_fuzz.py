@@ -1,4 +1,4 @@
-"""Every handler of messages, on the server and on clients, against what nobody asked for."""
+"""All handlers of messages, on the server and on clients, reject arbitrary content."""
 
 from functools import cache
 
@@ -48,6 +48,7 @@ from tests.faults.worlds import (
     CLIENTS,
     FAST,
     PRIVATE,
+    PRIVATE_LATTICE,
     SILOS,
     USERS,
     Case,
@@ -59,7 +60,7 @@ from tests.faults.worlds import (
 )
 from tests.support.replies import reply
 
-METHODS = {case.name: case for case in (*CASES, PRIVATE)}
+METHODS = {case.name: case for case in (*CASES, PRIVATE, PRIVATE_LATTICE)}
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 DP_SGD = DpSgdTraining(
     steps=2,
@@ -176,7 +177,7 @@ def test_records_of_anything_are_refused_or_are_a_histogram(content):
 
 
 class Forger(InProcessGrid):
-    """Puts other contents into the answers of one node to questions."""
+    """A grid that replaces the contents of one node's answers to questions."""
 
     content = RecordDict()
     copies = 1
@@ -212,7 +213,7 @@ def test_an_identity_of_anything_is_no_roster_but_the_right_one(content, copies)
 
 @cache
 def round_of(name):
-    """A strategy that waits for the replies of a round, and those replies."""
+    """Return a strategy that waits for the replies of a round, and these replies."""
     case = ALL[name]
     strategy = case.build(seed=1, evaluate_every=1)
     grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=True), case.nodes)
@@ -232,7 +233,7 @@ def accepted(strategy, kind, number, replies, partitions, read):
 
 
 def held_against(name, kind, what, seed, mutations):
-    """A malformed reply, before and after the sound one of its node: as if it were not there."""
+    """Deliver a malformed reply before and after its node's valid one; it must have no effect."""
     strategy, number, uploads, scores = round_of(name)
     replies = uploads if kind == "train" else scores
     read = strategy.read_update if kind == "train" else records.read_scores
@@ -286,7 +287,7 @@ def test_an_answer_with_anything_wrong_in_it_ends_the_set_up_by_its_name(what, s
 
 
 def packed_of(content, told):
-    """A packed reply of anything: its list of clients forged as well."""
+    """Return a packed reply of arbitrary content, whose list of clients is forged as well."""
     content["together"] = told
     return content
 
@@ -321,10 +322,10 @@ def test_a_packed_reply_of_anything_costs_the_clients_of_its_node_alone(content)
 
 @cache
 def asked_of(name):
-    """Real clients that took part before, and a request that none has answered."""
+    """Return real clients that took part before, and a request that they have not answered."""
     case = METHODS[name]
     strategy = case.build(seed=2)
-    allowed = case is PRIVATE  # small keys
+    allowed = case is PRIVATE  # small keys are allowed
     grid = InProcessGrid(type(strategy).client_app(task(), allow_seeded_noise=allowed), case.nodes)
     questions = []
     for number in (1, 2, 3, 4, 5):

@@ -1,4 +1,4 @@
-"""What hostile servers and clients try, one by one, and that it costs nobody else anything."""
+"""Attacks by hostile servers and clients, one by one; none of them harms anybody else."""
 
 import math
 
@@ -63,7 +63,7 @@ def forged(data: bytes) -> RecordDict:
     "data",
     [
         archive(BASE["w"]),  # numpy.load opens it as an archive, which has no shape
-        announced(BASE["w"], (2**38,)),  # a terabyte, of which 24 bytes are there
+        announced(BASE["w"], (2**38,)),  # a terabyte, of which 24 bytes are sent
         announced(BASE["w"], (2, 3)) + b"more",
     ],
 )
@@ -141,12 +141,12 @@ def test_an_upload_is_no_answer_to_an_evaluation_of_the_same_round():
     asked = strategy.configure_train(1, initial(), ConfigRecord(), grid)
     uploads = list(grid.send_and_receive(asked))
     strategy.configure_evaluate(1, initial(), ConfigRecord(), grid)
-    assert uploads[0].content.metric_records  # sizes, which a score has as well
+    assert uploads[0].content.metric_records  # metrics with sizes, as scores have them
     assert strategy.aggregate_evaluate(1, uploads) is None
 
 
 class Identities(InProcessGrid):
-    """Changes what nodes say they are."""
+    """A grid that changes the identities that nodes report."""
 
     def __init__(self, change):
         super().__init__(DPFedAvg.client_app(task()), CLIENTS)
@@ -186,7 +186,7 @@ def test_identities_told_twice_or_by_strangers_change_nothing():
 
 
 class PackedAndRepeated(InProcessGrid):
-    """Sends every reply of a round again in the next, before the replies of that round."""
+    """A grid that repeats every reply in the next round, before the replies of that round."""
 
     earlier: list = []
     relabel = False
@@ -242,7 +242,7 @@ def test_a_message_to_several_clients_says_once_and_rightly_for_whom_it_is(facts
     for name, value in facts.items():
         told[name] = value
     (answer,) = grid.send_and_receive([packed])
-    if not answer.has_error():  # the node answers: by an error for each client
+    if not answer.has_error():  # the node answers with an error for each client
         codes = answer.content.config_records["together"]["error-code"]
         assert codes == [] or all(codes)
     assert dict(grid.contexts[1_000].state) == {}
@@ -321,7 +321,7 @@ def test_a_silos_sum_may_be_as_large_as_its_users_weigh(weighting):
 
 
 def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
-    """A client's reply where the server's facts are changed; ``None`` takes one away."""
+    """Return a client's reply to changed facts of the server; ``None`` removes a fact."""
     strategy = strategy or DPFedAvg(plan=plan(), local=FAST)
     grid = InProcessGrid(type(strategy).client_app(task()), CLIENTS)
     for context in grid.contexts.values():
@@ -342,14 +342,14 @@ def answer_to(facts: dict, *, strategy=None, node_config=None, **changes):
     [
         {"noise-stddev": 0.0},
         {"noise-stddev": math.nan},
-        {"noise-stddev": 1e-300},  # would be lost in the update
+        {"noise-stddev": 1e-300},  # would vanish in the update
         {"clipping-norm": -1.0},
         {"clipping-norm": math.inf},
         {"noise-stddev": None},
-        {"clipping-norm": None},  # bounds nothing: the update would leave as it is
+        {"clipping-norm": None},  # bounds nothing, so the update would leave unchanged
         {"clipping-norm": None, "model-noise-stddev": 1.0},
         {"clipping-norm": None, "noise-stddev": None, "model-clipping-norm": 1.0},
-        # Says that every step was noised, which none was asked to be.
+        # Claims that every step was noised, although no step was asked to be.
         {
             "clipping-norm": None,
             "noise-stddev": None,

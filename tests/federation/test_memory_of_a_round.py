@@ -1,4 +1,4 @@
-"""What a server holds of a round does not grow with the cohort: uploads are added and dropped."""
+"""A server's memory does not grow with the cohort: it adds each upload to a sum and drops it."""
 
 import weakref
 
@@ -56,7 +56,7 @@ SUMS = {
 
 
 class Watching(InProcessGrid):
-    """Counts, whenever clients are run, how many replies of the round are still there."""
+    """A grid that counts, whenever clients run, the round's replies that are still in memory."""
 
     def start(self) -> None:
         self.alive: list[int] = []
@@ -127,6 +127,6 @@ def test_clients_of_a_node_are_asked_in_parts_where_models_are_large(monkeypatch
     at_once = len(grid.alive)
     monkeypatch.setattr(virtual, "MEMORY_LIMIT", 3 * 4 * MODEL_BYTES)
     parted, grid = models()
-    assert len(grid.alive) == at_once + 2  # one more a round, for the fourth client of each node
+    assert len(grid.alive) == at_once + 2  # one more per round, for each node's fourth client
     for name, array in whole.items():
         np.testing.assert_allclose(parted[name], array, atol=1e-6)

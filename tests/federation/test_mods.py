@@ -1,4 +1,4 @@
-"""Record-level protection of ClientApps that are not ours."""
+"""Record-level protection of ClientApps that do not use this package."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ METRICS = {"num-examples": 7, "loss": 0.25}
 
 
 def sent_arrays() -> dict[str, dict[str, np.ndarray]]:
-    """Two array records, of norm 13 together (5 and 12 apart), in two precisions."""
+    """Return two array records of norms 5 and 12, together 13, in two precisions."""
     return {
         "arrays": {"w": np.array([[3.0, 0.0]], np.float32), "b": np.array([4.0], np.float32)},
         "extra": {"w": np.full(144, 1.0)},
@@ -51,7 +51,7 @@ def content(arrays=None, **more) -> RecordDict:
 
 
 def app_that_sends(arrays=None, perturbation=TIGHT, noise=SecureNoise) -> ClientApp:
-    """A plain Flower app behind the mod; it sends the same in training and in evaluation."""
+    """Return a plain Flower app behind the mod, which sends the same in training and evaluation."""
     app = ClientApp(mods=[output_perturbation_mod(perturbation, noise)])
 
     def answer(message: Message, context: Context) -> Message:
@@ -135,7 +135,7 @@ def test_replies_that_are_not_of_training_pass_as_they_are(kind):
 
 
 def through_the_mod(reply_of) -> Message:
-    """What the mod makes of a reply, called as Flower calls it."""
+    """Return the reply that the mod makes of another, called as Flower calls it."""
     grid = InProcessGrid(app_that_sends(), num_clients=1)
     (node,) = grid.get_node_ids()
     message = Message(RecordDict(), dst_node_id=node, message_type="train", group_id="1")
@@ -170,7 +170,7 @@ def test_what_cannot_be_noised_is_said_in_the_clients_log_and_nothing_leaves(arr
 
 
 def test_flowers_own_strategies_average_what_the_mod_lets_out():
-    """FedAvg on a foreign app: three clients send norm 13, the model they make has norm 1."""
+    """FedAvg on a foreign app: three clients send norm 13, and their mean model has norm 1."""
     arrays = {"arrays": sent_arrays()["extra"]}
     grid = InProcessGrid(app_that_sends(arrays), num_clients=3)
     strategy = FedAvg(min_train_nodes=3, min_available_nodes=3, fraction_evaluate=0.0)

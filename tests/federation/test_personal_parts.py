@@ -1,4 +1,4 @@
-"""A part of a model is never trained or scored as if it were the whole."""
+"""A method never trains or scores a part of a model as if it were the whole."""
 
 import pytest
 from flwr.app import ArrayRecord
@@ -33,7 +33,7 @@ def run(strategy):
 
 @pytest.mark.parametrize("plan", [NONE, NOISED])
 def test_a_method_without_personal_parts_says_that_it_takes_none(plan):
-    """Under every plan alike: training would go on with a head that is nobody's."""
+    """This holds under every plan; otherwise training would use a head of no client."""
     strategy = DPFedAvg(plan=plan, local=LOCAL, personal=("head",))
     with pytest.raises(FederationNotReady, match=r"head\.weight.*takes no personal="):
         run(strategy)
@@ -52,7 +52,7 @@ def test_a_method_with_a_head_of_its_own_goes_on_as_before():
 
 
 class Forgetful(DPFedAvg):
-    """Trains the whole model, and would be scored by the shared part alone."""
+    """A method that trains the whole model, but would evaluate only its shared part."""
 
     @staticmethod
     def trained(work):

@@ -1,4 +1,4 @@
-"""Tests of who is asked and who counts: clients, users in silos, users under masks."""
+"""The clients to ask and the units to count: clients, users in silos, users under masks."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def rng():
 
 
 def counted(record, *rounds):
-    """Counts after ``rounds``, each of them (units, answered, asked)."""
+    """Return the counts after ``rounds``, each a triple (units, answered, asked)."""
     expected = Participations()
     for units, answered, asked in rounds:
         expected.record(units, answered, asked=asked)
@@ -38,7 +38,7 @@ def test_users_are_drawn_and_all_silos_are_asked():
     assert list(cohort.asked) == list(range(SILOS))
     assert cohort.units == SOME.draw(rng())
     assert users.num_nodes == SILOS
-    users.count(cohort, 2)  # a silo less is less noise for every user in the round
+    users.count(cohort, 2)  # a missing silo means less noise for every user of the round
     assert counted(users.participations, (cohort.units, 2, SILOS))
 
 

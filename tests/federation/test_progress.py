@@ -1,4 +1,4 @@
-"""The numbers of a round: counted, summarised, logged, written."""
+"""The numbers of a round: counting, summary, log and files."""
 
 import numpy as np
 import pytest

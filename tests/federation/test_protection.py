@@ -1,4 +1,4 @@
-"""What leaves a client under each protection, seen through a real ClientApp in this process."""
+"""A client's upload under each protection, observed through a real ClientApp in this process."""
 
 import math
 from dataclasses import replace
@@ -80,7 +80,7 @@ KNOWN = LocalObjective(
 
 
 def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False):
-    """What a message of a method asks for under a plan."""
+    """Return the facts in a method's message under a plan."""
     method = MethodTraits(name="method", bounds_units=bounds_units)
     run = RunFacts(
         method=method,
@@ -92,7 +92,7 @@ def facts_of(the_plan, cohort_size=4, *, seeded_noise=False, bounds_units=False)
 
 
 def leaving(update, received, facts, *, context=None, allow_seeded_noise=False):
-    """What leaves a client that is asked for ``facts``."""
+    """Return the upload of a client whose request has ``facts``."""
     noise = NodePolicy(context, allow_seeded_noise).noise(facts, "client-noise")
     return protected(update, received, from_facts(facts), noise)
 
@@ -111,7 +111,7 @@ def client_data(client: int, size: int = 12) -> ClientData:
 
 
 def task(sizes: dict[int, int] | None = None) -> Task:
-    """Logistic regression of two classes in float64, no bias."""
+    """Return logistic regression of two classes in float64, without bias."""
     return Task(
         model=lambda: nn.Linear(DIMENSION, 1, bias=False).double(),
         data=lambda client: client_data(client, (sizes or {}).get(client, 12)),
@@ -136,7 +136,7 @@ def plan(perturbation=OUTPUT, **changes) -> PerturbationPlan:
 
 
 def run(the_plan, *, start=None, rounds=1, clients=CLIENTS, app=None, **options):
-    """A run of FedAvg under a plan: the strategy, and all messages."""
+    """Run FedAvg under a plan; return the strategy and all messages."""
     app = app or DPFedAvg.client_app(task(), allow_seeded_noise=True)
     grid = Recorder(app, num_clients=clients)
     strategy = DPFedAvg(plan=the_plan, **{"local": EXACT, "evaluate_every": 0, **options})
@@ -149,7 +149,7 @@ def of_training(messages):
 
 
 def uploads(grid) -> dict[int, np.ndarray]:
-    """The model that each client sent in the only round, by partition."""
+    """Return the model that each client sent in the only round, by partition."""
     sent = {}
     for question, reply in zip(of_training(grid.sent), of_training(grid.received), strict=True):
         base = question.content.array_records[records.MODEL]["weight"].numpy()
@@ -159,7 +159,7 @@ def uploads(grid) -> dict[int, np.ndarray]:
 
 
 def trained(client: int, start: float = 0.5) -> np.ndarray:
-    """A client's exact local model, without any protection."""
+    """Return a client's exact local model, without any protection."""
     params = {"weight": torch.full((1, DIMENSION), start).double()}
     moved = train(task(), params, client_data(client).train, EXACT, generator=torch.Generator())
     return moved["weight"].numpy().ravel()
@@ -169,7 +169,7 @@ def trained(client: int, start: float = 0.5) -> np.ndarray:
 
 
 def test_under_output_perturbation_a_clipped_model_plus_the_clients_own_noise_leaves_it():
-    """The seeded stream of client and round, on the trained model projected onto the ball."""
+    """The noise is the seeded stream of client and round, on the clipped trained model."""
     tight = OutputPerturbation(clipping_norm=0.4, noise_stddev=0.05)
     _, grid = run(plan(tight), seed=6, seeded_noise=True)
     sent, clipped = uploads(grid), 0
@@ -185,7 +185,7 @@ def test_under_output_perturbation_a_clipped_model_plus_the_clients_own_noise_le
 
 
 def test_the_whole_model_is_clipped_not_what_changed():
-    """From a model far outside, every upload comes back onto the ball: its update is large."""
+    """From a model far outside, every upload returns to the ball, so its update is large."""
     quiet = OutputPerturbation(clipping_norm=0.8, noise_stddev=1e-9)
     _, grid = run(plan(quiet), start=initial(50.0), local=LocalTraining(epochs=0))
     for released in uploads(grid).values():
@@ -194,7 +194,7 @@ def test_the_whole_model_is_clipped_not_what_changed():
 
 
 def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
-    """200 clients, two rounds, secure noise: ±20 % of σ would be seen."""
+    """200 clients, two rounds, secure noise: the test would detect ±20 % of σ."""
     clients, sigma = 200, 3.0
     _, grid = run(
         plan(
@@ -205,7 +205,7 @@ def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
         rounds=2,
         local=LocalTraining(epochs=0),
     )
-    # The received model plus the update: what was sent, within 1e-6 of the noise.
+    # The received model plus the update equals the upload, within 1e-6 of the noise.
     noise = np.array(
         [
             question.content.array_records[records.MODEL]["weight"].numpy()
@@ -218,7 +218,7 @@ def test_output_noise_has_its_stddev_and_is_fresh_for_every_client_and_round():
     assert noise.shape[1] == clients * DIMENSION
     assert stats.kstest(noise.ravel() / sigma, "norm").pvalue > 1e-5
     assert noise.std() == pytest.approx(sigma, rel=0.15)
-    released = noise.reshape(-1, DIMENSION)  # single numbers meet on the grid by chance
+    released = noise.reshape(-1, DIMENSION)  # single numbers coincide on the grid by chance
     assert len(np.unique(released, axis=0)) == len(released)
     assert abs(np.corrcoef(noise)[0, 1]) < 0.3
 
@@ -255,7 +255,7 @@ def test_a_fact_that_is_no_number_is_refused_by_name():
 
 
 def slope_at(client: int, released: np.ndarray, start: float, mu: float = MU) -> np.ndarray:
-    """Gradient at a model of the client's mean loss and proximal term, written out."""
+    """Return the gradient of the client's mean loss and proximal term, written out."""
     data = client_data(client).train
     x, y = data.features.numpy(), data.targets.double().numpy()
     share = -y / (1 + np.exp(y * (x @ released)))
@@ -276,7 +276,7 @@ def test_under_objective_perturbation_the_slope_at_what_a_client_sends_is_minus_
 
 @pytest.mark.full
 def test_the_objective_noise_of_many_clients_has_the_norm_of_the_paper():
-    """80 clients: ‖n‖ ~ Gamma(d, 1/α), read off the slope at each upload."""
+    """80 clients: ‖n‖ ~ Gamma(d, 1/α), computed from the gradient at each upload."""
     clients = 80
     _, grid = run(
         plan(OBJECTIVE, sampling=FullParticipation(clients)),
@@ -296,14 +296,14 @@ def test_the_objective_noise_of_many_clients_has_the_norm_of_the_paper():
 
 @pytest.mark.parametrize(("size", "refused"), [(5, 0), (4, 1), (1, 1)])
 def test_a_client_with_too_few_examples_for_its_noise_refuses_and_sends_nothing(size, refused):
-    """2u₂/μ = 5."""
+    """The client needs 2u₂/μ = 5 examples."""
     app = DPFedAvg.client_app(task({1: size}))
     strategy, grid = run(plan(OBJECTIVE), app=app)
     assert len(strategy.refusals) == refused
     if refused:
         (said,) = strategy.refusals
         assert "trains on too few examples" in said
-        assert "fewer than 5 = 2u₂/μ (Theorem 6.3): take a larger proximal_weight" in said
+        assert "at least 5 = 2u₂/μ of them (Theorem 6.3); take a larger proximal_weight" in said
         (failed,) = [reply for reply in of_training(grid.received) if reply.has_error()]
         assert not failed.has_content()
     assert strategy.progress.row["answered"] == CLIENTS - refused
@@ -366,7 +366,7 @@ def test_seeded_runs_repeat_and_secure_ones_never_do_even_with_a_seed(perturbati
 
     repeated = sent(True)
     assert repeated == sent(True)
-    assert len(set(repeated)) == 2 * CLIENTS  # another stream for each client and round
+    assert len(set(repeated)) == 2 * CLIENTS  # each client and round has a stream of its own
     assert not set(sent(False)) & set(sent(False))
 
 
@@ -424,7 +424,7 @@ def test_the_facts_of_a_plan_are_its_own_numbers():
 
 @pytest.mark.parametrize("kind", ["an update", "units of a sum"])
 def test_uploads_of_cohorts_of_any_size_lie_on_one_grid(kind):
-    """Single precision keeps them there, so that they add up as whole numbers."""
+    """Single precision keeps uploads on the grid, so that they add up as whole numbers."""
     received = {"weight": torch.zeros(5_000)}
     value = {"weight": torch.linspace(-1, 1, 5_000, dtype=torch.float64) / 100}
     for cohort_size in (1, 3, 100):
@@ -460,7 +460,7 @@ def test_a_round_that_is_none_is_refused(wrong):
 def test_a_protection_that_lacks_a_part_is_refused(left_out):
     facts = {**facts_of(release_plan()), "number": 1, "seed": 0}
     del facts[left_out]
-    with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+    with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
         check_facts(facts)
 
 
@@ -517,7 +517,7 @@ def test_a_protection_that_no_message_names_ends_the_run_before_anybody_is_asked
 
     grid = Recorder(DPFedAvg.client_app(task()), num_clients=CLIENTS)
     strategy = DPFedAvg(plan=Plan(**vars(release_plan())), local=EXACT)
-    with pytest.raises(TypeError, match="Unknown: no message says it"):
+    with pytest.raises(TypeError, match="Unknown: messages have no names for its fields"):
         strategy.start(grid, initial(), num_rounds=1)
     assert not of_training(grid.sent)
 
@@ -531,14 +531,14 @@ def test_a_protection_arrives_as_it_was_sent(protection):
 
 @pytest.mark.parametrize("protection", PROTECTIONS[:6])
 def test_no_part_of_a_protection_stands_for_another(protection):
-    """What lacks a part is refused, or is the same without what may be left out."""
+    """Without one of its parts, a protection is refused, unless that part is optional."""
     facts = to_facts(protection, seeded_noise=False)
     for name in facts:
         rest = {other: value for other, value in facts.items() if other != name}
         if name in ("noise-grid", "agreed-examples"):
             assert type(from_facts(rest)) is type(protection)
         else:
-            with pytest.raises((TypeError, ValueError), match=r"which is none|seeded-noise"):
+            with pytest.raises((TypeError, ValueError), match=r"a known protection|seeded-noise"):
                 from_facts(rest)
 
 
@@ -551,7 +551,7 @@ def test_a_grid_that_would_leave_low_order_bits_bare_is_refused_by_the_client(gr
 
 @pytest.mark.parametrize(("dtype", "eps"), [(np.float16, 2.0**-10), (np.float32, 2.0**-23)])
 def test_what_rounding_to_the_models_own_precision_moves_is_in_the_provable_epsilon(dtype, eps):
-    """Two minimisers as near as one of very many records leaves them, each rounded once."""
+    """Two minimisers as close as one of very many records leaves them, each rounded once."""
     sure = replace(KNOWN, gradient_bound=1e-6)
     moved = 2 * sure.gradient_bound / (12 * MU) + 2 * EXACT.tolerance / MU
     quiet = OutputPerturbation(clipping_norm=0.8, noise_stddev=1e-3)
@@ -631,12 +631,12 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             WHOLE,
-            "the plan asks for 0",
+            "the plan expects 0",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=2.0, count=3),
             replace(UNITS, clipping_norm=1.9),
-            "a bound of 2; the plan asks for 1.9",
+            "a bound of 2: the plan expects 1.9",
         ),
         (
             BoundedSum(value={"weight": torch.ones(2)}, bound=math.nan, count=3),
@@ -647,9 +647,9 @@ WHOLE = ClipUpdate(clipping_norm=2.0, noise_stddev=1.0)
         (
             HiddenSum(bound=2.0, encrypt=dict),
             WHOLE,
-            "the plan asks for 0",
+            "the plan expects 0",
         ),
-        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan asks for 0"),
+        (HiddenSum(bound=2.0, encrypt=dict), None, "the plan expects 0"),
     ],
 )
 def test_what_bounds_the_units_of_a_sum_must_be_what_the_plan_asks_for(update, protection, said):
@@ -711,7 +711,7 @@ def test_output_perturbation_keeps_single_precision_and_sends_the_difference_to_
 
 
 def perturbed(model, received):
-    """What leaves a client under little output noise."""
+    """Return a client's upload under little output noise."""
     quiet = plan(OutputPerturbation(clipping_norm=1.0, noise_stddev=1e-6))
     return leaving(model, received, ConfigRecord(facts_of(quiet)))
 
@@ -757,7 +757,7 @@ def test_a_result_is_a_model_or_an_update():
 
 @pytest.mark.parametrize("perturbation", [OUTPUT, OBJECTIVE])
 def test_the_guarantees_of_a_run_rest_on_its_own_uploads_sizes_and_training(perturbation):
-    """Sampled cohorts: no amplification, each client by how often it was asked."""
+    """With sampled cohorts there is no amplification: each client counts by its own requests."""
     sizes = {0: 12, 1: 30, 2: 7, 3: 9}
     app = DPFedAvg.client_app(task(sizes))
     sampled = plan(perturbation, sampling=FixedSizeSampling(4, 2))

@@ -1,4 +1,4 @@
-"""What leaves the clients of DP-Ditto and its rivals, and what the frame refuses."""
+"""Uploads of clients of DP-Ditto and its rivals, and the trainings that the strategy refuses."""
 
 import math
 
@@ -54,7 +54,7 @@ def run(strategy, *, rounds=3, the_task=None):
 
 
 def numbers(message):
-    """Every array in a message, of any record."""
+    """Return every array in a message, of any record."""
     if not message.has_content():
         return {}
     return {
@@ -65,7 +65,7 @@ def numbers(message):
 
 
 def kept(grid, names=lambda name: True):
-    """Every array that a client keeps at the end, of names that ``names`` selects."""
+    """Return every array that a client keeps at the end, under names that ``names`` selects."""
     return [
         array
         for context in grid.contexts.values()
@@ -76,7 +76,7 @@ def kept(grid, names=lambda name: True):
 
 
 def on_the_wire(grid):
-    """Every array in any message, and every model that an update to a received one gives away."""
+    """Return every array in any message, and every model that an update reveals."""
     for question, reply in zip(grid.sent, grid.received, strict=True):
         sent, came = numbers(question), numbers(reply)
         yield from (*sent.values(), *came.values())
@@ -102,9 +102,9 @@ def test_under_a_plan_nothing_that_clients_keep_is_in_any_message(method):
     [
         (DPDitto, ""),
         (PFedMe, ""),
-        (Apple, "personal"),  # a core model is what APPLE shares
+        (Apple, "personal"),  # APPLE shares core models
         (Apple, "relation"),
-        (FedALA, "weights"),  # as the local model is what FedALA shares
+        (FedALA, "weights"),  # FedALA shares the local model
     ],
 )
 def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, secret):
@@ -117,7 +117,7 @@ def test_without_privacy_personal_parameters_stay_on_the_client_as_well(method, 
 
 @every
 def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
-    """Seen with much noise on few weights: the noise has the planned deviation, and no more."""
+    """With much noise on few weights: its deviation is the planned one, and not larger."""
     strategy = method(plan=plan(noise_stddev=3.0), local=FAST, evaluate_every=0)
     grid = run(strategy, rounds=6)
     models = []
@@ -126,13 +126,13 @@ def test_every_upload_is_the_clipped_local_model_with_the_plans_noise(method):
             sent, came = numbers(question), numbers(reply)
             models += [sent[records.MODEL, n] + came[records.UPDATE, n] for _, n in came]
     values = np.concatenate([model.ravel() for model in models])
-    # A model within the ball of radius 1.5 adds little to the noise's own square.
+    # A model within the ball of radius 1.5 adds little to the square of the noise.
     assert values.std() == pytest.approx(3.0, rel=0.1)
     assert stats.kstest(values / 3.0, "norm").pvalue > 1e-4
 
 
 def spoiled(how):
-    """The tests' data, but client 1 has a record by which training raises, or diverges."""
+    """Return the tests' data; client 1 has a record that makes training raise or diverge."""
 
     def data(client):
         own = client_data(client)
@@ -158,7 +158,7 @@ def test_no_record_keeps_a_client_from_uploading_a_model_under_noise(method, how
     assert strategy.refusals == []
     replies = [m for m in grid.received if m.metadata.message_type.startswith("train")]
     assert len(replies) == 2 * CLIENTS
-    # In round 1 all begin with the received model, where noised steps move it all the same.
+    # In round 1 all clients begin with the received model, and noised steps move it in any case.
     still = [max(abs(u).max() for u in numbers(m).values()) < 1e-5 for m in replies[:CLIENTS]]
     assert sum(still) == (1 if steps is None else 0)
 
@@ -178,7 +178,7 @@ def test_without_noise_to_speak_of_the_upload_lies_in_the_ball():
 
 
 def test_clipped_steps_move_a_model_by_no_more_than_each_record_may():
-    """One full-batch step without noise to speak of, on neighbouring data: within 2ηG/|D|."""
+    """One full-batch step with negligible noise, on neighbouring data: within 2ηG/|D|."""
     steps = ClippedSteps(learning_rate=0.1, gradient_clipping_norm=0.5, num_examples=30)
     full = LocalTraining(epochs=1, batch_size=30, learning_rate=0.1)
     base = client_data(0).train
@@ -321,7 +321,7 @@ def test_adaptive_modules_that_the_model_has_not_end_the_run_before_anyone_is_as
 
 
 def test_bytes_are_those_of_what_each_method_sends():
-    """FedAMP one model a client, APPLE as many as there are clients; all upload one."""
+    """FedAMP sends one model per client, APPLE as many as there are clients; all upload one."""
     down, up = {}, {}
     for method in (DPDitto, FedAMP, Apple):
         strategy = method(plan=NonPrivatePlan(sampling=SAMPLING), local=FAST, evaluate_every=0)

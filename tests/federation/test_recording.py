@@ -1,4 +1,4 @@
-"""What every app leaves behind: a run directory, an outcome, a report; failures too."""
+"""The files of every app's run: a run directory, an outcome and a report, after failures too."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def private_plan(**changes) -> ReleasePlan:
 
 
 def record(path: Path, plan, *, rounds: int = 2, budget: Budget | None = None, **config):
-    """A whole small run, as an app makes it."""
+    """Record a whole small run, as an app does."""
     with recorded_run(config_of(path, **config), "toy") as run:
         ledger = None if budget is None else Ledger(run.ledger_path, budget=budget)
         strategy = DPFedAvg(
@@ -105,7 +105,7 @@ def test_refused_replies_are_in_the_summary(tmp_path):
             plan=private_plan(),
             local=LocalTraining(epochs=1),
             seed=1,
-            seeded_noise=True,  # which one client does not allow
+            seeded_noise=True,  # one client does not allow it
             evaluate_every=0,
             run=run,
         )

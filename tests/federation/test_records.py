@@ -4,7 +4,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, MetricRecord, RecordDict
 
 from flower_ext.federation import RefusedReply, records
-from flower_ext.federation.arrays import UnsentArray, payload_bytes
+from flower_ext.federation.arrays import UnsentArray
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.training import LocalTraining, UnshareableModel
 from tests.support.replies import reply
 
@@ -138,7 +139,7 @@ def test_an_unsent_array_is_counted_and_serialised_as_flowers_own(shape, dtype):
     message = reply(update())
     message.content = RecordDict({"update": record})
     assert payload_bytes([message]) == len(sent.data)
-    unsent.numpy()[...] = 2  # what a receiver does to its copy stays with it
+    unsent.numpy()[...] = 2  # a receiver's changes to its copy do not reach the original
     assert np.array_equal(unsent.numpy(), values)
 
 

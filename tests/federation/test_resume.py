@@ -1,4 +1,4 @@
-"""Runs that go on: in a new strategy, over a new grid, as a new process would."""
+"""Resumed runs: a new strategy and a new grid continue, as a new process would."""
 
 import json
 import os
@@ -236,13 +236,13 @@ def test_a_metrics_line_that_was_torn_is_written_again(tmp_path):
 
 
 def test_where_nobody_can_go_on_the_guarantee_counts_what_was_asked_for(tmp_path):
-    # Everyone: a drawn cohort may be empty, and in that round nobody dies.
+    # All clients, because a drawn cohort may be empty, and then nobody dies in that round.
     options = {"plan": plan(sampling=FullParticipation(CLIENTS)), "seeded_noise": False}
     with pytest.raises(Died):
         play(tmp_path, dies_in=4, **options)
     run = RunDirectory.open(tmp_path / "run")
     of_four = [g.epsilon for g in run.guarantees()]
-    run.save_guarantees([])  # as if the process had been killed before it could write them
+    run.save_guarantees([])  # as if the process had been killed before it wrote them
     facts = {**run.facts, "status": "running"}
     (run.path / "run.json").write_text(json.dumps({**facts, "accounted": False}))
     shutil.rmtree(tmp_path / "state")

@@ -1,4 +1,4 @@
-"""Secure sums in a run: the right sum or none, whoever is lost, and nothing else leaves anybody."""
+"""Secure sums in a run: the right sum or none, whoever is lost; nothing else leaves a client."""
 
 from collections import Counter
 from copy import deepcopy
@@ -16,37 +16,15 @@ from flower_ext.privacy import (
     FixedSizeSampling,
     FullParticipation,
     NonPrivatePlan,
-    ReleasePlan,
     SecureSum,
     SeededNoise,
 )
 from flower_ext.secure.aggregation import RoundContext
 from flower_ext.training import LocalTraining
 from tests.support.losing import STAGES, Losing, stage_of
+from tests.support.secure_runs import CLIENTS, SEED, plan, strategy_of
 from tests.support.travelling import Recorder
 from tests.support.worlds import initial, task
-
-CLIENTS = 8
-FAST = LocalTraining(epochs=1, batch_size=10)
-SEED = 3
-
-
-def plan(**changes):
-    facts = {
-        "sampling": FullParticipation(CLIENTS),
-        "clipping_norm": 0.5,
-        "noise_multiplier": 1.0,
-        "rounds": 3,
-        "delta": 0.01,
-        "secure_aggregation": SecureSum(colluding=0.1, dropouts=0.3),
-    }
-    return ReleasePlan(**{**facts, **changes})
-
-
-def strategy_of(method=DPFedAvg, **changes):
-    more = {"personal": ("head",)} if method is DP2FedSAM else {"local": FAST}
-    options = {"seed": SEED, "seeded_noise": True, "evaluate_every": 0, "timeout": 5.0}
-    return method(plan=changes.pop("plan", plan()), **{**more, **options, **changes})
 
 
 def run(strategy, grid=Recorder, rounds=1, **facts):
@@ -60,7 +38,7 @@ def run(strategy, grid=Recorder, rounds=1, **facts):
 
 
 def raw_updates():
-    """What each client would send in the first round, neither bounded nor noised."""
+    """Return each client's upload of the first round, before clipping and noise."""
     bare = NonPrivatePlan(sampling=FullParticipation(CLIENTS))
     grid, _ = run(strategy_of(plan=bare, seeded_noise=False))
     return {
@@ -71,7 +49,7 @@ def raw_updates():
 
 
 def expected_model(answered):
-    """The next model of a plain sum of the same clipped, rounded and noised updates."""
+    """Return the next model by a plain sum of the same clipped, rounded and noised updates."""
     private = plan()
     protection = private.cells_protection
     start = records.to_arrays(initial())
@@ -82,7 +60,7 @@ def expected_model(answered):
             for name, cells in protection.released(update, noise).items():
                 total[name] += cells
     missing = CLIENTS - len(set(answered))
-    if missing:  # the server adds the shares of those who did not answer
+    if missing:  # the server adds the shares of the missing clients
         stddev = protection.share_stddev / private.cell * np.sqrt(missing)
         total = {name: total[name] for name in sorted(total)}
         total = SeededNoise(SEED, "server-noise", 1).add_discrete_gaussian(total, stddev)
@@ -112,7 +90,7 @@ def test_the_model_is_that_of_the_plain_sum_of_the_same_updates_to_the_last_bit(
 def test_whoever_is_lost_in_a_stage_the_sum_is_that_of_the_others(stage, way, who):
     strategy = strategy_of()
     _, found = run(strategy, Losing, **{way: [(partition, stage) for partition in who]})
-    gone = () if stage == QUESTION else who  # after its upload a client is in the sum
+    gone = () if stage == QUESTION else who  # a client is in the sum once it has uploaded
     assert_same(found, expected_model(set(range(CLIENTS)) - set(gone)))
     assert strategy.participations.rounds == 1
 
@@ -129,7 +107,7 @@ def test_with_too_few_left_a_round_is_discarded(stage, logged):
     assert_same(found, records.to_arrays(initial()))
     assert "round 1 discarded" in logged.text
     trained = [m for m in grid.received if m.metadata.message_type.startswith("train")]
-    assert bool(trained) == (stage in ("train", QUESTION))  # else nobody was asked to
+    assert bool(trained) == (stage in ("train", QUESTION))  # otherwise nobody was asked to
     assert strategy.participations.rounds == 1
     # Once clients were asked to unmask a sum, it counts as seen.
     assert bool(strategy.participations.in_sums) == (stage == QUESTION)
@@ -150,7 +128,7 @@ def test_the_next_round_is_another_one_for_those_who_were_lost():
 
 
 class Restarting(Recorder):
-    """Every message reaches a process that was just started, and then once more another one."""
+    """A grid in which two new processes, one after the other, receive each message."""
 
     folder = ()
 
@@ -185,7 +163,7 @@ def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_not
     assert Counter(stage for stage, *_ in grid.twice) == dict.fromkeys(STAGES, CLIENTS)
     for stage, first, again in grid.twice:
         assert not first.has_error()
-        if stage == QUESTION:  # the same question: another answer could show both secrets
+        if stage == QUESTION:  # another answer to the same question could reveal both secrets
             one, two = (
                 reply.content[records.ANSWER]["message"].numpy() for reply in (first, again)
             )
@@ -195,7 +173,7 @@ def test_a_client_whose_process_ends_after_every_message_goes_on_and_answers_not
 
 
 class Forgetting(Recorder):
-    """One client's process is another one for every message, and nobody named a folder."""
+    """A grid in which one client has a new process for every message, and no state folder."""
 
     def send_and_receive(self, messages, *, timeout=None):
         self.contexts[1_003].state = RecordDict()
@@ -271,7 +249,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
     assert not any("which this run does not provide" in a for a in after.assumptions)
     assert any("at most 0 of each cohort of 8 collude" in a for a in after.assumptions)
     assert any("discrete Gaussian" in a for a in after.assumptions)
-    # Eight clients of whom none colludes: the noise of the least number of answers is all of it.
+    # Eight clients without collusion: the least number of answers has all of the noise.
     assert after.epsilon == pytest.approx(before.epsilon)
 
 
@@ -286,7 +264,7 @@ def test_the_noise_of_those_who_may_collude_is_not_counted():
 
 @pytest.mark.parametrize("lost", [(), (0,), (0, 5)])
 def test_the_released_noise_is_the_same_however_many_answered(lost):
-    """Over rounds of models that learn nothing: the released sum is noise alone."""
+    """Models learn nothing over the rounds, so the released sum is noise only."""
     still = LocalTraining(epochs=1, batch_size=10, learning_rate=1e-30)
     models, start = [], records.to_arrays(initial())
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""One account for people: run directories that spend from it, resumed ones, bare ones."""
+"""One account of a population, from which recorded, resumed and bare runs spend."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ PLAN = ReleasePlan(
 
 
 def run_of(folder: Path, budget: Budget, *, rounds=2, plan=PLAN, method=DPFedAvg, **options):
-    """Start a run, or go on with it, for ``rounds`` rounds in all."""
+    """Start or resume a run for ``rounds`` rounds in total."""
     begun = (folder / "run.json").exists()
     run = RunDirectory.resume(folder) if begun else RunDirectory.create(folder, config={})
     try:

@@ -46,7 +46,7 @@ def test_every_client_straggles_at_the_ratio_by_itself_and_gets_anywhere_below_t
     counts = np.bincount([client for slow in draws for client in slow], minlength=10)
     # 2000 draws of probability 0.3: five standard deviations are 102.
     assert abs(counts - 600).max() < 102
-    # Of independent clients the number per round has variance 10 · 0.3 · 0.7.
+    # With independent clients, the number per round has variance 10 · 0.3 · 0.7.
     assert np.var([len(slow) for slow in draws]) == pytest.approx(2.1, rel=0.2)
     shares = np.array([share for slow in draws for share in slow.values()])
     assert shares.min() >= 0

@@ -1,4 +1,4 @@
-"""The shared Strategy, seen through DP-FedAvg and DP²-FedSAM on real ClientApps in this process."""
+"""The strategy that all methods share, through DP-FedAvg and DP²-FedSAM on real ClientApps."""
 
 import contextlib
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_personal_parameters_are_in_no_message_of_a_run_neither_by_name_nor_by_v
     ]
     assert len(heads) >= 4
     moved = [not np.array_equal(h["head.weight"], initial()["head.weight"].numpy()) for h in heads]
-    assert all(moved)  # there is something to leak
+    assert all(moved)  # otherwise there would be nothing to leak
     secrets = {array.tobytes() for head in heads for array in head.values()}
     seen = 0
     for message in grid.sent + grid.received:
@@ -173,7 +173,7 @@ def test_clients_refuse_seeded_noise_unless_built_for_it_and_a_node_may_forbid_i
         strategy = DP2FedSAM(
             plan=plan(), head=FAST, extractor=FAST, seed=1, seeded_noise=True, evaluate_every=0
         )
-        with pytest.raises(FederationNotReady, match="no client ever sent anything of use"):
+        with pytest.raises(FederationNotReady, match="no client ever sent a usable reply"):
             strategy.start(grid, initial(), num_rounds=1)
         assert len(strategy.refusals) == 4
         assert "does not allow" in strategy.refusals[0]
@@ -194,7 +194,7 @@ def test_cohorts_are_drawn_over_partitions_reproducibly():
 
     assert cohorts(1, seeded_noise=True) == cohorts(1, seeded_noise=True)
     assert cohorts(1, seeded_noise=True) != cohorts(2, seeded_noise=True)
-    assert len({str(cohorts(1)) for _ in range(5)}) > 1  # ε rests on their being secret
+    assert len({str(cohorts(1)) for _ in range(5)}) > 1  # ε needs them to be secret
 
 
 def test_messages_come_as_a_list_for_a_deployed_superlink():
@@ -205,7 +205,7 @@ def test_messages_come_as_a_list_for_a_deployed_superlink():
 
 
 class Late(InProcessGrid):
-    """Nodes appear one by one."""
+    """A grid whose nodes appear one by one."""
 
     polls = 0
 
@@ -259,7 +259,7 @@ def test_why_nodes_cannot_tell_their_partitions_is_said():
 
 
 class Replaced(InProcessGrid):
-    """Partition 2's node comes back as partition 0 before round 2."""
+    """A grid in which partition 2's node returns as partition 0 before round 2."""
 
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
@@ -278,7 +278,7 @@ def test_a_node_that_comes_back_as_another_partition_takes_no_part(monkeypatch, 
     result = strategy.start(grid, initial(), num_rounds=2)
     answered = [m["answered"] for m in result.train_metrics_clientapp.values()]
     assert answered == [CLIENTS * clients_per_node, (CLIENTS - 1) * clients_per_node]
-    assert len(strategy.refusals) == 2 * clients_per_node  # training and evaluation
+    assert len(strategy.refusals) == 2 * clients_per_node  # in training and in evaluation
     assert all("this node held partition" in refusal for refusal in strategy.refusals)
 
 
@@ -311,7 +311,7 @@ def test_bad_replies_are_refused_counted_and_dropouts_for_the_plan(policy, tmp_p
         2: stale,
         3: stranger,
         4: lambda reply: [],  # lost
-        5: lambda reply: [reply, reply],  # duplicated: counts once
+        5: lambda reply: [reply, reply],  # duplicated, counts once
     }
     ledger = Ledger(tmp_path / "ledger.jsonl")
     strategy = DPFedAvg(
@@ -463,7 +463,7 @@ def test_batch_norm_in_the_shared_part_is_refused_by_name_before_anything_is_sen
 
 
 def foreign_app() -> ClientApp:
-    """A ClientApp as in Flower's tutorials; it knows nothing of this package."""
+    """Return a ClientApp as in Flower's tutorials, which does not use this package."""
     app = ClientApp()
 
     def client(context: Context):
@@ -546,9 +546,9 @@ def test_a_foreign_client_app_cannot_be_trusted_with_what_it_does_not_know(strat
     [
         ({"server_learning_rate": 0.0}, "server_learning_rate"),
         ({"evaluate_every": -1}, "evaluate_every"),
-        ({"seeded_noise": True}, "seeded_noise=True needs a seed"),
-        ({"personal": ("extractor", "head")}, "leaves no parameter"),
-        ({"personal": "head"}, r"expected several names, as \('head',\)"),
+        ({"seeded_noise": True}, "seeded_noise=True: expected a seed"),
+        ({"personal": ("extractor", "head")}, "expected at least one shared parameter"),
+        ({"personal": "head"}, r"a sequence of names, .* \('head',\)"),
     ],
 )
 def test_unfit_options_are_refused(options, said):
@@ -607,7 +607,7 @@ def test_a_misspelt_personal_name_is_refused_as_its_part_would_be_shared(method)
 
 
 def test_a_personal_name_without_the_modules_around_it_is_refused_with_a_star():
-    """Hugging Face's classifier lies below ``base_model.model``."""
+    """Hugging Face's classifier is below ``base_model.model``."""
     model = ArrayRecord({f"base.{n}": p for n, p in task().initial_params(0).items()})
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=("head",))
     with pytest.raises(ValueError, match=r"personal='head'.* did you mean '\*\.head'"):
@@ -619,7 +619,7 @@ def test_a_personal_name_that_is_none_of_the_models_is_said(name, caplog):
     strategy = DP2FedSAM(plan=plan(), head=FAST, extractor=FAST, personal=(name,))
     with pytest.raises(FederationNotReady, match=r"expected personal= to name .* of them$"):
         strategy.start(grid_of(), initial(), num_rounds=1)
-    assert f"personal={name!r} names none of ['extractor" in caplog.text
+    assert f"personal={name!r} matches no parameter of the model: ['extractor" in caplog.text
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -692,5 +692,5 @@ def test_data_that_cannot_be_used_are_said_in_one_line_and_logged_once(data, sai
 
 @pytest.mark.parametrize("name", ["draw_cohort", "published_claim", "upload_norms", "_read_update"])
 def test_a_hook_that_would_never_be_called_is_refused_and_its_successor_named(name):
-    with pytest.raises(TypeError, match=rf"Mine\.{name}: a method says that by \w+"):
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: this hook was replaced by \w+"):
         type("Mine", (DPFedAvg,), {name: lambda self, *given: None})

@@ -1,4 +1,4 @@
-"""Federated runs on examples of several tensors: as on packed ones, and each client by itself."""
+"""Federated runs on examples of several tensors equal those on packed examples."""
 
 import pytest
 import torch

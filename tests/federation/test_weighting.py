@@ -1,4 +1,4 @@
-"""Without privacy clients may count by their examples; wherever something protects, all alike."""
+"""Without privacy, examples may weight clients; under protection, all clients weigh the same."""
 
 import numpy as np
 import pytest

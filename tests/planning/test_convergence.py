@@ -1,4 +1,4 @@
-"""Theorem 1 next to its recursions, and to runs of DP-Ditto whose constants are known."""
+"""Theorem 1 compared with its recursions, and with runs of DP-Ditto whose constants are known."""
 
 import math
 
@@ -69,7 +69,7 @@ def equal_rates(**changes) -> ConvergenceBound:
 
 
 def iterated(b, T):
-    """The two recursions, (10) and (13), one round after the other."""
+    """Return the two recursions (10) and (13), iterated round by round."""
     gap, distance = b.initial_gap, b.initial_distance
     for _ in range(T):
         distance = b.personal_rate * distance + b.residual + b.coupling * gap
@@ -182,7 +182,7 @@ def test_the_printed_constants_are_those_of_lemmas_1_and_2():
 
 
 def one_step(rng, basis, *, long=False):
-    """Left and right side of Lemma 1 for one random quadratic client, w* = u_n* = 0."""
+    """Return both sides of Lemma 1 for one random quadratic client, w* = u_n* = 0."""
     d, weight = 3, rng.choice([0.01, 0.3, 1.0, 1.9])
     mu, L = 0.5, 8.0
     curvatures = rng.uniform(mu, L, size=d)
@@ -362,7 +362,7 @@ def test_what_a_bound_cannot_do_is_refused():
         bound(variance=-1)
     with pytest.raises(ValueError, match="basis='mine': expected published or provable"):
         bound(basis="mine")
-    with pytest.raises(ValueError, match="gradient_bound=inf: the published bound needs"):
+    with pytest.raises(ValueError, match="gradient_bound=inf: expected a finite number"):
         bound(basis="published", gradient_bound=math.inf)
     with pytest.raises(ValueError, match="max_rounds=0: expected an integer >= 1"):
         bound().best_rounds(0)

@@ -1,4 +1,4 @@
-"""Theorems 2 and 3 next to Monte Carlo in the world they speak of."""
+"""Theorems 2 and 3 compared with Monte Carlo simulation of the model that they assume."""
 
 import math
 
@@ -30,7 +30,7 @@ def fairness(seed=0) -> LinearFairness:
 
 
 def spread_of_losses(w, f, weight, stddev, draws, rng):
-    """Variance over clients of ‖u_n* − v_n‖² given û: u_n* from its posterior, fresh noise."""
+    """Return Var over clients of ‖u_n* − v_n‖² given û: u_n* from its posterior, fresh noise."""
     local, shape = w.local_models, w.true_models.shape
     share, own = f.shrinkage, math.sqrt(f.own_variance)
     shared = math.sqrt(f.shared_variance) * rng.normal(size=(draws, 1, shape[1]))
@@ -196,7 +196,7 @@ def test_below_the_clipping_norm_of_theorem_3_r_is_convex_for_every_noise(basis)
 
 
 def scaled(factor) -> LinearFairness:
-    """The same federation with its models measured in another unit."""
+    """Return the same federation with its models measured in another unit."""
     return LinearFairness.of_models(
         factor * world().local_models,
         **{

@@ -8,7 +8,7 @@ from flower_ext.planning import DittoProblem, LinearWorld, PilotEstimates, estim
 
 
 def quadratic_pilot(rounds=60, eta=0.2, seed=0):
-    """Gradient descent on clients with curvatures 0.5 to 4 and optima of their own."""
+    """Run gradient descent on clients with curvatures 0.5 to 4 and different optima."""
     rng = np.random.default_rng(seed)
     a, u = rng.uniform(0.5, 4.0, size=(5, 3)), rng.normal(size=(5, 3))
     w, models, gradients, losses = np.full(3, 3.0), [], [], []
@@ -68,7 +68,7 @@ def test_in_the_linear_world_the_curvature_is_exact_and_the_estimates_make_a_pro
         learning_rate=0.3,
         personal_learning_rate=0.3,
     )
-    # Personal optima of every λ are no further away than Ψ₂ says.
+    # Personal optima of every λ are at most as far away as Ψ₂ says.
     for weight in (0.0, 0.4, 1.5, 2.0):
         best = world.personal_models(weight, np.zeros((4, 3)))
         assert np.square(best - 1.0).sum(axis=1).max() <= found.initial_distance * (1 + 1e-3)

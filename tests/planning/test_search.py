@@ -77,7 +77,7 @@ def test_where_no_number_of_rounds_helps_the_answer_is_none():
     facts = {"variance_per_round": 1e6, "max_rounds": 30}
     far = DittoProblem(**{**vars(PROBLEM), "initial_gap": 1e3})
     assert best_rounds(far, global_weight=1.0, **facts).rounds == 0
-    # The first round still takes in a model that carries no noise.
+    # The first round still receives a model without noise.
     assert best_rounds(PROBLEM, global_weight=1.0, **facts).rounds == 1
     started_at_the_optimum = DittoProblem(**{**vars(PROBLEM), "initial_distance": 0.0})
     assert joint_search(started_at_the_optimum, FAIRNESS, **facts).rounds == 0
@@ -113,7 +113,7 @@ ROUNDS, WEIGHTS = (5, 10, 20, 40), (0.1, 0.5, 1.0, 2.0)
 
 
 def bowl(T, weight):
-    """A loss that is best at T = 20/λ^½ and a spread that is best at λ = 10/T."""
+    """Return a loss with its minimum at T = 20/λ^½, and a spread with its minimum at λ = 10/T."""
     return Outcome(
         loss=(math.log(T) - math.log(20 / math.sqrt(weight))) ** 2,
         unfairness=(weight - 10 / T) ** 2,

@@ -43,7 +43,7 @@ def epsilon(sampling, relation=ADD_OR_REMOVE, *, sigma=1.0, rounds=200, delta=1e
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """δ(ε) of a Gaussian mechanism of sensitivity/σ = mu (Balle and Wang, Theorem 8)."""
+    """Return δ(ε) of a Gaussian mechanism of sensitivity/σ = mu (Balle and Wang, Theorem 8)."""
     from scipy.special import log_ndtr
 
     first = math.exp(log_ndtr(mu / 2 - epsilon / mu))
@@ -110,7 +110,7 @@ def test_rdp_is_never_below_pld(sampling):
         assert epsilon(sampling, sigma=sigma, accountant="rdp") >= epsilon(sampling, sigma=sigma)
 
 
-# The last column: PLD on grids from 3e-6 to 1e-5, which agree to a thousandth.
+# The last column is PLD on grids from 3e-6 to 1e-5, which agree to a thousandth.
 @pytest.mark.parametrize(
     ("rate", "sigma", "rounds", "delta", "fine"),
     [
@@ -252,7 +252,7 @@ def test_participations_compose_like_full_rounds_and_weights_like_more_noise():
         ).epsilon
 
     assert of(2.0, 9) == epsilon(EVERYONE, SPECIAL, sigma=2.0, rounds=9)
-    assert of(2.0, 36) == pytest.approx(of(1.0, 9))  # a weight of four is half the noise
+    assert of(2.0, 36) == pytest.approx(of(1.0, 9))  # a weight of four halves the noise
     assert of(2.0, 0) == 0.0
 
 
@@ -289,7 +289,7 @@ def test_absurd_noise_has_an_epsilon_between_nothing_and_no_amplification(
 
 
 def told_by_the_sum(rate, sigma, rounds, delta):
-    """An ε that cannot be undercut: of tests that ask on which side of c all outputs' sum lies."""
+    """Return an ε that no valid bound can undercut: from tests on which side of c the sum lies."""
     from scipy import special, stats
 
     spread = math.sqrt(rounds * rate * (1 - rate))
@@ -312,7 +312,7 @@ def told_by_the_sum(rate, sigma, rounds, delta):
 def test_no_rounding_takes_epsilon_below_what_the_sum_of_all_outputs_tells(accountant):
     noises, rates = (1.0, 1e3, 1e7), (1e-6, 1e-2, 0.3)
     seen = set()
-    # So many rounds, and so small a δ, take PLD minutes.
+    # PLD takes minutes for so many rounds and so small a δ.
     most, deltas = (10**6, (1e-15, 1e-12)) if accountant == "rdp" else (10**3, (1e-12,))
     for sigma, rate, rounds in itertools.product(noises, rates, (1, most)):
         for delta in (*deltas, 1e-5, 0.1):

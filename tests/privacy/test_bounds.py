@@ -15,7 +15,7 @@ REPLACE = NeighboringRelation.REPLACE_ONE
 
 
 def exact_norm(update) -> float:
-    """Norm in extended precision, by another route than the code's."""
+    """Return the norm in extended precision, by an algorithm other than the code's."""
     parts = [np.asarray(torch.as_tensor(a).double()).ravel() for a in update.values()]
     return float(np.sqrt(np.sum(np.concatenate(parts).astype(np.longdouble) ** 2)))
 
@@ -123,7 +123,7 @@ def test_rows_that_are_not_real_floats_are_refused_by_name(clipped):
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7123])
 def test_ten_million_numbers_are_inside_their_ball_in_exact_arithmetic(value):
-    """A sum of as many squares is wrong by more than the last bit of a norm."""
+    """The error of a sum of that many squares exceeds the last bit of a norm."""
     numbers = 10**7
     update = {"a": np.full(numbers, value)}
     clipped = clip(update, 1.0).value, sum_clipped([update], 1.0, like=update).value
@@ -134,7 +134,7 @@ def test_ten_million_numbers_are_inside_their_ball_in_exact_arithmetic(value):
 
 
 def test_measured_sensitivity_never_exceeds_the_reported_one():
-    """12,000 neighbour pairs: random ones, and ones built to be as far apart as allowed."""
+    """12,000 pairs of neighbours: random ones, and ones that are as far apart as allowed."""
     rng = np.random.default_rng(1)
     for trial in range(6_000):
         units, size = int(rng.integers(1, 5)), int(rng.integers(1, 6))
@@ -154,7 +154,7 @@ def test_measured_sensitivity_never_exceeds_the_reported_one():
         moved = exact_norm({"a": with_it.value["a"] - replaced.value["a"]})
         assert moved <= with_it.sensitivity(REPLACE)
         if trial % 2 and dtype is np.float64:
-            assert moved > 1.99 * bound  # the pairs do reach the bound: the test has teeth
+            assert moved > 1.99 * bound  # the pairs do reach the bound, so the test can fail
 
 
 def test_a_sum_of_nobody_is_zero_and_a_sum_reports_twice_the_bound_for_replacement():
@@ -206,7 +206,7 @@ def test_sums_of_unlike_updates_are_refused():
         sum_clipped([{"b": np.ones(3)}], 1.0, like=like)
     with pytest.raises(ValueError, match="shape"):
         sum_clipped([{"a": np.ones(2)}], 1.0, like=like)
-    with pytest.raises(ValueError, match="shape"):  # as many numbers, in other places
+    with pytest.raises(ValueError, match="shape"):  # as many numbers, in another shape
         sum_clipped([{"a": np.ones((3, 1))}], 1.0, like=like)
 
 

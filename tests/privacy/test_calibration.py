@@ -20,7 +20,7 @@ from tests.support.grids import grid
 
 
 def random_settings(number: int, seed: int):
-    """Settings of every sampling; the slow pairs (PLD, or without replacement) now and then."""
+    """Return settings of every sampling; slow pairs (PLD, or without replacement) are rarer."""
     rng = np.random.default_rng(seed)
     for index in range(number):
         population = int(rng.integers(20, 2000))
@@ -58,7 +58,7 @@ def test_no_calibrated_noise_exceeds_its_target_and_a_little_less_noise_would(se
 def test_no_calibrated_number_of_rounds_exceeds_its_target_and_one_more_would():
     for setting in random_settings(60, seed=1):
         if isinstance(setting["sampling"], PoissonSampling):
-            setting["accountant"] = "rdp"  # PLD over the thousands of rounds tried takes a minute
+            setting["accountant"] = "rdp"  # PLD takes a minute over the rounds that are tried
         facts = {name: value for name, value in setting.items() if name != "rounds"}
         rounds = calibrate_rounds(noise_multiplier=5.0, **facts)
         target = facts.pop("epsilon")

@@ -1,4 +1,4 @@
-"""Updates in whole numbers of cells: the norm never grows, and little is lost."""
+"""Updates in whole numbers of cells: their norm never grows, and little is lost by rounding."""
 
 import math
 

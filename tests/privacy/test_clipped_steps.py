@@ -1,4 +1,4 @@
-"""What clipped steps promise, and what neighbours really do."""
+"""Bounds for clipped steps, compared with the distances that neighbours really reach."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_each_noised_step_is_a_release_of_the_records_it_uses():
 
 
 def clipped_step(u, records, s):
-    """One full step on |⟨u, x⟩ − y|³-like losses whose gradients point anywhere."""
+    """Take one full step on losses like |⟨u, x⟩ − y|³, whose gradients have any direction."""
     gradients = [x * (u @ x - y) ** 3 for x, y in records]
     norms = [np.linalg.norm(g) for g in gradients]
     G = s.gradient_clipping_norm
@@ -79,7 +79,7 @@ def test_k_full_noised_steps_leave_k_times_the_noise_of_one_in_the_upload():
 
 @pytest.mark.parametrize(("rate", "bound", "number"), [(0.1, 2.0, 3), (5.0, 3.0, 4), (2.0, 0.1, 2)])
 def test_what_several_steps_without_noise_may_do_is_done_by_opposite_gradients(rate, bound, number):
-    """Whether a step is longer than 1 or shorter: from the second step on nothing holds them."""
+    """From the second step on nothing bounds them, whether a step is longer than 1 or shorter."""
     taken = steps(learning_rate=rate, gradient_clipping_norm=bound, local_steps=number)
     one = other = 0.0
     for _ in range(number):

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: its distribution, sums of shares, and what they are worth."""
+"""Discrete Gaussian noise: its distribution, sums of shares, and their privacy."""
 
 import math
 from bisect import bisect_right
@@ -23,11 +23,11 @@ from flower_ext.privacy.discrete_gaussian import (
 )
 
 LUCK = 1e-10
-"""Probability with which a test of chance may fail."""
+"""Probability with which a statistical test may fail."""
 
 
 def pmf(stddev, reach):
-    """Probabilities of -reach, …, reach in 60 digits."""
+    """Return the probabilities of -reach, …, reach with 60 digits."""
     with mpmath.workdps(60):
         weights = [
             mpmath.exp(-(mpmath.mpf(k) ** 2) / (2 * mpmath.mpf(stddev) ** 2))
@@ -52,7 +52,7 @@ def test_a_table_is_the_distribution_function_to_128_bits(variance):
         for entry, probability in zip(found, exact, strict=False):
             summed += probability
             assert -0.001 < summed * 2**128 - entry < 1.001
-        # What lies beyond the table is too rare to matter.
+        # Values beyond the table are too rare to matter.
         assert 2 * exact[0] * table.reach < mpmath.mpf(2) ** -128
     assert found == sorted(found)
 
@@ -172,7 +172,7 @@ def test_draws_are_discrete_gaussian(stddev):
 
 
 def convolved(shares, probabilities):
-    """Distribution of the sum of so many draws, in 60 digits."""
+    """Return the distribution of the sum of so many draws, with 60 digits."""
     with mpmath.workdps(60):
         found = probabilities
         for _ in range(shares - 1):
@@ -189,7 +189,7 @@ def convolved(shares, probabilities):
 @pytest.mark.parametrize("stddev", [1.0, 1.2])
 @pytest.mark.parametrize("shares", [2, 3])
 def test_a_sum_of_shares_is_discrete_gaussian_up_to_the_bound_of_steps_1_to_3(stddev, shares):
-    """At stddevs so small that the bound is one to be seen."""
+    """The standard deviations are so small that the bound is measurable."""
     reach = 14
     found = convolved(shares, pmf(stddev, reach))
     whole = pmf(math.sqrt(shares) * stddev, shares * reach)
@@ -201,11 +201,11 @@ def test_a_sum_of_shares_is_discrete_gaussian_up_to_the_bound_of_steps_1_to_3(st
         middle = range(len(found) // 2 - 4, len(found) // 2 + 5)
         worst = max(abs(mpmath.log(found[i] / whole[i])) for i in middle)
     assert worst <= bound
-    assert worst > bound / 1e4  # it is this that the bound bounds
+    assert worst > bound / 1e4  # the difference that the bound bounds
 
 
 def test_a_discrete_gaussian_is_a_rounding_of_a_continuous_one_up_to_the_bound_of_step_4():
-    """Smoothing by 0.6 in place of 4, where the difference is one to be seen."""
+    """Smoothing is 0.6 in place of 4, so that the difference is measurable."""
     smoothed, stddev = mpmath.mpf("0.6"), mpmath.mpf(2)
     with mpmath.workdps(30):
         rest = mpmath.sqrt(stddev**2 - smoothed**2)

@@ -51,7 +51,7 @@ def test_without_sampling_a_group_of_k_is_a_gaussian_of_k_times_the_sensitivity(
 
 
 def divergence(silo, group_size, epsilon):
-    """δ(ε) of one step by numerical integration, the larger of adding and removing."""
+    """Return δ(ε) of one step by numerical integration, the larger of adding and removing."""
     x = np.linspace(-15, 15 + group_size / silo.noise_multiplier, 400_001)
     taken = [math.comb(group_size, n) for n in range(group_size + 1)]
     q = silo.sampling_rate
@@ -140,7 +140,7 @@ def test_many_numbers_of_taken_records_are_rounded_up_never_down(count, rate):
     values, probabilities = _binomial(count, rate)
     assert len(values) <= 128
     assert values == sorted(set(values))
-    # At most so many records: never more likely than under the binomial distribution.
+    # No number of records is exceeded less often than under the binomial distribution.
     at_most = np.cumsum(probabilities)
     assert (at_most <= stats.binom.cdf(values, count, rate) + 1e-12).all()
     assert np.dot(values, probabilities) == pytest.approx(count * rate, rel=1e-2)
@@ -148,7 +148,7 @@ def test_many_numbers_of_taken_records_are_rounded_up_never_down(count, rate):
 
 @pytest.mark.parametrize(("count", "rate"), [(40, 0.01), (3, 1e-20), (400, 0.9), (2_000, 0.3)])
 def test_what_is_negligible_is_counted_as_all_records_not_left_out(count, rate):
-    """No number of records is exceeded less often than the binomial one, the largest included."""
+    """Each number of records is exceeded at least as often as under the binomial distribution."""
     values, probabilities = map(np.array, _binomial(count, rate))
     assert values[-1] == count
     assert probabilities[-1] > 0 or stats.binom.pmf(count, count, rate) == 0
@@ -159,7 +159,7 @@ def test_what_is_negligible_is_counted_as_all_records_not_left_out(count, rate):
 
 def test_thousands_of_records_are_accounted_between_a_mean_step_and_all_records_in_every_step():
     silo, group_size = DpSgd(noise_multiplier=5.0, sampling_rate=0.005, steps=1_000), 5_000
-    # Steps that take exactly the mean number, 25: by Jensen's inequality the mixture loses more.
+    # Steps that take exactly the mean number, 25; by Jensen's inequality the mixture leaks more.
     shift = group_size * silo.sampling_rate / silo.noise_multiplier * math.sqrt(silo.steps)
     assert shift**2 / 2 < tight(silo, group_size) < 2 * shift**2
     assert (

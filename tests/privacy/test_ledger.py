@@ -98,7 +98,7 @@ def test_a_resumed_ledger_counts_what_was_spent_before(tmp_path):
 
 
 def again(path, *, round=1, identity=7, release=RELEASE):
-    """Opened anew, how many releases are counted after one more."""
+    """Return the number of counted releases after one more, on a newly opened ledger."""
     ledger = Ledger(path)
     with ledger.reserve(release, round=round, identity=identity):
         pass
@@ -120,7 +120,7 @@ def test_a_release_that_is_done_again_counts_once_if_it_is_the_very_same(tmp_pat
 
 def test_while_a_ledger_is_open_no_release_is_the_same_as_another_of_that_time(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    for expected in ([1, 2], [2, 3], [3, 4]):  # one is done again, the other is not
+    for expected in ([1, 2], [2, 3], [3, 4]):  # one release is repeated, the other is new
         ledger = Ledger(path)
         for releases in expected:
             with ledger.reserve(RELEASE, round=1, identity=7):
@@ -203,7 +203,7 @@ def test_the_ledger_is_private_to_its_owner(tmp_path):
 
 
 def _release_for_ever(ledger_path, witness_path):
-    """Reserve, release (a durable line elsewhere), commit; until killed."""
+    """Reserve, release (a durable line elsewhere) and commit, until the process is killed."""
     witness = os.open(witness_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     ledger = Ledger(ledger_path)
     number = 0
@@ -231,7 +231,7 @@ def test_kill_9_at_any_moment_never_undercounts_what_was_released(tmp_path, kill
         assert spent >= released
         entries = kinds(ledger_path) if ledger_path.exists() else []
         left_open = entries.count("reserve") - entries.count("commit")
-    assert released > 20  # real work was interrupted,
+    assert released > 20  # real work was interrupted
     assert left_open > 0  # and some of it between reserve and commit
 
 
@@ -263,7 +263,7 @@ def test_notes_cannot_take_the_ledgers_own_names(tmp_path):
 
 @pytest.mark.parametrize("first", grid(range(8), lambda first: first == 0))
 def test_no_flipped_bit_changes_what_a_ledger_says(tmp_path, first):
-    """Every eighth place; the others with it in `make test-all`."""
+    """Every eighth byte; `make test-all` covers all of them."""
     path = tmp_path / "ledger.jsonl"
     content = filled(path)
     entries = Ledger.read(path)

@@ -14,9 +14,9 @@ DRAWS = 4_000_000
 
 
 def has_stddev(sample: np.ndarray, stddev: float) -> bool:
-    """Whether a sample's variance is within 0.5 % of ``stddev²``, its mean within five errors.
+    """Return True if a sample's variance is within 0.5 % of ``stddev²``, its mean within 5 errors.
 
-    At 4·10⁶ draws the variance of a right sample strays by 0.07 % (one standard error).
+    At 4·10⁶ draws the variance of a correct sample has a standard error of 0.07 %.
     """
     variance_fits = abs(sample.var() / stddev**2 - 1) < 0.005
     return bool(variance_fits and abs(sample.mean()) < 5 * stddev / math.sqrt(sample.size))
@@ -61,7 +61,7 @@ def test_every_precision_is_noised_and_keeps_its_type(dtype):
         assert tuple(array.shape) == tuple(update[name].shape)
         assert not array.ndim or bool((array != 0).any())
     again = [SecureNoise().add_gaussian(update, 1.0)["scalar"] for _ in range(3)]
-    assert any(bool(scalar != 0) for scalar in again)  # a cell of the grid may be that of zero
+    assert any(bool(scalar != 0) for scalar in again)  # a value may be rounded to zero
     assert float(torch.as_tensor(noised["a"]).double().std()) == pytest.approx(1.0, rel=0.05)
 
 
@@ -158,7 +158,7 @@ def test_huge_values_do_not_pass_with_their_noise_absorbed(huge, sign, all_of_th
 
 @pytest.mark.parametrize("stddev", [1e-3, 1.0, 1e6])
 def test_what_passes_carries_its_noise_and_not_a_few_steps_of_it(stddev):
-    """The spacing of floats grows with the value: Gaussian noise must not become a coarse grid."""
+    """The spacing of floats grows with the value, but the noise must not become a coarse grid."""
     passed = 0
     for exponent in range(30, 60):
         value = np.full(1_000, stddev * 2.0**exponent)
@@ -173,7 +173,7 @@ def test_what_passes_carries_its_noise_and_not_a_few_steps_of_it(stddev):
 
 
 def variance_fits(sample: np.ndarray, stddev: float) -> bool:
-    """Chi-square interval test at level 1e-3: ±0.47 % at 10⁶ draws."""
+    """Return True if a chi-square interval (1e-3) covers the variance: ±0.47 % at 10⁶ draws."""
     statistic = float(np.sum((sample / stddev) ** 2))
     low, high = stats.chi2.ppf([5e-4, 1 - 5e-4], sample.size)
     return bool(low <= statistic <= high)
@@ -201,7 +201,7 @@ def test_noise_variance_fits_in_numpy_and_torch_and_two_percent_off_does_not(zer
 
 
 class _Fixed(NoiseSource):
-    """Noise of one known value, to see in which precision it is added."""
+    """Noise of one known value, to detect the precision in which it is added."""
 
     is_secure = False
 
@@ -217,7 +217,7 @@ class _Fixed(NoiseSource):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_noise_is_rounded_once_after_the_addition(dtype):
-    """Added in the array's own precision, the little above step/2 would be lost first."""
+    """An addition in the array's own precision would lose the small part above step/2 first."""
     step = torch.finfo(dtype).eps
     noise, stddev = step / 2 * (1 + step / 4), step**2 * 2.0**15
     assert noise % noise_grid(stddev) == 0
@@ -250,9 +250,9 @@ NUMBERS, TRIALS = 10_000, 200
 
 
 def has_moved(upload: np.ndarray) -> bool:
-    """Mironov's attack: a number near zero that is a sum has fewer bits than one that is noise.
+    """Run Mironov's attack: near zero, a sum has fewer significant bits than noise by itself.
 
-    Where 0.01 was noised, what lies below 2⁻¹⁰ is a difference of numbers of at least 2⁻⁷, and so a
+    If 0.01 was noised, a result below 2⁻¹⁰ is a difference of numbers of at least 2⁻⁷, and so a
     multiple of 2⁻⁵⁹. Noise of that size has four bits more.
     """
     near_zero = upload[np.abs(upload) < 2.0**-10] * 2.0**59
@@ -303,7 +303,7 @@ def test_whatever_is_released_is_a_whole_multiple_of_a_power_of_two_of_the_stdde
 
 
 def of_whole_numbers(released: np.ndarray, shift: float, stddev: float) -> float:
-    """p-value that whole numbers are round(shift + N(0, stddev²))."""
+    """Return the p-value that whole numbers are round(shift + N(0, stddev²))."""
     low, high = math.floor(-3 * stddev), math.ceil(3 * stddev)
     edges = np.array([-np.inf, *(np.arange(low, high + 1) + 0.5 - shift), np.inf])
     expected = np.diff(stats.norm.cdf(edges / stddev)) * released.size
@@ -315,7 +315,7 @@ def of_whole_numbers(released: np.ndarray, shift: float, stddev: float) -> float
 @pytest.mark.parametrize("source", [SecureNoise(), SeededNoise(2)], ids=["secure", "seeded"])
 @pytest.mark.parametrize("rest", [0.0, 0.37, -0.5])
 def test_what_is_released_is_the_rounded_sum_of_the_very_value_and_a_gaussian(source, rest):
-    """A value between two multiples keeps its place there: else its neighbours moved further."""
+    """A value between two multiples is not rounded first, or its neighbours would move further."""
     grid, draws = 2.0**-7, 1_000_000
     value = np.full(draws, 5 * grid + rest * grid)
     cells = source.add_gaussian({"a": value}, 16 * grid, grid=grid)["a"] / grid - 5
@@ -339,7 +339,7 @@ def test_shares_of_noise_on_one_grid_add_up_to_the_whole_noise():
 
 @pytest.mark.parametrize("steps", [1, -3, 2**20 + 1, 2**40])
 def test_moving_a_value_by_multiples_of_the_grid_moves_the_release_by_exactly_these(steps):
-    """As integers do: no bit of a huge value meets the rounding of its noise."""
+    """As with integers, no bit of a huge value influences the rounding of its noise."""
     values = np.random.default_rng(0).normal(size=10_000)
     grid = noise_grid(1.0)
     values = np.rint(values * 2.0**30) / 2.0**30 * 2.0**-20  # room for the steps in their bits

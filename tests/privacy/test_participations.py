@@ -53,7 +53,7 @@ def test_units_that_are_not_the_uploaders_take_part_in_each_upload():
 
 
 def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed():
-    """Each weight by itself: the one in most uploads need not be the one in the worst sum."""
+    """Each weight separately: the unit in most uploads need not be the one in the worst sum."""
     seen = Participations()
     seen.record(
         [0, 1, 2], answered=1
@@ -65,7 +65,7 @@ def test_where_it_is_not_known_who_is_who_everybody_counts_as_the_most_exposed()
     seen.level(range(6))
     assert (seen.in_sums, seen.in_uploads, seen.rounds) == (*exposed, 4)
     assert seen.uploads == dict.fromkeys(range(6), 3)
-    for unit in range(6):  # who takes part from now on, whoever it is, comes on top of that
+    for unit in range(6):  # later participations of any unit are added to that
         later = Participations.from_dict(seen.to_dict())
         later.record([unit], answered=1)
         assert (later.in_sums, later.in_uploads) == (exposed[0] + 1, exposed[1] + 1)

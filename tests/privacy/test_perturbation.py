@@ -20,7 +20,7 @@ OBJECTIVE = ObjectivePerturbation(rate=3.0)
 
 
 def test_a_model_outside_the_ball_leaves_as_its_projection_plus_noise_of_the_stddev_named():
-    """One ball over all arrays together; ±3 % of σ would be seen."""
+    """One ball for all arrays together; the test would detect ±3 % of σ."""
     model = {"a": np.full(40_000, 3.0), "b": np.full((100, 100), -4.0), "c": np.array(7.0)}
     perturbation = OutputPerturbation(clipping_norm=2.0, noise_stddev=0.5)
     released = perturbation.apply(model, SeededNoise(1))
@@ -70,7 +70,7 @@ def test_mechanisms_describe_themselves_with_their_numbers():
 
 
 def test_the_direction_has_the_density_of_the_paper_over_all_arrays_together():
-    """‖n‖ ~ Gamma(d, 1/α) with d all parameters, n/‖n‖ uniform; ±5 % of α would be seen."""
+    """‖n‖ ~ Gamma(d, 1/α) with d all parameters, n/‖n‖ uniform; detects ±5 % of α."""
     like = {"a": np.zeros((2, 2), np.float32), "b": np.zeros(()), "c": np.zeros(1)}
     noise, rate, draws = SeededNoise(2), 2.5, 20_000
     perturbation = ObjectivePerturbation(rate=rate)

@@ -126,7 +126,7 @@ def test_nothing_is_spent_before_anybody_was_asked():
 
 
 def test_what_arrives_is_averaged_as_it_is_by_those_who_answered():
-    """No noise, no clipping, no expected size: each upload is protected already."""
+    """No noise, clipping or expected size, because each upload is protected already."""
     uploads = [{"a": np.array([1e3, 0.0]), "b": np.array(3.0)}, {"a": np.ones(2), "b": np.array(1)}]
     like = {"a": np.zeros(2), "b": np.zeros(())}
     made = plan().aggregate(uploads, cohort_size=3, noise=SecureNoise(), like=like)

@@ -1,4 +1,4 @@
-"""Each protection bounds and noises an upload as it says, on arrays of any library."""
+"""Each protection bounds and noises an upload as specified, for arrays of any library."""
 
 import math
 
@@ -29,7 +29,7 @@ NOTHING = (
 
 
 class Silence:
-    """Noise of zero, which says what it was asked for."""
+    """Noise of zero, which records the requests for it."""
 
     is_secure = False
 

@@ -10,7 +10,7 @@ def test_every_secure_generator_has_its_own_256_bit_key_and_twenty_rounds():
     keys = {state["keysetup"].tobytes() for state in states}
     assert len(keys) == 20
     assert all(len(key) == 32 for key in keys)
-    # No word of the key is a constant: all 256 bits come from the operating system.
+    # No word of the key is constant: all 256 bits come from the operating system.
     words = np.array([state["keysetup"] for state in states])
     assert all(len(set(column)) > 1 for column in words.T)
 
@@ -22,7 +22,7 @@ def test_seeded_generators_repeat_by_seed_and_path_and_differ_otherwise():
     assert draw(1, "cohort", 3) == draw(1, "cohort", 3)
     others = [draw(1, "cohort", 4), draw(2, "cohort", 3), draw(1, "noise", 3), draw(1, "cohort")]
     assert all(other != draw(1, "cohort", 3) for other in others)
-    assert draw(1, 23) != draw(12, 3)  # paths are not glued together
+    assert draw(1, 23) != draw(12, 3)  # different paths do not collide when joined
 
 
 def test_negative_seeds_are_refused():

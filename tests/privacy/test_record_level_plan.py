@@ -1,4 +1,4 @@
-"""The plan of everyone who uploads a whole local model: its noise, its facts, its guarantees."""
+"""The plan for uploads of whole local models: its noise, its facts and its guarantees."""
 
 import dataclasses
 import math

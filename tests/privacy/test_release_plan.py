@@ -33,7 +33,7 @@ def plan(sampling=None, **changes) -> ReleasePlan:
 
 
 def upload(the_plan: ReleasePlan, cohort_size: int, seed: int):
-    """A silent client's upload: nothing but its share of the noise."""
+    """Return the upload of a client without an update: only its share of the noise."""
     stddev = the_plan.client_noise_stddev(cohort_size)
     return SeededNoise(seed, "client").add_gaussian(LIKE, stddev)
 
@@ -46,7 +46,7 @@ def released_stddev(aggregate, the_plan) -> float:
 @pytest.mark.parametrize("cohort_size", [1, 4, 10, 20])
 @pytest.mark.parametrize("lost", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_any_dropout_leaves_the_accounted_noise(cohort_size, lost):
-    """σC on the sum whatever the cohort drawn and however many answer; ±2 % would be seen."""
+    """The sum has noise σC for every cohort and number of answers; detects ±2 %."""
     the_plan = plan()
     answered = round((1 - lost) * cohort_size)
     uploads = [upload(the_plan, cohort_size, seed) for seed in range(answered)]
@@ -184,7 +184,7 @@ def test_a_few_of_many_missing_are_topped_up_too():
         delta=1e-2,
     )
     like = {"a": np.zeros(1_000)}
-    uploads = [like] * 399  # without noise of their own: what is left is the top-up
+    uploads = [like] * 399  # uploads without noise, so that only the top-up is left
     value = plan.aggregate(uploads, cohort_size=400, noise=SecureNoise(), like=like).value["a"]
     expected = plan.noise_stddev / math.sqrt(400)
     assert value.std() * 200 == pytest.approx(expected, rel=0.15)
@@ -225,7 +225,7 @@ def test_a_plan_for_one_round_is_a_plan():
 
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_every_sum_lies_on_a_grid_that_tells_nothing_of_its_cohort(placement):
-    """A share of the noise follows from the cohort's size: a grid made of it would tell that."""
+    """A client's share of noise depends on the cohort's size; a grid made of it would show it."""
     like = {"a": np.zeros(3_000)}
     the_plan = plan(noise_placement=placement)
     rng, finest = np.random.default_rng(0), set()

@@ -16,7 +16,7 @@ NOISES, RATES = (0.2, 0.3, 1.0, 20.0, 1e4, 1e7), (1e-6, 1e-2, 0.3, 0.999)
 
 
 def exactly(noise_multiplier, rate, order):
-    """Equation 9 with 120 digits, so that the 1 takes none of the remainder's with it."""
+    """Return Equation 9 with 120 digits, so that the 1 cancels none of the remainder's digits."""
     with localcontext() as context:
         context.prec = 120
         sigma, q = Decimal(noise_multiplier), Decimal(rate)
@@ -86,6 +86,6 @@ def test_where_no_grid_is_fine_enough_the_integer_orders_bound_the_fractional_on
             sigma, rate, (max(2.0, math.floor(order)), math.ceil(order))
         )
         assert min(below, above) <= bound <= above
-        # The grid is no bound here, but near enough to tell which side a bound must be on.
+        # The grid is no bound here, but precise enough to tell on which side a bound must be.
         near = np.logaddexp(0.0, _remainder_by_grid(sigma, rate, order))
         assert bound >= near / (order - 1) * (1 - 1e-6)

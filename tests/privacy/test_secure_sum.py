@@ -24,7 +24,7 @@ TABLE = {
     (0.1, 0.3): {100: (33, 11), 300: (65, 26), 1_000: (88, 36), 10_000: (106, 43)},
     (0.2, 0.2): {100: (40, 21), 300: (73, 40), 1_000: (98, 54), 10_000: (119, 65)},
 }
-"""The least k with its t, by γ and δ, and by n: computed apart from this package."""
+"""The least k with its t, by γ, δ and n, computed without this package."""
 
 
 @pytest.mark.parametrize(("shares", "row"), TABLE.items(), ids=str)
@@ -58,7 +58,7 @@ def test_in_a_complete_graph_colluders_are_below_the_threshold_and_all_others_re
 
 
 def test_random_circles_withstand_what_they_are_made_for():
-    """Their colluding neighbours are as many as the formula says, and below the threshold."""
+    """The number of colluding neighbours follows the formula, and stays below the threshold."""
     members, rounds, rng = 100, 2_000, np.random.default_rng(5)
     found = SecureSum(colluding=0.1, dropouts=0.1).for_cohort(members)
     half = found.neighbors // 2
@@ -175,7 +175,7 @@ def test_a_plan_whose_noise_or_losses_nobody_could_add_is_refused_before_it_runs
 
 
 def test_cohorts_of_a_secret_size_have_no_secure_sum():
-    """The noise of a sum would show how many were drawn."""
+    """The noise of a sum would reveal the size of the cohort."""
     sampling = PoissonSampling(population=1_000, rate=0.1)
     with pytest.raises(ValueError, match="secure_aggregation with Poisson sampling"):
         plan(sampling=sampling)

@@ -83,7 +83,7 @@ def test_what_is_known_by_its_epsilon_alone_is_added_up_with_its_delta(path):
     for training, epsilon in ((1, 0.5), (2, 0.8), (3, 1.0)):
         charge(path, summed("a", training, epsilon), budget)
     charge(path, summed("b", 1, 0.7), budget)
-    assert spent(path) == pytest.approx(1.7)  # a run's last round tells of all of them
+    assert spent(path) == pytest.approx(1.7)  # the last charge of a run covers all its rounds
     charge(path, sampled("c", 1), budget)
     rest = privacy_loss_of({release(): 1}, delta=DELTA - 2e-4).epsilon
     assert spent(path) == pytest.approx(1.7 + rest)
@@ -101,7 +101,7 @@ def test_a_round_done_again_counts_again_unless_it_is_the_same_bit_for_bit(path,
     assert spent(path) == once
     charge(path, kind("b", 1), budget)
     two = spent(path)
-    charge(path, kind("b", 1), budget)  # a folder that was copied, and both went on
+    charge(path, kind("b", 1), budget)  # both copies of a copied folder continued
     assert once < two < spent(path)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks see what the run directory has, and can do nothing to the run."""
+"""Callbacks receive the run directory's numbers, and cannot change the run."""
 
 import logging
 
@@ -76,7 +76,7 @@ def test_a_callback_cannot_change_the_row_that_is_kept(tmp_path):
 
 
 def test_nothing_but_aggregates_is_in_a_row(tmp_path):
-    """A row holds single numbers; per-client scores are in ``clients.csv`` alone."""
+    """A row has single numbers; only ``clients.csv`` has scores of single clients."""
     notes = Notes()
     plan = ReleasePlan(
         sampling=FullParticipation(CLIENTS),

@@ -73,7 +73,7 @@ def test_one_run_without_privacy_takes_the_epsilon_from_its_method(tmp_path):
 
 
 def rows(runs, folder):
-    """The first two cells of each line of the table: what is compared, and how many runs."""
+    """Return the first two cells of each line of the table: the name, and the number of runs."""
     write_comparison(runs, folder, title="Table")
     lines = (folder / "comparison.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line[:1] == "|"]

@@ -70,7 +70,7 @@ def test_epsilons_far_apart_share_a_logarithmic_axis(tmp_path, published, log):
     for number in (1, 2, 3):
         run.log(number, epsilon_provable=0.1 * number, epsilon_published=published * number)
     draw_figures(run, tmp_path)
-    # Only a logarithmic axis writes its ticks as powers: raised text, in a span of its own.
+    # Only a logarithmic axis writes its ticks as powers, with raised text in its own span.
     assert ("<tspan" in (tmp_path / "epsilon.svg").read_text(encoding="utf-8")) == log
 
 
@@ -133,7 +133,7 @@ def test_a_comparison_can_stand_against_something_else_than_rounds(tmp_path):
 
 
 def scored(path, *by_client) -> RunDirectory:
-    """A run whose clients reported these scores."""
+    """Return a run whose clients reported these scores."""
     run = RunDirectory.create(path, {"method": "m", "dataset": "digits"})
     scores = [{"partition": number, **own} for number, own in enumerate(by_client)]
     run.save_client_metrics(scores)

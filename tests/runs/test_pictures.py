@@ -18,7 +18,7 @@ TOO_WIDE = """() => [...document.querySelectorAll("body *")]
   .filter(e => !e.closest(".table") && !e.closest("svg"))
   .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .map(e => e.outerHTML.slice(0, 80))"""
-"""Elements that reach beyond the screen; wide tables scroll inside the page."""
+"""JavaScript that finds elements beyond the screen; wide tables scroll inside the page."""
 
 FOLDED_OPEN = "() => document.querySelectorAll('details').forEach(part => part.open = true)"
 

@@ -207,7 +207,7 @@ def test_a_comparison_has_a_line_a_method_with_its_spread_over_runs(tmp_path):
     ]
     page = write_comparison(runs, tmp_path, title="Both").read_text(encoding="utf-8")
     text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    # Means over ten clients 0.755, 0.775, 0.795: sample deviation 0.02.
+    # The means over ten clients are 0.755, 0.775 and 0.795: sample deviation 0.02.
     assert "| centaur | 3 | 0.775 ± 0.020 |" in text
     assert "| dp2-fedsam | 3 |" in text
     assert "<svg" in page
@@ -301,7 +301,7 @@ def test_the_worst_tenth_of_a_loss_is_the_largest(tmp_path):
 
 
 def test_all_of_a_run_but_its_model_is_for_its_user_alone(tmp_path):
-    """It names who was drawn and how many, on whose secrecy amplification rests."""
+    """The directory says who was drawn and how many, which amplification needs to be secret."""
     old = os.umask(0o022)
     try:
         run = finished(tmp_path / "run")

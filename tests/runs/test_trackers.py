@@ -1,4 +1,4 @@
-"""Trackers against the real libraries, offline, read back by what reads them."""
+"""Trackers with the real libraries, offline; the tests read back their files."""
 
 import importlib.util
 import re
@@ -33,7 +33,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def interrupted(path: Path, tracker: str) -> RunDirectory:
-    """A run whose third round is done twice: it dies before its checkpoint is written."""
+    """Run so that round three is played twice, because the run dies before its checkpoint."""
     play(path, dies_in=3, callbacks=[tracker], **SEEDED)
     return play(path, callbacks=[tracker], **SEEDED)[0]
 
@@ -120,7 +120,7 @@ def test_wandb_keeps_one_run_offline_with_settings_history_and_report(tmp_path):
     import wandb
 
     run = interrupted(tmp_path / "run", "wandb")
-    wandb.teardown()  # its service writes on for a moment
+    wandb.teardown()  # its service may still be writing
     first, second = sorted((run.path / "wandb").glob(f"offline-run-*-{run.id}"))
     history: dict[int, dict[str, str]] = {}
     for start in (first, second):
@@ -140,7 +140,7 @@ def test_wandb_keeps_one_run_offline_with_settings_history_and_report(tmp_path):
 
 
 def _wandb_records(file: Path) -> Iterator:
-    """W&B's records, framed as LevelDB's log is, after a header of seven bytes."""
+    """Return W&B's records, framed as in LevelDB's log, after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts = file.read_bytes(), 7, []

@@ -18,7 +18,7 @@ def test_rounding_errs_by_half_a_step_at_most(value, step):
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_values_of_less_precision_are_encoded_as_what_they_are(dtype):
-    """In their own precision the division by the step would err by more than all its rounding."""
+    """In their own precision, the division by the step would err by more than all roundings."""
     values = np.random.default_rng(0).uniform(-1, 1, 100).astype(dtype)
     encoded = FixedPoint(bound=1.0).encode(values)
     assert [int(x) for x in encoded] == [round(float(value) / 1e-10) for value in values]

@@ -10,7 +10,7 @@ from flower_ext.secure.labels import derive
 from flower_ext.secure.masks import PairKeys, uniform_residues
 
 SERVER_KEY = b"server key"
-MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is a unit
+MODULUS = mpz(2) ** 89 - 1  # a prime, so that every draw but zero is invertible
 
 
 def agreed(silos: int = 4, context: bytes = b"run", privates=None) -> list[PairKeys]:

@@ -1,4 +1,4 @@
-"""The apps as tests run them: their own files, their own defaults, a few overrides."""
+"""The apps as tests run them: their own files and defaults, with a few overrides."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flower_ext.federation.engines.run_app import load_app
 
 @dataclass(frozen=True, kw_only=True)
 class App:
-    """One folder of ``apps/`` and settings that make a run of it small."""
+    """A folder of ``apps/``, with settings that make its run small."""
 
     folder: Path
     small: dict[str, Any]
 
     def config(self, **overrides):
-        """The app's run config with ``overrides`` (underscores for hyphens)."""
+        """Return the app's run config with ``overrides`` (underscores in place of hyphens)."""
         defaults = self._project["config"]
         changes = {name.replace("_", "-"): value for name, value in overrides.items()}
         assert set(changes) <= set(defaults), set(changes) - set(defaults)
         return {**defaults, **changes}
 
     def small_config(self, **overrides):
-        """The small run with ``overrides``."""
+        """Return the run config of a small run with ``overrides``."""
         return {**self.config(**overrides), **self.small}
 
     def parts(self):
-        """(ServerApp, ClientApp) of the app."""
+        """Return the ServerApp and the ClientApp of the app."""
         return load_app(self.folder)
 
     @property

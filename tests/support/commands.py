@@ -1,4 +1,4 @@
-"""``flower-ext`` as a process of its own, with Flower's files in a folder of the test's."""
+"""Run ``flower-ext`` as a separate process, with Flower's files in a folder of the test."""
 
 import signal
 import subprocess
@@ -19,12 +19,12 @@ SETTINGS = {
     "sampling": "everyone",
 }
 SETS = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-"""A small run of apps/dp2-fedsam."""
+"""Arguments of a small run of apps/dp2-fedsam."""
 FOREVER = [*SETS, "--set", "rounds=100000"]
 
 
 class Command:
-    """``flower-ext`` with Flower's files in a folder of the test's own."""
+    """``flower-ext`` with Flower's files in a folder of the test."""
 
     def __init__(self, home: Path) -> None:
         self.home = home / "flwr"
@@ -39,13 +39,13 @@ class Command:
         return subprocess.Popen(
             [sys.executable, "-m", "flower_ext.cli.main", *words],
             env=self.env,
-            # As in a terminal: what a shell starts in the background ignores Ctrl-C.
+            # A shell makes background processes ignore Ctrl-C; a terminal does not.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
         )
 
     def ended_by(self, number: signal.Signals, path: Path, *words: str) -> tuple[int, str, str]:
-        """(exit status, output, errors) of a run that gets a signal once it has done rounds."""
+        """Return (exit status, output, errors) of a run that a signal ends after some rounds."""
         with (
             (self.home.parent / "out").open("w+b") as out,
             (self.home.parent / "err").open("w+b") as err,
@@ -60,7 +60,7 @@ class Command:
         return status, *texts
 
     def left(self) -> list[str]:
-        """What still runs with the test's folder in its environment."""
+        """Return the processes that still run and have the test's folder in their environment."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -1,4 +1,4 @@
-"""Runs that may die in a round, and go on in a new strategy, as in a new process."""
+"""Runs that may die in a round and continue in a new strategy, as in a new process."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def plan(**changes) -> ReleasePlan:
 
 
 class Died(BaseException):
-    """Stands for the end of the process: nothing of this package catches it to go on."""
+    """The simulated end of the process; the package must not catch it."""
 
 
 def play(
@@ -41,7 +41,7 @@ def play(
     budget: Budget | None = None,
     **options,
 ):
-    """One start of a run; ``dies_in`` a round, between its questions and answers or after them."""
+    """Start a run once; in round ``dies_in`` it dies, after the requests or after the replies."""
     facts = {"seed": 1, "seeded_noise": True, "plan": plan(), "evaluate_every": 2, **options}
     config = {
         "run-directory": str(folder / "run"),

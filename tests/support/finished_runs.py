@@ -1,4 +1,4 @@
-"""Directories of runs that ended, with a ledger, guarantees and metrics."""
+"""Directories of finished runs with a ledger, guarantees and metrics."""
 
 from flower_ext.privacy import Ledger, PoissonSampling, ReleasePlan
 from flower_ext.privacy.client_level import client_level_guarantees

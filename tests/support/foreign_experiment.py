@@ -1,4 +1,4 @@
-"""A strategy of Flower's own, with a ClientApp that knows nothing of this package."""
+"""An audit of one of Flower's own strategies, with a ClientApp that does not use this package."""
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -18,7 +18,7 @@ def client_app(canary: bool) -> ClientApp:
     def train(message: Message, context: Context) -> Message:
         (weights,) = message.content["arrays"].to_numpy_ndarrays()
         weights = weights.copy()
-        weights[1] += 1e-9  # Flower's clipping divides by the norm
+        weights[1] += 1e-9  # Flower's clipping divides by the norm, which must not be 0
         if canary and context.node_config["partition-id"] == 0:
             weights[0] += 1e3
         content = {"arrays": ArrayRecord([weights]), "metrics": MetricRecord({"num-examples": 1})}
@@ -54,5 +54,5 @@ def experiment(divisor: int = CLIENTS) -> Experiment:
 
 
 def wrong() -> Experiment:
-    """The noise is that of a mean over eight clients, where two take part: a quarter of it."""
+    """Print the ε for a mean over eight clients although two take part: a quarter of the noise."""
     return experiment(divisor=4 * CLIENTS)

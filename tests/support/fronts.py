@@ -1,4 +1,4 @@
-"""A frozen front part that betrays who passes through it together, and clients with images."""
+"""A frozen front part that reveals which examples pass through it together; clients with images."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ WIDTH = 6
 
 
 class Front(nn.Module):
-    """A frozen part with statistics, dropout and a draw of its own, which counts its passes."""
+    """A frozen part with statistics, dropout and random draws, which counts its forward passes."""
 
     passes = 0
 

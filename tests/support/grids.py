@@ -1,4 +1,4 @@
-"""Grids of which ``make test`` runs some cases, and ``make test-all`` all of them."""
+"""Grids of test cases: ``make test`` runs some of them, ``make test-all`` all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import pytest
 
 
 def grid(cases: Iterable[Any], daily: Callable[[Any], bool]) -> list[Any]:
-    """Mark as ``full`` the cases that are not ``daily``: those differ in kind, the others in value.
+    """Mark all cases but the ``daily`` ones as ``full``.
+
+    Daily cases differ from each other in kind; the others repeat a kind with other values.
 
     Parameters
     ----------
     cases : Iterable
-        As `pytest.mark.parametrize` takes them.
+        Cases as for `pytest.mark.parametrize`.
     daily : Callable[[Any], bool]
-        Is given a case; of a `pytest.param` its id.
+        Returns True for a daily case; its argument is the case, or the id of a `pytest.param`.
     """
     marked = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""Guarantees, told apart."""
+"""Look up guarantees of a run by their basis and view."""
 
 from flower_ext.privacy.client_level import client_level_guarantees
 

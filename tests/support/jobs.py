@@ -1,4 +1,4 @@
-"""Models, jobs and what they train to one by one, for tests of trainings together."""
+"""Models and jobs, with the results of training them one by one, for tests of batched training."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from flower_ext.training import Job, LocalTraining, Task, train
 
 
 class Dense(nn.Module):
-    """Two layers, a head, and a buffer that plays a part."""
+    """Two layers, a head, and a buffer that the forward pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Dense(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """Images 2×6×6."""
+    """A convolutional network for images of shape 2×6×6."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Convolutional(nn.Module):
 
 
 class Words(nn.Module):
-    """Sequences of five word numbers."""
+    """A network for sequences of five word numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def problem(model=Dense, loss=cross_entropy):
 
 
 def jobs_of(model, settings, sizes, terms=lambda start, client: []):
-    """Fresh jobs: own data, own start, own batch order."""
+    """Return new jobs, each with its own data, start and order of batches."""
     made = []
     for client, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(client)

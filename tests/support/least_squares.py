@@ -1,6 +1,6 @@
 """Least squares on clients that disagree, over a network that loses replies.
 
-The optimum is known, and clients drift away from it unless what they remember corrects them.
+The optimum is known. Clients drift away from it unless their memory corrects them.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ OWN = [_RNG.normal(size=2) * 2 + client for client in range(CLIENTS)]
 
 
 def task() -> Task:
-    """Mean of ½ (⟨w, x⟩ − ⟨w_i, x⟩)² over a client's records x."""
+    """Return the task with the loss ½ (⟨w, x⟩ − ⟨w_i, x⟩)², averaged over a client's records x."""
 
     def data(client):
         features = torch.tensor(FEATURES[client], dtype=torch.float32)
@@ -53,7 +53,7 @@ def task() -> Task:
 
 
 def optimum() -> np.ndarray:
-    """Where the mean of all losses is least."""
+    """Return the minimiser of the mean of all losses."""
     curvatures = [features.T @ features for features in FEATURES]
     return np.linalg.solve(
         sum(curvatures), sum(h @ own for h, own in zip(curvatures, OWN, strict=True))
@@ -61,9 +61,9 @@ def optimum() -> np.ndarray:
 
 
 class LosingGrid(InProcessGrid):
-    """Answers to trainings get lost: ``lost`` by round; in ``dies_in`` the server dies as well.
+    """A grid that loses replies to training, ``lost`` by round; in ``dies_in`` the server dies.
 
-    ``forgets``: partitions that have lost their memory when a round begins.
+    ``forgets`` are the partitions that have lost their memory when a round begins.
     """
 
     def __init__(self, strategy, *, lost=None, forgets=None, dies_in=None, folder=""):
@@ -99,19 +99,19 @@ class LosingGrid(InProcessGrid):
 
 
 def play(strategy, rounds, **network):
-    """(weights, mean over clients of what they remember) after ``rounds``."""
+    """Return the weights and the mean of the clients' memories after ``rounds``."""
     grid = LosingGrid(strategy, **network)
     return trained(strategy, rounds, grid), remembered(strategy, grid)
 
 
 def trained(strategy, rounds, grid):
-    """Weights after ``rounds``."""
+    """Return the weights after ``rounds``."""
     result = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=rounds)
     return records.to_arrays(result.arrays)["weight"].ravel()
 
 
 def start(build, rounds, folder, dies_in=None):
-    """As `play`, in a run directory that is gone on with; ``build`` makes the strategy."""
+    """Do as `play`, in a run directory that may be resumed; ``build`` returns the strategy."""
     config = {"run-directory": str(folder / "run"), "resume": True}
     with recorded_run(config, "toy") as run:
         strategy = build(run=run)
@@ -119,7 +119,7 @@ def start(build, rounds, folder, dies_in=None):
 
 
 def remembered(strategy, grid):
-    """Mean over clients of what they remember."""
+    """Return the mean of the clients' memories."""
     name, run = type(strategy).client.name, strategy.checkpoints.run_id
     kept = [ClientMemory(context, name, run).load() for context in grid.contexts.values()]
     return np.mean([params["weight"].numpy() for params in kept], axis=0)

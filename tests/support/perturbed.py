@@ -1,10 +1,10 @@
-"""The model that a perturbation adds noise to."""
+"""The model to which a perturbation adds noise."""
 
 from flower_ext.privacy import OutputPerturbation, SeededNoise
 
 
 def noiseless(model, tau):
-    """What `OutputPerturbation` adds noise to."""
+    """Return the model to which `OutputPerturbation` adds noise."""
     seen = []
 
     class Watched(SeededNoise):

@@ -1,19 +1,22 @@
-"""Faults to plant in the real code, by the mechanisms that each applies to."""
+"""Faults to plant in the real code, grouped by the mechanisms to which they apply."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
 from flower_ext.algorithms.uldp import averaging
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
+from flower_ext.federation.client import masked_scores
 from flower_ext.privacy import SecureNoise, secure_generator, seeded_generator
 from flower_ext.privacy.bounds import BoundedSum, BoundedUpdate
 from flower_ext.privacy.cells import CellSum, in_cells
 from flower_ext.privacy.noise import NoiseSource
 from flower_ext.privacy.updates import total
+from flower_ext.secure.aggregation import masks, member
 from flower_ext.training.dp.dp_sgd import ClippedGradient
 
 ENORMOUS = 1e9
@@ -51,10 +54,18 @@ def _rows_in_cells_not_clipped(rows, clipping_norm, cell, weights):
     return CellSum(value=summed, bound=clipping_norm, cell=cell, count=len(weights))
 
 
+def _scores_not_clipped(scores, bounds):
+    if not scores:
+        return np.zeros(1 + len(bounds))
+    centred = [(scores[n] - (low + high) / 2) / (high - low) for n, low, high in bounds]
+    return np.asarray([1.0, *centred])
+
+
 def clipping_off(patch, experiment: Experiment) -> Experiment:
-    """Wherever something is clipped."""
+    """Remove clipping from every place that clips."""
     patch.setattr("flower_ext.privacy.protections.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.protections.in_cells", _cells_not_clipped)
+    patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
     patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
@@ -81,7 +92,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
 
 
 def less_noise(factor):
-    """A standard deviation of σ over ``factor``."""
+    """Divide the standard deviation of the noise by ``factor``."""
 
     def plant(patch, experiment: Experiment) -> Experiment:
         gaussian, gamma = NoiseSource.add_gaussian, NoiseSource.gamma_direction
@@ -107,7 +118,7 @@ def less_noise(factor):
 
 
 def noise_reused(patch, experiment: Experiment) -> Experiment:
-    """The generators of every round are those of the first."""
+    """Use the noise generators of the first round in every round."""
     state = {"key": 0, "drawn": 0}
 
     def begin(number):
@@ -125,7 +136,7 @@ def noise_reused(patch, experiment: Experiment) -> Experiment:
 
 
 def part_unnoised(patch, experiment: Experiment) -> Experiment:
-    """One number of a hundred goes without noise."""
+    """Leave one number in a hundred without noise."""
     real = NoiseSource.add_gaussian
 
     def noised(self, update, stddev, *, grid=None):
@@ -148,9 +159,50 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
     return experiment
 
 
+def count_unnoised(patch, experiment: Experiment) -> Experiment:
+    """How many clients have test examples goes without noise, and the attack looks at it alone."""
+
+    def score(seen, view):
+        return sum(means.get("scored_clients", 0.0) for means in seen.scores)
+
+    return replace(part_unnoised(patch, experiment), score=score)
+
+
 def weights_of_two(patch, experiment: Experiment) -> Experiment:
-    """A user's weights add up to 2."""
+    """Let the weights of each user sum to 2."""
     real = EqualWeights.of_users
     patch.setattr(EqualWeights, "of_users", lambda self, users: 2 * real(self, users))
     patch.setattr(averaging, "check_weights", lambda *_: None)
+    return experiment
+
+
+def silent_noise(clients: int):
+    """Of the three clients of a secure sum, so many add no noise."""
+
+    def plant(patch, experiment: Experiment) -> Experiment:
+        discrete, calls = NoiseSource.add_discrete_gaussian, count()
+
+        def noised(self, cells, stddev):
+            return cells if next(calls) % 3 < clients else discrete(self, cells, stddev)
+
+        patch.setattr(NoiseSource, "add_discrete_gaussian", noised)
+        return experiment
+
+    return plant
+
+
+def pair_masks_left_out(patch, experiment: Experiment) -> Experiment:
+    """Clients of a secure sum add their own mask alone: the sum is right all the same."""
+    own = []
+
+    def self_mask_key(*facts):
+        own.append(masks.self_mask_key(*facts))
+        return own[-1]
+
+    def apply_mask(key, values, *, subtract=False):
+        if key in own:
+            masks.apply_mask(key, values, subtract=subtract)
+
+    patch.setattr(member, "self_mask_key", self_mask_key)
+    patch.setattr(member, "apply_mask", apply_mask)
     return experiment

@@ -1,4 +1,4 @@
-"""A small text model with its tokenizer, saved as one that somebody pretrained; and texts."""
+"""A small saved text model with its tokenizer, as if pretrained by somebody else, and texts."""
 
 import csv
 from pathlib import Path
@@ -11,7 +11,7 @@ WORDS = (*PLAIN, *TELLING)
 
 
 def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
-    """Write a BERT of one layer, with the weights of ``seed``, and a tokenizer of `WORDS`."""
+    """Write a one-layer BERT with the weights of ``seed``, and a tokenizer of `WORDS`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
@@ -37,7 +37,7 @@ def save_pretrained(folder: Path, *, seed: int = 0) -> Path:
 
 
 def save_texts(path: Path, *, labels: tuple[str, str] = ("0", "1"), count: int) -> Path:
-    """Write texts of three to six words, of which the last tells the label: as often the second."""
+    """Write texts of three to six words; the last word decides the label, in equal shares."""
     generator = torch.Generator().manual_seed(0)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -51,7 +51,7 @@ def save_texts(path: Path, *, labels: tuple[str, str] = ("0", "1"), count: int) 
 
 
 def project_settings(folder: Path, *, clients: int = 3) -> dict[str, object]:
-    """Write both, and return the settings of `apps.TEXTS` that name them."""
+    """Write model and texts, and return the settings of `apps.TEXTS` that name them."""
     return {
         "base": str(save_pretrained(folder / "base")),
         "texts": str(save_texts(folder / "texts.csv", count=20 * clients)),
@@ -61,7 +61,7 @@ def project_settings(folder: Path, *, clients: int = 3) -> dict[str, object]:
 
 
 def finetuning_settings(folder: Path) -> dict[str, object]:
-    """Write both, and return the settings of `apps.PRIVATE_FINETUNING` that name them."""
+    """Write model and texts; return the settings of `apps.PRIVATE_FINETUNING` that name them."""
     return {
         "dataset": "text",
         "text-model": str(save_pretrained(folder / "base")),

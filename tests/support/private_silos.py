@@ -1,4 +1,4 @@
-"""Small runs of Uldp-FL with encrypted weights, and the plain ones they must equal."""
+"""Small runs of Uldp-FL with encrypted weights, and the equal runs without encryption."""
 
 import numpy as np
 from flwr.app import ArrayRecord, RecordDict
@@ -14,7 +14,7 @@ SMALL = PrivateWeighting(
     key_bits=512,
     allow_insecure_key_size=True,
     max_records_per_user=60,
-    precision=1e-6,  # well above what models in float32 round
+    precision=1e-6,  # far above the rounding of float32 models
 )
 
 
@@ -30,7 +30,7 @@ def make(method=PrivateUldpAvg, protocol=SMALL, **changes):
 
 
 def start(strategy, grid_of=InProcessGrid, data=None, rounds=ROUNDS, **options):
-    """The grid and the final model."""
+    """Return the grid and the final model."""
     app = type(strategy).client_app(task(data), allow_seeded_noise=True)
     grid = grid_of(app, num_clients=SILOS, **options)
     initial = ArrayRecord(task().initial_params(SEED))

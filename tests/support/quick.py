@@ -1,12 +1,13 @@
-"""Check one change in a minute: lint, types, the tests of what it changed, the audits of its noise.
+"""Check a change in a minute: lint, types, the tests of the changed modules, audits of noise.
 
-``make quick`` checks all that differs from where the branch left ``main``; on ``main`` itself, all
-that is not committed. ``make quick BASE=HEAD~1`` names another commit to compare with.
+``make quick`` checks everything that differs from the commit where the branch left ``main``. On
+``main`` itself, it checks everything that is not committed. ``make quick BASE=HEAD~1`` names
+another commit to compare with.
 
-A change of ``flower_ext/room/module.py`` is tested by ``tests/room/**/test_module*.py`` (where no
-test has the module's name, by those with the name of its folder) and by the tests that import it;
-where there is none of these, by all of its room. Others may depend on it too: ``make check`` runs
-them all.
+For a change of ``flower_ext/room/module.py`` it runs ``tests/room/**/test_module*.py``, or those
+with the name of the module's folder if there are none, and the tests that import the module. If
+there are none of these, it runs all tests of the room. Other tests may depend on the module, too:
+``make check`` runs all tests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ AUDITS = {
     "federation": "client-noise or uldp-avg",
     "auditing": "client-noise or uldp-avg or ditto",
 }
-"""Audits by what they execute, the longest path first that fits: names of mechanisms for -k."""
+"""For each path, the audits that execute it, as names for ``-k``; the longest path wins."""
 
 
 def changed(base: str | None) -> list[Path]:
@@ -57,7 +58,7 @@ def chosen_tests(file: Path) -> set[Path]:
 
 
 def chosen_audits(files: Iterable[Path]) -> str:
-    """Return the mechanisms to audit, as an expression for ``pytest -k``; empty where none is."""
+    """Return the mechanisms to audit, as an expression for ``pytest -k``, or an empty one."""
     chosen = []
     for file in files:
         path = "/".join(file.with_suffix("").parts[1:])
@@ -68,7 +69,7 @@ def chosen_audits(files: Iterable[Path]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks, each to its end; return 1 where one of them failed."""
+    """Run all checks to their ends; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", help="the commit that the change began from")
     files = changed(parser.parse_args(arguments).base or None)
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = subprocess.run(
             [str(Path(sys.executable).parent / command[0]), *command[1:]], cwd=ROOT
         )
-        # 5: pytest found no test, as where all of them are of `make test-all`.
+        # Exit status 5: pytest found no test, because all of them are of `make test-all`.
         if done.returncode not in (0, 5 if command[0] == "pytest" else 0):
             failed.append(" ".join(command))
     for command in failed:
@@ -109,7 +110,7 @@ def _module(file: Path) -> str:
 
 
 def _importing(module: str) -> set[Path]:
-    """Test modules with an import of ``module`` by its own name."""
+    """Return the test modules that import ``module`` by its own name."""
     parent, _, name = module.rpartition(".")
     found = set()
     for test in (ROOT / "tests").rglob("test_*.py"):

@@ -1,4 +1,4 @@
-"""Real data sets, where there are any: tests that need them are skipped without."""
+"""Skip tests that need a real data set if it is not on this machine."""
 
 import os
 from pathlib import Path

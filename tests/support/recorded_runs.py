@@ -1,4 +1,4 @@
-"""Small runs by ``recorded``, as a ServerApp makes them, which may die in a round."""
+"""Small runs by ``recorded``, as in a ServerApp, which may die in a round."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,7 +39,7 @@ def play(
     model=None,
     **options,
 ):
-    """One start: (its directory, strategy, result); no result where it dies."""
+    """Start a run once; return its directory, strategy and result (None if the run dies)."""
     settings = {"plan": plan(), "local": LocalTraining(epochs=1), "timeout": 5.0, **options}
     strategy = DPFedAvg(**settings)
     grid = DyingGrid(DPFedAvg.client_app(task(), allow_seeded_noise=True), CLIENTS, {})

@@ -1,4 +1,4 @@
-"""Replies as a server receives them."""
+"""Replies as the server receives them."""
 
 from flwr.app import Error, Message, RecordDict
 

@@ -1,4 +1,4 @@
-"""Runs as plans know them."""
+"""Facts of runs, as privacy plans receive them."""
 
 from flower_ext.privacy.participations import Participations
 from flower_ext.privacy.run_facts import MethodTraits, RunFacts
@@ -7,7 +7,7 @@ METHOD = MethodTraits(name="method")
 
 
 def run_facts(uploads=None, *, rounds=0, **facts):
-    """Facts of a run in which each unit had so many uploads, or that had so many rounds."""
+    """Return facts of a run with so many uploads of each unit, or with so many rounds."""
     participations = Participations()
     participations.rounds = rounds
     participations.uploads.update(uploads or {})

@@ -1,4 +1,4 @@
-"""A whole round of the secure sum in one process; every message and state travels as bytes."""
+"""A whole round of the secure sum in one process, with every message and state as bytes."""
 
 from __future__ import annotations
 

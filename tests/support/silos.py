@@ -15,7 +15,7 @@ LOCAL = LocalTraining(
 
 
 def silo(number, records_=40, users=USERS - 1):
-    """User ``users`` has no record anywhere; user 0 none in silo 0; sizes differ."""
+    """Return a silo of uneven users; user 0 has no record in silo 0, user ``users`` has none."""
     rng = np.random.default_rng(number)
     owners = rng.choice(users, size=records_, p=np.arange(1, users + 1) / (users * (users + 1) / 2))
     if number == 0:

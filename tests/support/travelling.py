@@ -1,10 +1,10 @@
-"""Grids in this process that keep, or change, what travels."""
+"""Grids in this process that record, or change, the messages on their way."""
 
 from flower_ext.federation import InProcessGrid
 
 
 class Recorder(InProcessGrid):
-    """Keeps every message of a run, both ways."""
+    """A grid that records every message of a run, in both directions."""
 
     def __init__(self, *args, **how):
         super().__init__(*args, **how)
@@ -19,7 +19,7 @@ class Recorder(InProcessGrid):
 
 
 class Tampering(InProcessGrid):
-    """Changes the replies of chosen partitions on their way back."""
+    """A grid that changes the replies of chosen partitions on their way back."""
 
     tamper = {}
 

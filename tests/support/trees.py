@@ -1,4 +1,4 @@
-"""One problem whose examples are one tensor, a tuple or a mapping; outputs as objects."""
+"""One problem with examples as one tensor, a tuple or a mapping, and outputs as objects."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, fields, replace
@@ -15,7 +15,7 @@ WORDS, CLASSES, LENGTH = 11, 3, 5
 
 
 class Sentences(nn.Module):
-    """Words of which some count: ``tokens`` and ``mask`` of shape (n, LENGTH)."""
+    """A model of words with a mask: ``tokens`` and ``mask`` of shape (n, LENGTH)."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Sentences(nn.Module):
 
 
 class Packed(Sentences):
-    """The same of one tensor (n, 2, LENGTH)."""
+    """The same model for examples in one tensor of shape (n, 2, LENGTH)."""
 
     def forward(self, x):
         return super().forward(x[:, 0], x[:, 1])
@@ -35,9 +35,9 @@ class Packed(Sentences):
 
 @dataclass
 class Output(OrderedDict):
-    """As transformers' ModelOutput, which is not installed here.
+    """A stand-in for ModelOutput of transformers, which is not installed here.
 
-    A dataclass whose fields are also items, unless they are None.
+    It is a dataclass whose fields are also items, unless they are None.
     """
 
     loss: torch.Tensor | None = None
@@ -51,7 +51,7 @@ class Output(OrderedDict):
 
 
 class WithOwnLoss(Sentences):
-    """As transformers' models: given labels, the output has a loss."""
+    """A model whose output has a loss if it gets labels, as in transformers."""
 
     def forward(self, tokens, mask, labels=None):
         logits = super().forward(tokens, mask)
@@ -82,7 +82,7 @@ def with_labels(data):
 
 
 def of_output(read):
-    """Loss or metric of the ``logits`` of an output."""
+    """Return the loss or metric of the ``logits`` of an output."""
 
     def found(outputs, targets):
         return read(outputs.logits, targets)

@@ -1,4 +1,4 @@
-"""Small runs of the protocol, and the plain sum they must equal."""
+"""Small runs of the private weighting protocol, and the plain sum that they must equal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ KEY_BITS = 512
 
 
 def key(bits: int = KEY_BITS, number: int = 0) -> PrivateKey:
-    """A small key; generated once a process."""
+    """Return a small key; it is generated once per process."""
     return _key(bits, number)
 
 
@@ -39,7 +39,7 @@ def weighting_settings(**changes) -> WeightingSettings:
 
 
 def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.ndarray:
-    """Records of each user in each silo, N_max of them at most; some users have none."""
+    """Return each user's number of records in each silo, at most N_max; some users have none."""
     totals = rng.integers(0, settings.max_records_per_user + 1, settings.users)
     if not totals.any():
         totals[0] = 1
@@ -50,7 +50,7 @@ def draw_counts(rng: np.random.Generator, settings: WeightingSettings) -> np.nda
 
 @dataclass
 class World:
-    """Parties that have exchanged keys and counts. Everything sent is in ``sent``."""
+    """Parties that have exchanged keys and counts; ``sent`` records everything that they send."""
 
     settings: WeightingSettings
     counts: np.ndarray
@@ -73,7 +73,7 @@ class World:
         self.sent += [*relayed, *seeds, *blinded]
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Updates of shape (silos, users, coordinates) and noise of shape (silos, coordinates)."""
+        """Return updates (silos × users × coordinates) and noise (silos × coordinates)."""
         settings = self.settings
         shape = (settings.silos, settings.users, settings.coordinates)
         updates = rng.uniform(-settings.update_bound, settings.update_bound, shape)
@@ -81,7 +81,7 @@ class World:
         return updates, noise
 
     def own(self, silo: int, updates: np.ndarray) -> dict[int, np.ndarray]:
-        """Updates of the users that have records in ``silo``."""
+        """Return the updates of the users that have records in ``silo``."""
         return {user: updates[silo, user] for user in np.flatnonzero(self.counts[silo])}
 
     def weigh(self, message, updates, noise) -> list[MaskedSum]:
@@ -102,7 +102,7 @@ class World:
         return self.server.close_round(sums)
 
     def plain(self, updates, noise, users=None) -> np.ndarray:
-        """The same sum in the open, one product at a time."""
+        """Return the same sum without encryption, one product at a time."""
         total = np.zeros(self.settings.coordinates)
         for silo in range(self.settings.silos):
             for user in range(self.settings.users) if users is None else users:
@@ -114,7 +114,7 @@ class World:
 
 
 def root(private: PrivateKey, ciphertext: mpz) -> mpz:
-    """The randomness r of a ciphertext (1 + n)^m · r^n: what a key holder can read."""
+    """Return r of a ciphertext (1 + n)^m · r^n, which a holder of the key can read."""
     p, q, n = private.p, private.q, private.public.n
     return powmod(ciphertext % n, invert(n, (p - 1) * (q - 1)), n)
 

@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def client_data(client: int) -> ClientData:
-    """Two classes a client, whose labels mean different things to different clients."""
+    """Return data of two classes per client; a label means a different class on each client."""
     generator = torch.Generator().manual_seed(client)
     targets = torch.randint(2, (40,), generator=generator)
     features = torch.randn(40, FEATURES, generator=generator)
@@ -39,10 +39,10 @@ def client_data(client: int) -> ClientData:
 
 
 def task() -> Task:
-    """The problem as every method takes it."""
+    """Return the problem as a task for every method."""
     return Task(model=Net, data=client_data, device="cpu")
 
 
 def initial() -> ArrayRecord:
-    """The model before the first round."""
+    """Return the model before the first round."""
     return ArrayRecord(task().initial_params(0))

@@ -1,4 +1,4 @@
-"""Fixtures of tests of trainings together."""
+"""Fixtures for tests of batched training."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from flower_ext.training.batched.mapped import MappedModel
 
 @pytest.fixture
 def batched(monkeypatch):
-    """Every training in a batch, however few; returns how many jobs each batch held."""
+    """Train every job in a batch, however small; return the number of jobs in each batch."""
     held = []
     groups = many.train_groups
 

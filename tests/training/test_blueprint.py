@@ -1,4 +1,4 @@
-"""What is frozen neither trains, travels nor counts; tied and unused parameters train as ever."""
+"""Frozen parts do not train, travel or count; tied and unused parameters train as before."""
 
 import pickle
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ SGD = LocalTraining(epochs=2, batch_size=8, learning_rate=0.2, momentum=0.5)
 
 
 class Backbone(nn.Module):
-    """Frozen layers with statistics and a buffer of their own below a head."""
+    """Frozen layers with statistics and a buffer, below a head."""
 
     def __init__(self, *, freeze: bool = True) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def task(model, **options) -> Task:
 
 
 def no_data(client: int) -> None:
-    """No client has any."""
+    """Return no data, for every client."""
 
 
 def examples(seed: int, count: int = 20) -> Examples:
@@ -78,7 +78,7 @@ def examples(seed: int, count: int = 20) -> Examples:
 
 
 def plain_loop(model: nn.Module, params, data: Examples, seed: int):
-    """Torch's own optimiser on what trains, a model whose frozen part is in place already."""
+    """Train by PyTorch's own optimiser, on a model that has its frozen part in place."""
     named = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, value in params.items():
@@ -143,7 +143,7 @@ def test_what_is_frozen_never_changes_and_is_the_same_in_every_model():
     for model in (own.model(), own.model()):
         state = model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in before.items())
-    # Drawn once, though no part of what travels.
+    # Drawn once, although it does not travel.
     assert torch.equal(own.model().scale, own.model().scale)
 
 
@@ -236,12 +236,12 @@ def test_equal_partials_are_one_factory():
 
 @dataclass(frozen=True)
 class Settings:
-    """Whose method builds models."""
+    """Settings with a method that builds models."""
 
     width: int = 3
 
     def build(self) -> nn.Module:
-        """A model of this width."""
+        """Return a model of this width."""
         return nn.Linear(2, self.width)
 
 
@@ -252,10 +252,10 @@ def test_a_method_of_equal_objects_is_one_factory():
 
 @pytest.mark.parametrize("factory", [Backbone, partial(Backbone, freeze=True), Settings(5).build])
 def test_a_task_that_was_sent_builds_no_model_again(factory, monkeypatch):
-    """On Ray each message brings the app, and with it a task."""
+    """On Ray each message carries the app, and with it a task."""
     own = task(factory)
     shapes = own.shapes
-    monkeypatch.setattr(Blueprint, "_built", None)  # who builds one from here on fails
+    monkeypatch.setattr(Blueprint, "_built", None)  # building a model from here on fails
     sent = pickle.loads(pickle.dumps(own))
     assert sent.blueprint is own.blueprint
     assert sent.shapes == shapes
@@ -297,7 +297,7 @@ def test_dp_sgd_counts_both_uses_of_a_tied_parameter():
 
 
 def test_a_model_with_a_frozen_base_is_loaded_once_for_itself_and_once_for_its_first_weights():
-    """A pretrained one takes seconds, and every message has a task of its own."""
+    """Loading a pretrained model takes seconds, and every message has a task of its own."""
     loaded = []
 
     def load() -> nn.Module:
@@ -320,6 +320,6 @@ def test_what_cannot_travel_is_refused_by_name_unless_it_is_frozen(kind):
         base = nn.Linear(3, 4).to(kind).requires_grad_(trains)
         return nn.Sequential(base, nn.Linear(4, 2))
 
-    with pytest.raises(ValueError, match=r"'0.weight' is of type .*: expected float32 or float64"):
+    with pytest.raises(ValueError, match=r"'0.weight' has type .*: expected float32 or float64"):
         blueprint(lambda: build(True)).initial(0)
     assert list(blueprint(lambda: build(False)).initial(0)) == ["1.weight", "1.bias"]

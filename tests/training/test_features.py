@@ -1,4 +1,4 @@
-"""What a frozen front makes of an example is its own, computed once, and compared between nodes."""
+"""Features by a frozen front depend on one example each, are computed once, agree on all nodes."""
 
 import subprocess
 import sys
@@ -78,7 +78,7 @@ def test_what_is_in_the_folder_passes_in_no_other_object_either(tmp_path):
     second = Features(Front, images, tmp_path)
     assert count_of(second) == 0
     assert torch.equal(first(0).train.features, second(0).train.features)
-    # The folder is one of examples: another partition of them is there as well.
+    # The folder belongs to the examples, so another partition of them is in it as well.
     assert count_of(Features(Front, without_a_record, tmp_path)) == 0
 
 

@@ -1,4 +1,4 @@
-"""A copied model of known layers is as one built anew, and nothing of it reaches another."""
+"""A copied model of known layers acts as a newly built one, and shares no state with others."""
 
 from functools import partial
 
@@ -86,7 +86,7 @@ def trained(given: Task, params, seed: int = 0, way: LocalTraining = SGD):
 
 
 def plain_loop(given: Task, params, way: LocalTraining):
-    """A model built anew and torch's own optimiser."""
+    """Train a newly built model by PyTorch's own optimiser."""
     model = in_training(given.model())
     model.load_state_dict(params, strict=False)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -155,7 +155,7 @@ def test_what_trains_is_not_held_between_trainings():
 
 
 class Remembering(nn.Module):
-    """Keeps its last features, and adds their mean to what it puts out next."""
+    """A model that stores its last features and adds their mean to its next output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Remembering(nn.Module):
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer that does not travel."""
+    """A model that counts its calls in a buffer that does not travel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def parametrized():
     [Remembering, Counting, hooked, with_its_own_forward, of_a_local_class, parametrized],
 )
 def test_a_model_that_remembers_forgets_between_trainings(model):
-    """Each of these would add one person's data to what another's training sends."""
+    """Each of these would add one person's data to the upload of another's training."""
     given = task(model)
     assert hull_of(given.blueprint, CPU) is None
     params = given.initial_params(1)
@@ -285,7 +285,7 @@ def test_numbers_for_a_part_of_a_model_train_under_the_rest_of_one_built_anew():
 
 
 def test_making_the_hull_draws_nothing_of_what_the_training_draws():
-    """The first training of a process is that of any later one."""
+    """The first training of a process equals any later one."""
 
     def fresh():
         return dropping()
@@ -297,7 +297,7 @@ def test_making_the_hull_draws_nothing_of_what_the_training_draws():
 
 @pytest.mark.parametrize("like", ["usual", "channels last"])
 def test_a_model_comes_back_in_the_usual_order_in_memory(like):
-    """The next round would else round otherwise than after a restart, which reads models anew."""
+    """Otherwise the next round would round differently than after a restart, which loads models."""
     given = task(images)
     params = given.initial_params(0)
     if like == "channels last":
@@ -314,7 +314,7 @@ def test_a_model_comes_back_in_the_usual_order_in_memory(like):
 
 
 class Clamped(nn.Module):
-    """Bounds its weights before it uses them, in new numbers; only its steps see them."""
+    """A model that bounds its weights in new tensors before it uses them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,14 +336,14 @@ def test_a_model_that_replaces_numbers_trains_in_every_step():
 
 
 class Scaling(nn.Module):
-    """Multiplies its features in place by what trains."""
+    """A model that multiplies its features in place by a trained parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.head = nn.Parameter(torch.ones(8)), nn.Linear(64, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.mul_(self.scale) if len(x) > 2 else x  # no trial with two examples shows it
+        x = x.mul_(self.scale) if len(x) > 2 else x  # a trial with two examples does not show it
         return self.head(x.flatten(1))
 
 

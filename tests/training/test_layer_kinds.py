@@ -1,4 +1,4 @@
-"""Kinds of layers: each trains as in PyTorch or is refused in words, and the docs say which."""
+"""Kinds of layers: each trains as in PyTorch or is refused with a reason, as the docs say."""
 
 import re
 from itertools import product
@@ -25,7 +25,7 @@ DAILY = {
 
 
 def documented(kind, way):
-    """Return the cell of the page; of a refusal its words."""
+    """Return the cell of the page; for a refusal, its words."""
     header, row = (
         [cell.strip() for cell in line.strip("|\n").split(" | ")]
         for line in PAGE.splitlines()

@@ -46,7 +46,7 @@ def task() -> Task:
 
 
 def plain_sgd(params, data, training, seed):
-    """The plainest loop: torch's own SGD on the same batches."""
+    """Train by PyTorch's own SGD on the same batches."""
     model = Net()
     model.load_state_dict(params)
     optimiser = torch.optim.SGD(
@@ -60,7 +60,7 @@ def plain_sgd(params, data, training, seed):
 
 
 def plain_sam(params, data, training, seed):
-    """SAM written with .grad and in-place additions, norm over all parameters."""
+    """Train by SAM with .grad and in-place additions, with one norm over all parameters."""
     model = Net()
     model.load_state_dict(params)
     optimiser = torch.optim.SGD(
@@ -105,7 +105,7 @@ def test_training_equals_a_plain_torch_loop(training, reference):
 
 
 def test_sam_step_on_a_quadratic_has_its_closed_form():
-    """F(w) = ½ wᵀAw: gradient at w + q Aw/‖Aw‖ is A(w + q Aw/‖Aw‖)."""
+    """F(w) = ½ wᵀAw: the gradient at w + q Aw/‖Aw‖ is A(w + q Aw/‖Aw‖)."""
     curvature = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
     start = {
         "a": torch.tensor([1.0, -2.0], dtype=torch.float64),
@@ -213,7 +213,7 @@ def test_linear_term_adds_its_direction_to_the_gradient():
 
 
 def test_proximal_sgd_equals_a_hand_written_loop():
-    """FedProx: every step adds μ(w − w₀) to the gradient of the batch."""
+    """In FedProx, every step adds μ(w − w₀) to the gradient of the batch."""
     training = LocalTraining(
         epochs=3, batch_size=7, learning_rate=0.3, momentum=0.5, proximal_weight=0.8
     )
@@ -234,7 +234,7 @@ def test_proximal_sgd_equals_a_hand_written_loop():
     free = plain_sgd(params, data, training, seed=5)
     for name, expected in model.state_dict().items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
-        assert not torch.allclose(expected, free[name], atol=1e-3)  # the term did something
+        assert not torch.allclose(expected, free[name], atol=1e-3)  # the term has an effect
 
 
 def test_a_proximal_weight_keeps_only_trained_parameters_near_and_others_where_they_are():
@@ -249,13 +249,13 @@ def test_a_proximal_weight_keeps_only_trained_parameters_near_and_others_where_t
         generator=torch.Generator(),
     )
     assert torch.equal(moved["extractor.weight"], params["extractor.weight"])
-    # The term starts flat: the first step is that of plain SGD.
+    # The term starts flat, so the first step equals that of plain SGD.
     plain = plain_sgd(params, data, training, seed=0)
     torch.testing.assert_close(moved["head.weight"], plain["head.weight"])
 
 
 def ridge(dtype: torch.dtype = torch.float64) -> Task:
-    """Linear regression, whose proximal minimiser has a closed form."""
+    """Return linear regression, whose proximal minimiser has a closed form."""
     data = Examples(features=examples().features, targets=examples().features @ torch.ones(4) + 2)
     return Task(
         model=lambda: nn.Linear(4, 1).to(dtype),
@@ -267,7 +267,7 @@ def ridge(dtype: torch.dtype = torch.float64) -> Task:
 
 
 def proximal_ridge(params, data: Examples, weight: float, linear: torch.Tensor) -> torch.Tensor:
-    """argmin of the mean squared error / 2 + (μ/2)‖w − w₀‖² + ⟨n, w⟩, the bias last."""
+    """Return argmin of mean squared error / 2 + (μ/2)‖w − w₀‖² + ⟨n, w⟩, the bias last."""
     x = torch.cat([data.features, torch.ones(len(data), 1)], dim=1).double()
     anchor = torch.cat([params["weight"].flatten(), params["bias"]]).double()
     left = x.T @ x / len(data) + weight * torch.eye(5).double()
@@ -361,7 +361,7 @@ def leaky(in_place):
 
 
 class Scaling(nn.Module):
-    """Begins with a function in place."""
+    """A model that begins with a function in place."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -486,5 +486,5 @@ def test_what_a_model_draws_by_itself_follows_the_generator_and_nothing_else(dro
     torch.manual_seed(2)
     other, _ = trained(5)
     assert torch.equal(one, other)
-    assert not torch.equal(one, again["weight"])  # other masks, as other batches, the next time
+    assert not torch.equal(one, again["weight"])  # other masks, as other batches, next time
     assert not torch.equal(one, trained(6)[0])

@@ -23,7 +23,7 @@ def records(count: int = 40, features: int = 3, seed: int = 0, dtype=torch.float
 
 
 def logistic(params, x, y):
-    """Binary logistic regression with a bias and (μ/2)‖·‖² over both."""
+    """Return binary logistic regression with a bias, and (μ/2)‖·‖² over both."""
     margins = y * (x @ params["weight"] + params["bias"])
     squares = params["weight"].square().sum() + params["bias"].square().sum()
     return torch.nn.functional.softplus(-margins).mean() + MU / 2 * squares
@@ -71,7 +71,7 @@ def test_the_minimiser_of_a_logistic_problem_is_found_from_anywhere(seed, far):
 
 
 def test_steps_that_would_overshoot_are_shortened():
-    """√(1 + w²) + (μ/2) w² from w = 3: full Newton steps go to about −w³."""
+    """√(1 + w²) + (μ/2) w² from w = 3: a full Newton step would go to about −w³."""
     data = records()
 
     def loss(params, x, y):
@@ -88,7 +88,7 @@ def test_steps_that_would_overshoot_are_shortened():
 
 @pytest.mark.parametrize("tolerance", [0.3, 1e-2, 1e-4, 1e-10])
 def test_the_gradient_is_within_the_tolerance_and_the_minimiser_within_it_over_mu(tolerance):
-    """What `LocalObjective.distance_to_minimiser` rests on: a μ-strongly convex objective."""
+    """`LocalObjective.distance_to_minimiser` needs this: a μ-strongly convex objective."""
     data = records()
     start = {"weight": vector(2.0, -1.0, 3.0), "bias": vector(1.0)[0]}
     found = newton(logistic, start, data, tolerance=tolerance)
@@ -120,7 +120,7 @@ def test_features_in_single_precision_are_taken_in_double():
 
 
 def test_integer_features_stay_indices():
-    """A mean for each of two words: 1 and 4, pulled to zero by the regulariser."""
+    """The model is a mean for each of two words: 1 and 4, pulled to zero by the regulariser."""
     words = Examples(features=torch.tensor([0, 1, 1]), targets=vector(1.0, 4.0, 4.0))
 
     def loss(params, x, y):
@@ -144,7 +144,7 @@ def test_integer_features_stay_indices():
 def test_what_is_not_strongly_convex_does_not_converge_and_the_message_says_what_to_change(
     objective,
 ):
-    with pytest.raises(NotConverged, match="take a proximal_weight above 0"):
+    with pytest.raises(NotConverged, match="set proximal_weight above 0"):
         newton(
             lambda params, x, y: objective(params["w"]),
             {"w": vector(-1.0, 2.0)},

@@ -1,4 +1,4 @@
-"""Other optimisers than SGD, and who refuses them."""
+"""Optimisers other than SGD, and the methods that refuse them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Matrix products that round alike wherever a matrix lies in memory."""
+"""Matrix products that round equally wherever a matrix lies in memory."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ LIMITS = (
 
 
 def python(code, **environment):
-    """The output of a fresh process."""
+    """Return the output of a new process."""
     own = {**{k: v for k, v in os.environ.items() if k != "MKL_CBWR"}, **environment}
     done = subprocess.run(
         [sys.executable, "-c", code], env=own, capture_output=True, text=True, check=True

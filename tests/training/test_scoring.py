@@ -1,4 +1,4 @@
-"""Scores of many models at once are those of each by itself."""
+"""Scores of many models at once equal the scores of each by itself."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def test_evaluation_in_pieces_equals_evaluation_at_once():
 
 
 class UnderZeros(nn.Module):
-    """Mixes examples, which shows in no output as long as its head is zero."""
+    """A model that mixes examples, which no output shows while its head is zero."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_accuracy_of_targets_that_are_no_classes_is_refused():
     regression = problem(loss=lambda outputs, targets: ((outputs[:, 0] - targets) ** 2).mean())
     (job,) = jobs_of(Dense, [SGD], [40])
     examples = Examples(job.examples.features, job.examples.targets.float())
-    with pytest.raises(ValueError, match=r"expected numbers of classes; .*Task\(metrics"):
+    with pytest.raises(ValueError, match=r"expected class numbers; .*Task\(metrics"):
         evaluate(regression, job.params, examples)
     assert set(evaluate(replace(regression, metrics={}), job.params, examples)) == {"loss"}
 

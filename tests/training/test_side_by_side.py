@@ -1,4 +1,4 @@
-"""Functions that wait for local trainings: one after the other, or many at once."""
+"""Functions that wait for local trainings: one after another, or many at once."""
 
 from dataclasses import replace
 

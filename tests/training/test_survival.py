@@ -16,7 +16,7 @@ def patients(count=40, seed=0, ties=True):
 
 
 def reference(scores, targets):
-    """Breslow's partial likelihood by loops."""
+    """Return Breslow's partial likelihood by loops."""
     losses = []
     for i, (time, event) in enumerate(targets.tolist()):
         if event:

@@ -150,7 +150,7 @@ def test_a_model_that_writes_into_its_inputs_leaves_a_tree_as_it_is():
 
 
 def total(outputs, targets):
-    """Of two heads with a target each."""
+    """Return the sum of the losses of two heads with a target each."""
     return sum(cross_entropy(outputs[name], targets[name]) for name in targets)
 
 

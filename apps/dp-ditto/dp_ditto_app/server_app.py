@@ -28,8 +28,8 @@ def main(grid: Grid, context: Context) -> None:
     method = choice(config, "method", METHODS)
     if config["noise"] == "steps" and method not in ("dp-ditto", *WITHOUT_PRIVACY):
         raise UnfitSetting(
-            f"run-config noise='steps' with method={method!r}: expected noise='upload', as more of "
-            "a record than its gradients is in what this method uploads; calibration='published' "
+            f"run-config noise='steps' with method={method!r}: expected noise='upload', because "
+            "this method uploads more of a record than its gradients; calibration='published' "
             "is the noise of the paper"
         )
     task = task_of(context)
@@ -56,7 +56,7 @@ def plan_of(config: UserConfig, rounds: int) -> RecordLevelPlan | NonPrivatePlan
 
 
 def local_training(config: UserConfig) -> LocalTraining:
-    """Of the model that is uploaded, whatever the method; a batch of 0 is all examples."""
+    """Return the training of the uploaded model; a batch size of 0 means all examples."""
     size = integer(config, "batch-size") or integer(config, "examples-per-client")
     return configured.training(config, batch_size=size)
 
@@ -64,7 +64,7 @@ def local_training(config: UserConfig) -> LocalTraining:
 def strategy_of(
     plan: RecordLevelPlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
-    """The strategy of a method; every method gets the same settings where it has them."""
+    """Return the strategy of a method; all methods share the settings that they have."""
     local, rate = local_training(config), number(config, "personal-learning-rate")
     options = {
         **configured.options(config, run, plan),

@@ -1,4 +1,4 @@
-"""The learning problem that the run configuration asks for: clients of one size."""
+"""The learning problem of the run configuration, with equally many examples per client."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ DEFAULT_MODELS = {
 
 
 def task_of(context: Context) -> Task:
-    """The task of a run, for its clients and its server alike."""
+    """Return the task of a run, for its clients and its server alike."""
     config = settings_of(context)
     dataset, model = text(config, "dataset"), model_name(config)
     classes = describe(dataset).num_classes
@@ -43,17 +43,17 @@ def task_of(context: Context) -> Task:
 
 
 def model_name(config: UserConfig) -> str:
-    """The configured model, or the data set's."""
+    """Return the name of the configured model, or of the data set's."""
     return text(config, "model") or DEFAULT_MODELS[describe_known(text(config, "dataset"))]
 
 
 def describe_known(dataset: str) -> str:
-    """The name of a data set of this app.
+    """Return the name of a data set that this app knows.
 
     Raises
     ------
     UnfitSetting
-        It is none.
+        The app does not know it.
     """
     if dataset not in DEFAULT_MODELS:
         raise UnfitSetting(f"dataset={dataset!r}: expected one of {', '.join(DEFAULT_MODELS)}")
@@ -62,13 +62,13 @@ def describe_known(dataset: str) -> str:
 
 @cache
 def pool(dataset: str, folder: str) -> Examples:
-    """All examples of a data set, read once a process."""
+    """Return all examples of a data set, read once per process."""
     return load(dataset, Path(folder) if folder else None)
 
 
 @cache
 def shares(dataset: str, folder: str, key: tuple[str, int, int, float, int]) -> list[np.ndarray]:
-    """Which examples each client holds; the same in every process."""
+    """Return the rows of each client's examples, the same in every process."""
     kind, clients, classes, alpha, seed = key
     return partition(
         kind,
@@ -84,12 +84,12 @@ def shares(dataset: str, folder: str, key: tuple[str, int, int, float, int]) -> 
 def client_data(
     dataset: str, folder: str, key: tuple[str, int, int, float, int], size: int, client: int
 ) -> ClientData:
-    """One client's examples: 10 % for testing, and ``size`` of the others for training.
+    """Return one client's examples: 10 % for testing, and ``size`` of the others for training.
 
     Raises
     ------
     UnfitSetting
-        It has fewer.
+        The client has fewer.
     """
     examples = pool(dataset, folder)
     own = shares(dataset, folder, key)[client]
@@ -97,8 +97,8 @@ def client_data(
     train, test = split(own, train_fraction=0.9, targets=examples.targets.numpy(), rng=rng)
     if not 1 <= size <= len(train):
         raise UnfitSetting(
-            f"examples-per-client={size}: expected 1 … {len(train)}, what client {client} has for "
-            "training"
+            f"examples-per-client={size}: expected 1 … {len(train)}, the training examples of "
+            f"client {client}"
         )
     chosen = np.sort(rng.choice(train, size, replace=False))
     return ClientData(train=examples.subset(chosen), test=examples.subset(test))

@@ -24,7 +24,7 @@ DEFAULT_MODELS = {
 
 
 def task_of(context: Context) -> Task:
-    """The task of a run, for its clients and its server alike."""
+    """Return the task of a run, for its clients and its server alike."""
     config = settings_of(context)
     dataset = text(config, "dataset")
     classes = describe(dataset).num_classes
@@ -44,7 +44,7 @@ def task_of(context: Context) -> Task:
 
 @cache
 def pool(dataset: str, folder: str) -> Examples:
-    """All examples of a data set, read once a process."""
+    """Return all examples of a data set, read once per process."""
     return load(dataset, Path(folder) if folder else None)
 
 
@@ -52,7 +52,7 @@ def pool(dataset: str, folder: str) -> Examples:
 def shares(
     dataset: str, folder: str, partitions: tuple[str, int, int, float, int]
 ) -> list[np.ndarray]:
-    """Which examples each client holds; the same in every process."""
+    """Return the rows of each client's examples, the same in every process."""
     kind, clients, classes, alpha, seed = partitions
     targets = pool(dataset, folder).targets.numpy()
     rng = seeded_generator(seed, "partition")
@@ -70,7 +70,7 @@ def shares(
 def client_data(
     dataset: str, folder: str, partitions: tuple[str, int, int, float, int], client: int
 ) -> ClientData:
-    """One client's examples, 90 % for training and 10 % for testing."""
+    """Return one client's examples, 90 % for training and 10 % for testing."""
     examples = pool(dataset, folder)
     own = shares(dataset, folder, partitions)[client]
     rng = seeded_generator(partitions[-1], "split", client)

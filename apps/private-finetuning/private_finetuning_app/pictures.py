@@ -26,7 +26,7 @@ class Pictures:
     adapter_width: int
 
     headed = HeadedModel
-    adapts_features = True  # an adapter lies behind the backbone, whose features are computed once
+    adapts_features = True  # the adapter follows the backbone, whose features are computed once
 
     @classmethod
     def of(cls, config: UserConfig) -> "Pictures":
@@ -51,7 +51,7 @@ class Pictures:
         return width_of(self)
 
     def pool(self) -> Examples:
-        """All examples, of which clients have shares."""
+        """Return all examples, which are divided among clients."""
         return load(self.dataset, Path(self.folder) if self.folder else None)
 
     def frozen(self) -> nn.Module:
@@ -74,5 +74,5 @@ class Pictures:
 
 @cache
 def width_of(pictures: Pictures) -> int:
-    """Width of the features; builds the model once."""
+    """Return the width of the features; builds the model once."""
     return int(pictures.frozen().width)

@@ -74,7 +74,7 @@ def plan_of(config: UserConfig) -> ReleasePlan | NonPrivatePlan:
 def strategy_of(
     plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy | Upcycled:
-    """Return the strategy of a method, upcycled where that is asked for."""
+    """Return the strategy of a method, upcycled if the settings ask for it."""
     strategy = method_of(plan, config, run)
     if not flag(config, "upcycled"):
         return strategy
@@ -84,12 +84,12 @@ def strategy_of(
 def method_of(
     plan: ReleasePlan | NonPrivatePlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
-    """Return the strategy of a method; every method gets the same settings where it has them."""
+    """Return the strategy of a method; all methods share the settings that they have."""
     method, radius = str(config["method"]), number(config, "sam-radius")
     if "sam" in method and radius == 0:
         raise UnfitSetting(
             f"run-config sam-radius={radius!r} with method={method!r}: expected a number > 0 "
-            "(centaur, dp-fedavg and fedavg are without)"
+            "(centaur, dp-fedavg and fedavg do without it)"
         )
     sgd, sam = configured.training(config), configured.training(config, sam_radius=radius)
     options = {

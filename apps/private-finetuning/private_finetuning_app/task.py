@@ -67,7 +67,7 @@ def shares_of(config: UserConfig) -> Shares:
 
 
 def build(source: Pictures | Texts, tune: str) -> nn.Module:
-    """The model, of which the extractor may be shared and the head personal."""
+    """Return the model: an extractor, which may be shared, and a head, which may be personal."""
     head = nn.Linear(source.width, source.num_classes)
     if tune == "head":
         return HeadedModel(nn.Identity(), head)
@@ -76,20 +76,20 @@ def build(source: Pictures | Texts, tune: str) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def features(source: Pictures | Texts, shares: Shares, folder: Path | None) -> Features:
-    """Clients' examples as the frozen model puts them out; of one run at a time."""
+    """Return clients' examples as outputs of the frozen model; kept for one run at a time."""
     own = partial(client_data, source, shares)
     return Features(source.frozen, own, folder)
 
 
 @lru_cache(maxsize=1)
 def pool(source: Pictures | Texts) -> Examples:
-    """All examples of a data set, read once a process."""
+    """Return all examples of a data set, read once per process."""
     return source.pool()
 
 
 @cache
 def rows(source: Pictures | Texts, shares: Shares) -> list[np.ndarray]:
-    """Which examples each client holds; the same in every process."""
+    """Return the rows of each client's examples, the same in every process."""
     targets = pool(source).targets.numpy()
     rng = seeded_generator(shares.seed, "partition")
     drawn = np.arange(len(targets))
@@ -107,9 +107,9 @@ def rows(source: Pictures | Texts, shares: Shares) -> list[np.ndarray]:
 
 
 def client_data(source: Pictures | Texts, shares: Shares, client: int) -> ClientData:
-    """One client's examples, 90 % for training and 10 % for testing.
+    """Return one client's examples, 90 % for training and 10 % for testing.
 
-    Where there are users, each example belongs to any of them: a client is a silo.
+    If there are users, the client is a silo, and each example belongs to any of them.
     """
     examples, own = pool(source), rows(source, shares)[client]
     rng = seeded_generator(shares.seed, "split", client)

@@ -24,11 +24,11 @@ class Encoder(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if getattr(model, "pooler", None) is not None:
-            model.pooler = None  # it reads the first word alone, and is not asked here
+            model.pooler = None  # it reads only the first token and is not used here
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Features (n, width), each row normalised, of numbers of tokens (n, tokens)."""
+        """Return features (n, width), each row normalised, of token numbers (n, tokens)."""
         states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         present = attention_mask.unsqueeze(-1).to(states.dtype)
         mean = (states * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
@@ -39,7 +39,7 @@ class HeadedEncoder(HeadedModel):
     """A head on an `Encoder`."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits (n, classes)."""
+        """Return logits (n, classes)."""
         return self.head(self.extractor(input_ids, attention_mask))
 
 
@@ -55,7 +55,7 @@ class Texts:
     lora_only_b: bool
 
     headed = HeadedEncoder
-    adapts_features = False  # LoRA lies in the transformer's layers: every step passes through them
+    adapts_features = False  # LoRA lies within the transformer, so every step passes through it
 
     @classmethod
     def of(cls, config: UserConfig) -> "Texts":
@@ -69,14 +69,14 @@ class Texts:
             )
         if len(set(labels)) < max(2, len(labels)):
             raise UnfitSetting(
-                f"run-config text-labels={','.join(labels)!r}: expected at least two labels with "
-                "commas between them, each once, as 'negative,positive'; those in the file are "
-                "people's data, which the number of classes is not to tell"
+                f"run-config text-labels={','.join(labels)!r}: expected at least two different "
+                "labels, separated by commas, as 'negative,positive'; they are not read from the "
+                "file, because the number of classes would then reveal people's data"
             )
         if not model:
             raise UnfitSetting(
                 "run-config text-model='': expected the absolute path of a folder with a model and "
-                "its tokenizer as save_pretrained leaves them, or a name on the hub"
+                "its tokenizer, as save_pretrained writes them, or a name on the hub"
             )
         return cls(
             file=file,
@@ -98,13 +98,13 @@ class Texts:
         return int(_loaded("AutoConfig", self.model).hidden_size)
 
     def pool(self) -> Examples:
-        """Return all texts as numbers of tokens, but for those with another label."""
+        """Return all texts as token numbers, without those that have another label."""
         numbers = {label: number for number, label in enumerate(self.labels)}
         rows = [row for row in _rows(self.file) if row[1] in numbers]
         if not rows:
             raise InvalidValue(
                 f"text-file={str(self.file)!r}: none of its labels is one of "
-                f"{', '.join(self.labels)}; name those of the file in text-labels"
+                f"{', '.join(self.labels)}; name the labels of the file in text-labels"
             )
         texts, labels = zip(*rows, strict=True)
         tokenizer = _loaded("AutoTokenizer", self.model)
@@ -126,9 +126,9 @@ class Texts:
         return Encoder(deepcopy(_loaded("AutoModel", self.model, dtype=torch.float32)))
 
     def adapted(self) -> nn.Module:
-        """Return the frozen model with low-rank matrices B·A beside its linear layers, which train.
+        """Return the frozen model with trained low-rank matrices B·A beside its linear layers.
 
-        With ``lora_only_b`` A stays as it is drawn, the same on all nodes: the sum of clients'
+        With ``lora_only_b`` A keeps its random start, the same on all nodes. The sum of clients'
         updates is then the update of the sum (FFA-LoRA, Sun et al. 2024).
         """
         encoder, (peft, _) = self.frozen(), _libraries()
@@ -182,8 +182,8 @@ def _loaded(kind: str, model: str, **options: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         return getattr(transformers, kind).from_pretrained(model, **options)
-    except (OSError, ValueError) as error:  # neither a folder with a model, nor to be downloaded
+    except (OSError, ValueError) as error:  # no folder with a model, and no download
         raise InvalidValue(
-            f"text-model={model!r}: {str(error).splitlines()[0]} Offline, give a local folder with "
-            "a model and its tokenizer, as save_pretrained leaves them"
+            f"text-model={model!r}: {str(error).splitlines()[0]} Offline, name a local folder with "
+            "a model and its tokenizer, as save_pretrained writes them"
         ) from error

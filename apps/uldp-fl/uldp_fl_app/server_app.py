@@ -1,7 +1,6 @@
 """Server side: the run configuration becomes a plan and a strategy; the run leaves a directory."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
@@ -18,11 +17,9 @@ from flower_ext.privacy import (
     ReleasePlan,
 )
 from flower_ext.runs import RunDirectory
-from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, number
+from uldp_fl_app.private_weighting import private_strategy_of
 from uldp_fl_app.task import SURVIVAL, group_size_of, num_users_of, silos_of, task_of
-
-if TYPE_CHECKING:
-    from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
 
 OPENLY = {
     "uldp-avg": partial(UldpAvg, weighting="equal"),
@@ -105,46 +102,6 @@ def strategy_of(config: UserConfig, run: RunDirectory) -> FederatedStrategy:
     if method in PRIVATE:
         return private_strategy_of(config, options)
     return OPENLY[method](**options)
-
-
-def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> FederatedStrategy:
-    """A method with private weighting, which needs the extra `weighting`."""
-    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd
-
-    strategy = PrivateUldpAvg if config["method"] == "uldp-avg-private" else PrivateUldpSgd
-    return strategy(protocol=protocol_of(config), **options)
-
-
-def protocol_of(config: UserConfig) -> "WeightingProtocol":
-    """The protocol that keeps weights private, with its settings.
-
-    Raises
-    ------
-    UnfitSetting
-        A setting of Paillier for another protocol, which has nothing like it.
-    """
-    from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
-
-    if choice(config, "protocol", ("paillier", "lattice")) == "lattice":
-        for name in ("allowed-totals", "draw-choices"):
-            if config[name]:
-                raise UnfitSetting(
-                    f"run-config {name}={config[name]!r} with protocol='lattice': expected "
-                    f"protocol='paillier', or no {name}"
-                )
-        return LatticeWeighting(
-            max_records_per_user=integer(config, "max-records-per-user"),
-            silo_record_limits=integers(config, "silo-record-limits"),
-        )
-    return PrivateWeighting(
-        key_bits=integer(config, "key-bits"),
-        precision=number(config, "precision"),
-        max_records_per_user=integer(config, "max-records-per-user"),
-        allowed_totals=integers(config, "allowed-totals"),
-        silo_record_limits=integers(config, "silo-record-limits"),
-        draw_choices=integer(config, "draw-choices") or None,
-        allow_insecure_key_size=flag(config, "allow-insecure-keys"),
-    )
 
 
 def server_learning_rate(config: UserConfig) -> float:

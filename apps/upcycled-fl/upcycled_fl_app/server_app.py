@@ -43,7 +43,7 @@ def plan_of(config: UserConfig) -> NonPrivatePlan | PerturbationPlan:
 
 
 def local_training(config: UserConfig) -> LocalTraining:
-    """What every client does, whatever the method."""
+    """Return the training of every client, whatever the method."""
     weight, method = number(config, "proximal-weight"), config["method"]
     exact = choice(config, "solver", ("sgd", "newton")) == "newton"
     return configured.training(
@@ -57,23 +57,23 @@ def local_training(config: UserConfig) -> LocalTraining:
 def strategy_of(
     plan: NonPrivatePlan | PerturbationPlan, config: UserConfig, run: RunDirectory
 ) -> FederatedStrategy:
-    """The strategy of a method; every method gets the same settings where it has them."""
+    """Return the strategy of a method; all methods share the settings that they have."""
     method, local = str(config["method"]), local_training(config)
     if method in ("scaffold", "pfedme") and local.tolerance:
         raise UnfitSetting(
-            f"run-config solver='newton' with method={method!r}: expected 'sgd', as the method is "
-            "defined by its local steps"
+            f"run-config solver='newton' with method={method!r}: expected 'sgd', because the "
+            "method is defined by its local steps"
         )
     if method == "pfedme" and local.proximal_weight:
         raise UnfitSetting(
             f"run-config proximal-weight={local.proximal_weight!r} with method='pfedme': expected "
-            "0, as attraction is its own such weight"
+            "0, because its attraction is such a weight"
         )
     rate = number(config, "server-learning-rate")
     if rate and method in ("fedavg", "fedprox", "feddyn"):
         raise UnfitSetting(
-            f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, as its "
-            "server takes no step of its own"
+            f"run-config server-learning-rate={rate!r} with method={method!r}: expected 0, because "
+            "its server takes no step of its own"
         )
     ratio = number(config, "straggler-ratio")
     options = {

@@ -18,7 +18,7 @@ from flower_ext.runs.settings import UnfitSetting, flag, integer, text
 from flower_ext.training import Task
 from flower_ext.training.models import build
 
-# What is known of a model's cross-entropy when no record has a norm above 1. The gradient of
+# Known facts about a model's cross-entropy if no record has a norm above 1. The gradient of
 # softmax regression is (p − e_y) ⊗ (x, 1): at most √2 · √2.
 LOSSES = {
     "synthetic-logistic": LocalObjective(convex=True, gradient_bound=2.0),
@@ -33,7 +33,7 @@ LOSSES = {
 
 
 def task_of(context: Context) -> Task:
-    """The task of a run, for its clients and its server alike."""
+    """Return the task of a run, for its clients and its server alike."""
     config = settings_of(context)
     facts, model = data_facts(config), model_name(config)
     key = (
@@ -52,7 +52,7 @@ def task_of(context: Context) -> Task:
 
 
 def data_facts(config: UserConfig) -> DevicesInfo:
-    """Classes, model and source of the data set."""
+    """Return classes, model and source of the data set."""
     return describe_devices(
         text(config, "dataset"),
         folder(text(config, "data-folder")),
@@ -62,13 +62,13 @@ def data_facts(config: UserConfig) -> DevicesInfo:
 
 
 def classes_of(config: UserConfig) -> int | None:
-    """The configured number of classes of synthetic devices; other data sets have their own."""
+    """Return the configured number of classes; None unless the devices are synthetic."""
     synthetic = text(config, "dataset").startswith("synthetic")
     return integer(config, "classes") or None if synthetic else None
 
 
 def model_name(config: UserConfig) -> str:
-    """The configured model, or the data set's."""
+    """Return the name of the configured model, or of the data set's."""
     facts = data_facts(config)
     name = text(config, "model") or facts.model
     if name == "binary-logistic" and facts.num_classes != 2:
@@ -82,7 +82,7 @@ def model_name(config: UserConfig) -> str:
 def loss_of(config: UserConfig) -> LocalObjective:
     """Return the properties of the model's loss that objective perturbation needs.
 
-    Its bounds hold for features of norm 1 at most, so only with ``unit-features`` are there any.
+    Its bounds hold for features of norm 1 at most, so it has none without ``unit-features``.
     """
     loss = LOSSES.get(model_name(config), LocalObjective())
     if flag(config, "unit-features"):
@@ -100,7 +100,7 @@ def devices(
     generated: bool,
     unit_features: bool,
 ) -> list[ClientData]:
-    """All devices, read or drawn once a process; the same in every process."""
+    """Return all devices, read or drawn once per process and the same in every process."""
     loaded = load_devices(
         dataset,
         folder(data_folder),
@@ -113,5 +113,5 @@ def devices(
 
 
 def folder(name: str) -> Path | None:
-    """A configured folder; empty is none."""
+    """Return a configured folder; None if the name is empty."""
     return Path(name) if name else None

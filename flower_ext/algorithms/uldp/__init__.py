@@ -4,6 +4,7 @@ Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with A
 User-Level Differential Privacy" (PVLDB 2024).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
@@ -30,13 +31,18 @@ __all__ = [
     "WeightsByRecords",
     "theory_learning_rate",
 ]
-_PRIVATE = ("LatticeWeighting", "PrivateUldpAvg", "PrivateUldpSgd", "PrivateWeighting")
+_ROOM = "flower_ext.algorithms.uldp"
+_PRIVATE = {
+    "LatticeWeighting": f"{_ROOM}.weighting.lattice",
+    "PrivateUldpAvg": f"{_ROOM}.private",
+    "PrivateUldpSgd": f"{_ROOM}.private",
+    "PrivateWeighting": f"{_ROOM}.weighting.paillier",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Private weighting when it is asked for: it needs the extra ``weighting``."""
+    """Import private weighting when it is asked for, because it needs the extra ``weighting``."""
     if name not in _PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flower_ext.algorithms.uldp import private
-
-    return getattr(private, name)
+    import_module("flower_ext.secure.weighting")  # names the extra if it is not installed
+    return getattr(import_module(_PRIVATE[name]), name)

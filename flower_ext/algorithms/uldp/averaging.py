@@ -353,7 +353,7 @@ class UldpAvg(OnePhase):
     def next_model(
         self, base: records.Arrays, mean: records.Arrays, updates: Mapping[int, records.Update]
     ) -> records.Arrays:
-        """x + η_g Σ_s Δ_s / (q|U||S|), of which the plan has divided by q|U|."""
+        """Return x + η_g Σ_s Δ_s / (q|U||S|); the plan has already divided by q|U|."""
         over_silos = {name: array / self.num_silos for name, array in mean.items()}
         return super().next_model(base, over_silos, updates)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from logging import getLogger
 from typing import Any
 
@@ -27,8 +28,6 @@ from flower_ext.algorithms.one_phase import shared_model
 from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd
 from flower_ext.algorithms.uldp.private_silo import answer, local_update
 from flower_ext.algorithms.uldp.private_weights import PrivateWeights
-from flower_ext.algorithms.uldp.weighting.lattice import LatticeWeighting
-from flower_ext.algorithms.uldp.weighting.paillier import PrivateWeighting
 from flower_ext.algorithms.uldp.weighting.protocol import (
     LOST,
     NUMBER,
@@ -50,11 +49,13 @@ from flower_ext.privacy.run_facts import RunFacts
 log = getLogger("flwr")
 
 _SENSITIVITY = "sensitivity"
-_COSTS = (_SENSITIVITY, "residue")
-"""Of `ServerEnd`, and fields of a plan."""
-_PROTOCOLS: Mapping[str, type[WeightingProtocol]] = {
-    protocol.name: protocol for protocol in (PrivateWeighting, LatticeWeighting)
+_RESIDUE = "residue"
+_WEIGHTING = "flower_ext.algorithms.uldp.weighting"
+_PROTOCOLS = {
+    "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
+    "lattice": (f"{_WEIGHTING}.lattice", "LatticeWeighting"),
 }
+"""Module and class of each protocol; imported when named, because a client needs neither."""
 
 
 def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
@@ -71,7 +72,9 @@ def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
         raise InvalidValue(
             f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or settings of one"
         )
-    return _PROTOCOLS[protocol]()
+    module, name = _PROTOCOLS[protocol]
+    settings: WeightingProtocol = getattr(import_module(module), name)()
+    return settings
 
 
 class PrivateUldpAvg(UldpAvg):
@@ -151,7 +154,11 @@ class PrivateUldpAvg(UldpAvg):
     @property
     def accounted(self) -> ReleasePlan:
         """The plan with what the protocol costs beyond its noise; known once prepared."""
-        return replace(self.plan, **self._costs)
+        return replace(
+            self.plan,
+            sensitivity=self._costs[_SENSITIVITY],
+            residue=self._costs.get(_RESIDUE, 0.0),
+        )
 
     def prepare(self, grid: Grid) -> None:
         """Set up the protocol between the silos and the server."""
@@ -159,7 +166,7 @@ class PrivateUldpAvg(UldpAvg):
         self.apart = ask_company(self, grid)
         coordinates = sum(array.size for array in self.sent.values())
         server = self.protocol.server(self.plan, silos=self.num_silos, coordinates=coordinates)
-        self._costs = {name: float(getattr(server, name)) for name in _COSTS}
+        self._costs = {_SENSITIVITY: server.sensitivity, _RESIDUE: server.residue}
         server.set_up(Silos(self, grid))
         self._server = server
         self.progress.row["setup_seconds"] = time.monotonic() - started
@@ -268,7 +275,7 @@ class PrivateUldpAvg(UldpAvg):
         return {name: part.reshape(self.sent[name].shape) for name, part in parts}
 
 
-def _upload(arrays: records.Arrays) -> Upload:
+def _upload(arrays: Mapping[str, np.ndarray]) -> Upload:
     return Upload(round_number=int(arrays[NUMBER]), data=arrays[SUM].tobytes())
 
 

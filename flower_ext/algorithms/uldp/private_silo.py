@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from importlib import import_module
 from logging import getLogger
 from typing import cast
@@ -23,6 +24,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     STEP,
     SUM,
     Arrays,
+    OpenSum,
     SiloEnd,
     SiloProtocol,
     name_of,
@@ -84,6 +86,50 @@ def _protocol() -> Iterator[None]:
         raise tellable(error) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HiddenJob(SiloJob):
+    """Trainings of a silo's users, whose clipped updates go into one sum under encryption."""
+
+    into: Adding
+
+
+class Adding:
+    """Adds updates to an open sum; an error waits for `finish`.
+
+    Several silos may train in one batch, and an error of one must not end the others.
+    """
+
+    def __init__(self, into: OpenSum) -> None:
+        self._into = into
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def __call__(self, updates: Mapping[int, np.ndarray]) -> None:
+        """Add updates by user."""
+        started = time.monotonic()
+        try:
+            if self._error is None:
+                self._into.add(updates)
+        except Exception as error:
+            self._error = error
+        self.seconds += time.monotonic() - started
+
+    def finish(self, noise: np.ndarray) -> bytes:
+        """Return the masked sum.
+
+        Raises
+        ------
+        Exception
+            That of the first update that could not be added.
+        """
+        if self._error is not None:
+            raise self._error
+        started = time.monotonic()
+        masked = self._into.finish(noise)
+        self.seconds += time.monotonic() - started
+        return masked
+
+
 def local_update(work: ClientWork) -> Steps[LocalResult]:
     """Weighting (b): train and clip every user of the silo; what leaves is encrypted."""
     bound, silo = float(work.settings[CLIPPING_NORM]), resume(work.vault)
@@ -93,27 +139,29 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
         error = f"{USERS}={work.settings[USERS]!r}: expected {silo.users}"
         raise tellable(ProtocolError(error))
     users = owned(work.data, silo.users).by_user()
+    sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
+    with _protocol():
+        adding = Adding(silo.open_sum(work.round, sent))
     started = time.monotonic()
-    updates: dict[int, np.ndarray] = yield Training(
+    job = silo_job(work, users, {})
+    facts = {field.name: getattr(job, field.name) for field in fields(job)}
+    yield Training(
         task=work.task,
-        job=silo_job(work, users, {}),
+        job=HiddenJob(**facts, into=adding),
         trained=lambda name: True,
-        solve=clipped_updates,
+        solve=add_clipped,
     )
-
-    trained = time.monotonic()
+    trained = time.monotonic() - started - adding.seconds
 
     def encrypt(noise: Params) -> Mapping[str, np.ndarray]:
-        sent = {name: array.numpy().tobytes() for name, array in work.state[USERS].items()}
-        began = time.monotonic()
         with _protocol():
-            masked = silo.weigh(work.round, sent, updates, flat(noise))
+            masked = adding.finish(flat(noise))
         log.info(
             "silo %d, round %d: %.1f s of training, %.1f s of encryption",
             silo.index,
             work.round,
-            trained - started,
-            time.monotonic() - began,
+            trained,
+            adding.seconds,
         )
         number = np.array(work.round, dtype=np.int64)
         return {SUM: records.to_bytes_array(masked), NUMBER: number}
@@ -121,16 +169,19 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
     return LocalResult(update=HiddenSum(bound=bound, encrypt=encrypt))
 
 
-def clipped_updates(
-    task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
-) -> list[dict[int, np.ndarray]]:
-    """For each silo every user's clipped update, as one vector in float64."""
-    found: list[dict[int, np.ndarray]] = [{} for _ in jobs]
+def add_clipped(
+    task: Task, jobs: Sequence[HiddenJob], *, trained: Callable[[str], bool], memory_limit: int
+) -> list[None]:
+    """Train all users, clip their updates, and add each to its silo's sum."""
     for silo, users, rows in users_updates(task, jobs, trained=trained, memory_limit=memory_limit):
         clipped = clip_each_row(rows, jobs[silo].clipping_norm)
-        for row, user in enumerate(users):
-            found[silo][user] = flat({name: part[row] for name, part in clipped.items()})
-    return found
+        jobs[silo].into(
+            {
+                user: flat({name: part[row] for name, part in clipped.items()})
+                for row, user in enumerate(users)
+            }
+        )
+    return [None] * len(jobs)
 
 
 def flat(params: Params) -> np.ndarray:

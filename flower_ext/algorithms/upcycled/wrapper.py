@@ -21,7 +21,8 @@ from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flower_ext.algorithms.upcycled.coefficients import Coefficient, Constant
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import FederatedStrategy
-from flower_ext.federation.arrays import Arrays, payload_bytes, to_arrays, to_record
+from flower_ext.federation.arrays import Arrays, to_arrays, to_record
+from flower_ext.federation.uploads import payload_bytes
 
 log = getLogger("flwr")
 

@@ -1,4 +1,4 @@
-"""The client side that every method shares."""
+"""The client side that all methods share: requests, local training, protection, replies."""
 
 from flower_ext.federation.client.app import client_app
 from flower_ext.federation.client.method import ClientMethod, ClientWork, LocalResult, Question

@@ -12,13 +12,14 @@ from flower_ext.federation.client.method import ClientMethod
 from flower_ext.federation.client.side import ClientSide
 from flower_ext.federation.cohort import IDENTITY, check_addressee, identity
 from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.uploads import Upload
 from flower_ext.training import (
     Task,
 )
 
 
 class MethodsApp(CohortApp):
-    """A ClientApp that answers for methods; their client sides are in ``sides``, by name."""
+    """A ClientApp that answers the messages of methods; ``sides`` has their client sides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,17 +31,18 @@ def client_app(
     task: Task | Callable[[Context], Task],
     allow_seeded_noise: bool = False,
 ) -> MethodsApp:
-    """A ClientApp that answers for one or several methods.
+    """Return a ClientApp that answers the messages of one or several methods.
 
     Parameters
     ----------
+    *methods : ClientMethod
     task : Task | Callable[[Context], Task]
-        The task, or how to build it from the run's configuration: one for all clients. What is a
-        client's own is its data, which the task is asked for by the client's partition.
+        The task, or a function that builds it from the run's configuration. All clients share one
+        task; each client asks it for the data of the client's partition.
     allow_seeded_noise : bool
-        Whether the server may ask for reproducible noise. For simulation only: whoever knows the
-        seed can take the noise off again. The owner of a SuperNode forbids it in any case with
-        ``--node-config "require-secure-noise=true"``.
+        True if the server may ask for reproducible noise. Use it for simulation only, because
+        anybody who knows the seed can remove the noise. The owner of a SuperNode can forbid such
+        noise by ``--node-config "require-secure-noise=true"``.
     """
     app = MethodsApp()
 
@@ -84,8 +86,9 @@ def _identities(
     return [identity(context.node_config) for context in contexts]
 
 
-def _own_reply(message: Message, made: Sequence[RecordDict | Exception]) -> Message:
+def _own_reply(message: Message, made: Sequence[RecordDict | Upload | Exception]) -> Message:
     (own,) = made
     if isinstance(own, Exception):
         raise own
+    assert isinstance(own, RecordDict)
     return Message(own, reply_to=message)

@@ -1,7 +1,7 @@
-"""A method on the client: two functions of one client's work, and what they are given.
+"""A method on the client: two functions, and the types of their arguments and results.
 
-Bounding and noising come after them and before anything is sent, so no method can forget either,
-and what a method returns as memory cannot reach a reply.
+The client side bounds and noises the result of these functions before it sends anything, so no
+method can forget either. The memory that a method returns cannot reach a reply.
 """
 
 from __future__ import annotations
@@ -34,14 +34,38 @@ from flower_ext.training.side_by_side import Steps, Training, check_yielded, loc
 
 @dataclass(frozen=True, kw_only=True)
 class ClientWork:
-    """All that a method needs on one client in one round.
+    """The input of a method on one client in one round.
 
-    ``round`` counts training rounds, ``settings`` are the method's own numbers, ``state`` the
-    server's other array records by name, ``terms`` what the plan adds to every local objective
-    (objective perturbation), ``step_noise`` by phase what it does in every local step, ``noise`` is
-    for methods that noise while they train, ``vault`` for those that have secret keys, ``config``
-    what the user passed to ``start``. ``steady`` asks that no bit of what the client trains depends
-    on the trainings beside it (see `train_groups`).
+    Attributes
+    ----------
+    task, data
+        The task and this client's data.
+    received : Params
+        The model that the server sent.
+    memory : Params or None
+        What the method stored on this client; None before it stored anything.
+    vault : ClientVault
+        Storage for methods with secret keys.
+    training : Mapping[str, LocalTraining]
+        The phases of training by name.
+    round : int
+        Number of the training round.
+    seed, generator
+        The run's seed, and a generator for this client and round.
+    settings : Mapping[str, float]
+        The method's own numbers.
+    state : Mapping[str, Params]
+        The server's other array records by name.
+    terms : Sequence[Term]
+        Terms that the plan adds to every local objective (objective perturbation).
+    noise : NoiseSource
+        Source for methods that add noise while they train.
+    step_noise : Mapping[str, StepNoise]
+        By phase, the plan's clipping and noise in every local step.
+    config : Mapping[str, object]
+        The ``train_config`` or ``evaluate_config`` that the user passed to ``start``.
+    steady : bool
+        True if no bit of the result may depend on trainings beside this one (see `train_groups`).
     """
 
     task: Task
@@ -62,7 +86,7 @@ class ClientWork:
     steady: bool = False
 
     def initial_params(self) -> Params:
-        """The whole model before training; the same on every client."""
+        """Return the whole model before training, which is equal on all clients."""
         return self.task.initial_params(self.seed)
 
     def train(
@@ -73,11 +97,11 @@ class ClientWork:
         *,
         terms: Sequence[Term] = (),
     ) -> Training:
-        """Part of a model, trained as the server's settings for ``phase`` say: to be yielded.
+        """Return the training of a part of a model, by the settings for ``phase``; yield it.
 
-        What is sent back is not to be changed in place: parts that were not trained may be those
-        of other clients as well. A client without examples is sent back what it had: that it has
-        none shows only where it tells its size.
+        The result of the yield is the trained model. Do not change it in place, because clients may
+        share the parts that were not trained. A client without examples gets ``params`` back, so
+        that its upload does not reveal that it has none.
         """
         job = Job(
             params=params,
@@ -92,20 +116,26 @@ class ClientWork:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult:
-    """The result of a client's work: its upload before bound and noise, and its ``memory``.
+    """The result of a client's work: its upload before bound and noise, and its new memory.
 
-    The memory never leaves the client. The upload is either a ``model``, whose difference to the
-    received one is sent, or another ``update``. Where the plan's units are not the clients, that
-    is a sum over them that says how far one can move it; a `HiddenSum` is encrypted together with
-    its noise. Where the server renews the counterpart of ``memory`` from the update as it left the
-    client, so does the client: then it is a function of that. ``metrics`` leave the client as they
-    are, and only under a plan that is not a `ReleasePlan`: they must say nothing of the data beyond
-    its size.
+    Attributes
+    ----------
+    model : Params, optional
+        The trained model; the client sends its difference to the received one.
+    update : Params, BoundedSum, CellSum or HiddenSum, optional
+        An upload in place of a model. If the plan's units are not the clients, it is a sum over
+        units with a bound on each unit's part; a `HiddenSum` is encrypted together with its noise.
+    memory : Params or Callable, optional
+        The client's new memory, which never leaves the client. Give a function of the released
+        update if the server computes a counterpart of the memory from that update.
+    metrics : Mapping[str, float]
+        Numbers that leave the client without noise, and not under a `ReleasePlan`. They must
+        reveal nothing about the data beyond its size.
 
     Raises
     ------
-    ValueError
-        The model is a training that was not waited for.
+    InvalidValue
+        The model or the update is a training that the method did not yield.
     """
 
     model: Params | None = field(default=None, repr=False)  # not for logs
@@ -118,24 +148,26 @@ class LocalResult:
         check_yielded(self.update)
 
     def bounded(
-        self, received: Params, *, whole: bool
+        self, received: Params, *, whole: bool, room: Params | None = None
     ) -> Params | BoundedSum | CellSum | HiddenSum:
-        """Return the part that a plan bounds: the update, or the ``whole`` model.
+        """Return the part that the plan bounds: the update, or the ``whole`` model.
+
+        A difference is written to ``room``, if there is any (see `difference`).
 
         Raises
         ------
-        ValueError
-            There is none, or two.
+        InvalidValue
+            The result has neither or both of them, or no model where the plan needs one.
         """
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else difference(self.model, received)
+            return self.model if whole else difference(self.model, received, room)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(
-                    "the plan clips and noises whole models, and the method returns none: return "
-                    "LocalResult(model=...) in place of an update"
+                    "the plan clips and noises whole models, but the method returns an update: "
+                    "return LocalResult(model=...)"
                 )
             )
         return self.update
@@ -145,8 +177,8 @@ class LocalResult:
 class Question:
     """A question of the server before the first round, and the data to answer it with.
 
-    ``asked`` are plain values, ``arrays`` the server's array records by name, ``may_simulate``
-    whether this client takes part in what protects nobody.
+    ``asked`` has the plain values of the question, ``arrays`` the server's array records by name.
+    ``may_simulate`` is True if this client accepts what protects nobody (see `NodePolicy`).
     """
 
     data: ClientData
@@ -161,30 +193,32 @@ class Question:
 class ClientMethod:
     """The client side of a method: two functions of one client's work.
 
-    Both may yield `ClientWork.train` as often as they like. They must not depend on anything but
-    their argument, since they run side by side with those of other clients.
+    Both may yield `ClientWork.train` any number of times. They must depend on their argument only,
+    because they run side by side with those of other clients.
 
     Parameters
     ----------
     name : str
-        Names the messages (``train.<name>``) and the client memory.
+        Name in messages (``train.<name>``) and of the client memory.
     local_update : Callable[[ClientWork], LocalResult | Steps[LocalResult]]
+        Trains on the client, and returns the upload and the memory.
     local_model : Callable[[ClientWork], Params | Steps[Params]]
-        The model that this client would use: evaluated on its test examples, then forgotten.
+        Returns the model that this client would use, which it evaluates on its test examples and
+        then discards.
     memoryless : bool
-        Whether updates depend on no client memory; record-level guarantees ask.
+        True if updates depend on no client memory, as record-level guarantees require.
     answer : Callable[[Question], Mapping[str, array]], optional
-        What the client tells, un-noised, when the server asks a question before the first round
+        Answers, without noise, a question that the server asks before the first round
         (``query.<name>``).
     keeps_memory : bool
-        Whether updates leave something in the client's memory, and read it: a run without it
-        cannot go on.
+        True if updates write and read the client's memory. A run cannot resume without that memory.
     mirrored : bool
-        Whether the server holds the counterpart of what clients remember, as SCAFFOLD's c and
-        FedDyn's h: what a reply left that the server did not use is then forgotten.
+        True if the server holds a counterpart of the clients' memories, such as SCAFFOLD's c and
+        FedDyn's h. A client then forgets the memory of a reply that the server did not use.
     upload_phase : str, optional
-        The phase of training that alone leads from the received model to the update, with terms
-        that depend on no record: where it is noised, the update is. None where there is none.
+        The only phase of training between the received model and the update, if its other terms
+        depend on no record. Noise in this phase then protects the update. None if there is no such
+        phase.
     """
 
     name: str

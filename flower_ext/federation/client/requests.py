@@ -1,9 +1,9 @@
-"""What a server's message asks of a client, read and checked."""
+"""Read and check the server's requests to a client."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a message asks for: facts of the round, models and other arrays, phases of training."""
+    """A request of the server: facts of the round, the model, other arrays, phases of training."""
 
     kind: str
     protection: Protection | None
@@ -31,10 +31,12 @@ class Request:
     training: Mapping[str, LocalTraining]
     settings: Mapping[str, float]
     config: Mapping[str, object]
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """Names and bounds of scores that an evaluation sums; none where each client tells them."""
 
     @property
     def run(self) -> str:
-        """Name of the run, by which memory is kept; empty where the server gives none."""
+        """Name of the run, under which the client keeps memory; empty if the server gives none."""
         return str(self.facts.get("run", ""))
 
     @property
@@ -44,19 +46,21 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """That of the run; 0 where there is none."""
+        """Seed of the run; 0 if the run has none."""
         return int(self.facts["seed"])
 
 
 def reader(task: Task) -> Callable[[Message], Request]:
-    """Reads what a message asks for; what several of them share is read, and checked, once.
+    """Return a function that reads requests; it reads and checks shared content only once.
 
     Raises
     ------
-    ValueError, NonFiniteUpdate
-        The model is not that of ``task``, or holds NaN.
-    ValueError, TypeError
-        As `check_facts`.
+    InvalidValue
+        The model is not that of ``task`` (raised by the returned function, as the errors below).
+    NonFiniteUpdate
+        The model has NaN or infinite values.
+    TypeError
+        A fact of the round has the wrong type (see `check_facts`).
     """
     contents: dict[int, Request] = {}
     arrays: dict[int, Params] = {}
@@ -73,7 +77,9 @@ def reader(task: Task) -> Callable[[Message], Request]:
         configs = content.config_records
         if not set(received[records.MODEL]) <= set(task.shapes):
             extra = sorted(set(received[records.MODEL]) - set(task.shapes))
-            raise InvalidValue(f"the server's model has {extra}, which this task's has not")
+            raise InvalidValue(
+                f"the server's model has {extra}: expected only parameters of this task's model"
+            )
         facts = dict(configs[records.ROUND])
         protection = check_facts(facts)
         return Request(
@@ -85,12 +91,13 @@ def reader(task: Task) -> Callable[[Message], Request]:
             training=_Told(records.read_trainings(content)),
             settings=_Told(configs.get(records.SETTINGS, {})),  # type: ignore[arg-type]
             config=dict(configs.get(records.CONFIG, {})),
+            scores=dict(configs.get(records.SCORES, {})),
         )
 
     def read(message: Message) -> Request:
         key = id(message.content)
         if key not in contents:
-            # Build a model now: what that raises may tell of the user's data.
+            # Build a model outside the block below: its errors may depend on the client's data.
             _ = task.shapes, task.dtypes
             with knowing_no_data():
                 contents[key] = request(message)
@@ -100,7 +107,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
 
 
 def _check_received(params: Params, task: Task) -> None:
-    """Refuse what would train to nonsense, and might be remembered."""
+    """Refuse arrays on which training would fail, before their results reach the memory."""
     for name, value in params.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
@@ -108,12 +115,12 @@ def _check_received(params: Params, task: Task) -> None:
             raise InvalidValue(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")
         if value.dtype != (dtype := task.dtypes.get(name, value.dtype)):
             raise InvalidValue(
-                f"{name!r} is of type {value.dtype}: expected {dtype}, as the task's"
+                f"{name!r} is of type {value.dtype}: expected {dtype}, as in the task"
             )
 
 
 class _Told(dict[str, T]):
-    """A part of the server's message, by name; a name that is not there is a tellable error."""
+    """A part of the server's message by name; a missing name raises a tellable error."""
 
     def __missing__(self, name: str) -> T:
-        raise tellable(InvalidValue(f"the server's message says nothing of {name!r}"))
+        raise tellable(InvalidValue(f"the server's message has no {name!r}"))

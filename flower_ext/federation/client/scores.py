@@ -27,13 +27,25 @@ def scores_of(
 
     With ``also_training`` its loss on the training examples is one of them.
     """
+    every = plain_scores(works, models, also_training=also_training, memory_limit=memory_limit)
+    return each(_record, works, every)
+
+
+def plain_scores(
+    works: Sequence[ClientWork | Exception],
+    models: Sequence[Params | Exception],
+    *,
+    also_training: bool,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[dict[str, float] | Exception]:
+    """Return the same as plain numbers by name, none for a client without test examples."""
     tests = each(lambda work: work.data.test, works)
     every = _scores(works, models, tests, memory_limit=memory_limit)
     if also_training:
         own = each(lambda work: work.data.train, works)
         trained = _scores(works, models, own, memory_limit=memory_limit)
         every = each(_with_training_loss, every, trained)
-    return each(_record, works, every)
+    return every
 
 
 def _scores(

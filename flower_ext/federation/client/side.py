@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from logging import getLogger
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from flwr.app import Context, Message, RecordDict
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import record_of
 from flower_ext.federation.client import sum_member
+from flower_ext.federation.client.masked_scores import asks_training_loss, masked_scores
 from flower_ext.federation.client.method import (
     ClientMethod,
     ClientWork,
@@ -33,7 +32,7 @@ from flower_ext.federation.client.method import (
     Question,
 )
 from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import scores_of
+from flower_ext.federation.client.scores import plain_scores, scores_of
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
 from flower_ext.federation.failures import each
@@ -49,6 +48,7 @@ from flower_ext.federation.protection import (
     step_noise,
 )
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.federation.uploads import Rows, Upload, content_of
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.privacy.cells import CellSum
 from flower_ext.privacy.protections import ClipToCells
@@ -62,8 +62,6 @@ from flower_ext.training import (
     trains_apart,
 )
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
-
-log = getLogger("flwr")
 
 
 def _built(task: Callable[[Context], Task], context: Context) -> Task:
@@ -110,19 +108,21 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
         alone: bool = False,
-    ) -> list[RecordDict | Exception]:
+    ) -> list[RecordDict | Upload | Exception]:
         """Train, protect, remember, reply: in this order, so an error leaves memory as it was.
 
         An error takes the place of its client's reply alone. A client that is ``alone`` on its node
-        has no company that its model could depend on.
+        has no company that its model could depend on; its answer is a RecordDict.
         """
         requests, works = self._unpack(messages, contexts, alone=alone)
+        models = [request.model for request in requests if isinstance(request, Request)]
+        rows = Rows(models[0], len(models)) if models and not alone else None
 
-        def finish(index: int, result: LocalResult) -> RecordDict:
+        def finish(index: int, result: LocalResult) -> RecordDict | Upload:
             request, work = requests[index], works[index]
             assert isinstance(request, Request)
             assert isinstance(work, ClientWork)
-            return self._remembering(contexts[index], request, work, result)
+            return self._remembering(contexts[index], request, work, result, rows)
 
         def begin(request: Request, work: ClientWork) -> LocalResult | Steps[LocalResult]:
             if bounds_models(request.protection):
@@ -139,11 +139,25 @@ class ClientSide:
         *,
         memory_limit: int = MEMORY_LIMIT,
     ) -> list[RecordDict | Exception]:
-        """Evaluate the model that each client would use; or its error."""
+        """Evaluate the model that each client would use; or its error.
+
+        Where scores are summed under noise, no bit of one client's part depends on the others:
+        each is then evaluated by itself.
+        """
         requests, works = self._unpack(messages, contexts, alone=True)
+        if any(isinstance(request, Request) and request.scores for request in requests):
+            return each(self._masked_scores, requests, works, contexts)
         models = self._used(works, memory_limit)
         wanted = each(lambda request: bool(request.facts.get("training-loss")), requests)
         return scores_of(works, models, also_training=True in wanted, memory_limit=memory_limit)
+
+    def _masked_scores(self, request: Request, work: ClientWork, context: Context) -> RecordDict:
+        scores: dict[str, float] | Exception = {}
+        if len(work.data.test):
+            models, also = self._used([work], MEMORY_LIMIT), asks_training_loss(request)
+            (scores,) = plain_scores([work], models, also_training=also)
+        policy = self._policy(context)
+        return masked_scores(scores, request, context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
         """Return the model that this client would use: the one that `score` evaluates.
@@ -272,10 +286,15 @@ class ClientSide:
         return requests, each(partial(self._work, task=task, steady=steady), requests, contexts)
 
     def _remembering(
-        self, context: Context, request: Request, work: ClientWork, result: LocalResult
-    ) -> RecordDict:
-        """What leaves the client, once what it is to remember of it is stored."""
-        reply, memory = self._reply(context, request, work, result)
+        self,
+        context: Context,
+        request: Request,
+        work: ClientWork,
+        result: LocalResult,
+        rows: Rows | None,
+    ) -> RecordDict | Upload:
+        """Store the client's memory, then return its reply."""
+        reply, memory = self._reply(context, request, work, result, rows)
         check_finite(memory)
         if memory is not None:
             if not self.method.keeps_memory:
@@ -286,21 +305,26 @@ class ClientSide:
         return reply
 
     def _reply(
-        self, context: Context, request: Request, work: ClientWork, result: LocalResult
-    ) -> tuple[RecordDict, Params | None]:
-        """What leaves the client, and what it is to remember."""
-        own = result.bounded(work.received, whole=bounds_models(request.protection))
+        self,
+        context: Context,
+        request: Request,
+        work: ClientWork,
+        result: LocalResult,
+        rows: Rows | None,
+    ) -> tuple[RecordDict | Upload, Params | None]:
+        """Return the client's reply, and its memory."""
+        room = rows.room(result.model) if rows is not None and result.model is not None else None
+        whole = bounds_models(request.protection)
+        own = result.bounded(work.received, whole=whole, room=room)
         noise = self._policy(context).noise(request.facts, OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
+        sent = None
         if isinstance(request.protection, ClipToCells):
             told = _plain(request.state[records.SECURE_SUM])
             cells = {name: np.asarray(array) for name, array in update.items()}
             sent = sum_member.masked(cells, told, context, self.method.name)
             cell = request.protection.cell
             update = {name: torch.as_tensor(array * cell) for name, array in cells.items()}
-        else:
-            sent = records.to_record(update)
-        content: dict[str, object] = {records.UPDATE: sent}
         metrics: dict[str, float] = {}
         if request.facts.get("report-size"):
             metrics |= {"num-examples": len(work.data.train), **result.metrics}
@@ -310,15 +334,19 @@ class ClientSide:
             if isinstance(own, BoundedSum | CellSum):
                 moved = own.value if isinstance(own, BoundedSum) else own.in_numbers()
             else:
-                whole = bounds_models(request.protection)
                 moved = difference(own, work.received) if whole else own
             metrics["update-norm"] = l2_norm(moved)
-        if metrics:
-            content[records.METRICS] = records.metrics_record(metrics)
+        reply: RecordDict | Upload | None = None
+        if sent is not None:
+            reply = content_of(sent, metrics)
+        elif rows is not None:
+            reply = rows.take(update, metrics)
+        if reply is None:
+            reply = content_of(records.to_record(update), metrics)
         memory = result.memory
         if callable(memory):
             memory = memory(_as_params(update, work.received))
-        return record_of(RecordDict, content), memory
+        return reply, memory
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
         policy, phase = self._policy(context), self.method.upload_phase

@@ -1,4 +1,4 @@
-"""Trainings that fail leave their model as it was: an error instead would tell of a record."""
+"""Replace a failed training's result by the received model, because an error reveals a record."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ def check_finite(params: Params | None) -> None:
     Raises
     ------
     NonFiniteUpdate
-        Names the first that is not.
+        A parameter is NaN or infinite; the message names the first one.
     """
     for name, value in (params or {}).items():
         if value.is_floating_point() and not torch.isfinite(value).all():
-            raise NonFiniteUpdate(f"{name!r} is not finite after training: nothing is kept or sent")
+            raise NonFiniteUpdate(
+                f"{name!r} is not finite after training: the client stores and sends nothing"
+            )
 
 
 def unmoved_by_errors(
@@ -36,11 +38,14 @@ def unmoved_by_errors(
     work: ClientWork,
     protection: Protection | None = None,
 ) -> Steps[LocalResult]:
-    """Let a training that raises or diverges leave its model as it was; all else too, if need be.
+    """Run ``local_update``, but leave the model unchanged if its training raises or diverges.
 
-    For models that leave the client under noise: an error in place of one would tell of a record.
-    Where each step is noised instead, no record makes these steps fail; what else does is an error.
-    So is what the server's message lacks (see `tellable`).
+    Use it if noise protects the uploaded model: an error in place of a model would reveal something
+    about a record. If the whole update fails, the received model is the result.
+
+    Two kinds of errors are raised. Under `ClipSteps`, noise protects each step and no record can
+    make a step fail, so any other error is a fault of the method. A `tellable` error depends on no
+    data.
     """
     steps_noised = isinstance(protection, ClipSteps)
     trained: Any = None
@@ -56,7 +61,7 @@ def unmoved_by_errors(
                 trained = yield wanted
                 if wanted.without_noise:
                     check_finite(trained)
-            except Exception as error:  # whatever a model or a loss makes of a record
+            except Exception as error:  # a record may have caused any error
                 if not wanted.without_noise:
                     raise
                 log_unmoved(error)
@@ -74,16 +79,16 @@ def unmoved_by_errors(
 
 
 def log_unmoved(error: Exception) -> None:
-    """Tell the client's operator that a training failed; the server gets a model as usual."""
+    """Log a failed training for the client's operator; the server receives a model as usual."""
     if isinstance(error, NonFiniteUpdate):
         log.warning(
-            "a local training diverges (its model is not finite), and its model stays as it was: "
-            "take a smaller learning rate if many do, or look into this client's data"
+            "a local training diverged (its model is not finite), so its model stays unchanged: "
+            "take a smaller learning rate if many trainings diverge, or check this client's data"
         )
     else:
         log.warning(
-            "a local training fails (%s), and its model stays as it was: look into this client's "
-            "data, or into the task if no client trains",
+            "a local training failed (%s), so its model stays unchanged: check this client's data, "
+            "or the task if no client trains",
             type(error).__name__,
         )
-    log.debug("a local training fails", exc_info=error)
+    log.debug("a local training failed", exc_info=error)

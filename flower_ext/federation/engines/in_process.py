@@ -21,6 +21,7 @@ from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.engines.virtual import answer_all, together
 from flower_ext.federation.engines.workers import Workers
+from flower_ext.federation.uploads import Asked
 from flower_ext.training import MEMORY_LIMIT
 
 
@@ -53,6 +54,7 @@ class InProcessGrid(Grid):
         self._app = client_app
         self._ids = count(1)
         self._replies: dict[str, Message] = {}
+        self._coming: Iterator[tuple[str, Message]] = iter(())
         self.set_run(private.empty_run(run_id=1))
         # Node ids leave room for the server's own.
         self.contexts = {
@@ -101,16 +103,25 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients at once; replies wait to be pulled."""
+        plan = messages.plan if isinstance(messages, Asked) else None
         messages, ids = list(messages), []
         for message in messages:
             ids.append(str(next(self._ids)))
             private.set_message_id(message, ids[-1])
-        self._replies |= zip(ids, self._answers(messages), strict=True)
+        self._replies.update(self._coming)
+        if self.workers.count == 1:
+            self._replies |= zip(ids, self._answers(messages), strict=True)
+        else:
+            self._coming = zip(ids, self.workers.ask(messages, plan), strict=True)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies to ``message_ids``, each handed out once."""
-        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+        for own in message_ids:
+            while own not in self._replies and (come := next(self._coming, None)) is not None:
+                self._replies[come[0]] = come[1]
+            if own in self._replies:
+                yield self._replies.pop(own)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -120,15 +131,16 @@ class InProcessGrid(Grid):
         The first are run at once, others when the replies of those before them are taken. Nothing
         waits for ``timeout``.
         """
+        plan = messages.plan if isinstance(messages, Asked) else None
         messages = list(messages)
         most = together(messages[0], self._memory_limit * self.workers.count) if messages else 1
         parts = (messages[start : start + most] for start in range(0, len(messages), most))
-        replies = (self.pull_messages(self.push_messages(part)) for part in parts)
-        # An iterator forgets its list when it comes to its end; a chain would keep it.
-        return chain(iter(next(replies, [])), chain.from_iterable(replies))
+        asked = parts if plan is None else (Asked(part, plan) for part in parts)
+        replies = (iter(self.pull_messages(self.push_messages(part))) for part in asked)
+        return chain(next(replies, ()), chain.from_iterable(replies))
 
     def _answers(self, messages: list[Message]) -> list[Message]:
-        return self.workers(messages)
+        return list(self.workers.ask(messages))
 
     def _answer_here(self, messages: Sequence[Message]) -> list[Message]:
         contexts = [self.contexts[message.metadata.dst_node_id] for message in messages]

@@ -31,9 +31,9 @@ from flwr.serverapp import Grid
 
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.arrays import payload_bytes
 from flower_ext.federation.cohort import partition_of
 from flower_ext.federation.failures import failed
+from flower_ext.federation.uploads import Upload, UploadReply, payload_bytes
 from flower_ext.runs.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
@@ -49,6 +49,8 @@ _SHARE_OF_REPLIES = 4
 """Replies that wait to be used may take one part in so many of the memory that trainings may."""
 
 Record = ArrayRecord | ConfigRecord | MetricRecord
+Answer = RecordDict | Upload | Exception
+"""One client's answer among those of others."""
 
 
 def together(message: Message, memory_limit: int) -> int:
@@ -61,7 +63,7 @@ class CohortApp(ClientApp):
 
     def __init__(self) -> None:
         super().__init__()
-        self.together: dict[str, Callable[..., list[RecordDict | Exception]]] = {}
+        self.together: dict[str, Callable[..., Sequence[Answer]]] = {}
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer a message: for one client, or for all that a `VirtualGrid` packed into it.
@@ -84,7 +86,7 @@ class CohortApp(ClientApp):
         """Replies in the order of ``messages``, all of one type that is in ``together``."""
         before = [context.state.copy() if context.state else None for context in contexts]
         answer = self.together[messages[0].metadata.message_type]
-        contents: Sequence[RecordDict | Exception]
+        contents: Sequence[Answer]
         try:
             contents = answer(messages, contexts, memory_limit=memory_limit)
         except Exception as error:  # of what all share, as their task
@@ -94,6 +96,8 @@ class CohortApp(ClientApp):
             if isinstance(own, Exception):
                 context.state = RecordDict() if state is None else state
                 replies.append(failed(self, message, context, own))
+            elif isinstance(own, Upload):
+                replies.append(UploadReply(message, own))
             else:
                 replies.append(private.reply_to(message, own))
         return replies

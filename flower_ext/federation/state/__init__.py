@@ -1,1 +1,1 @@
-"""Files that outlive a process: checkpoints of the server, and memory of the clients."""
+"""Files that outlive a process: the server's checkpoints and the clients' memory."""

@@ -1,12 +1,14 @@
-"""Files that a run needs to go on after its process ended, at whatever point that was.
+"""Files that a run needs to resume after its process ended at any point.
 
-``checkpoints/`` in the run directory holds the two last checkpoints, each of them the whole state
-between two rounds, and ``asked.jsonl``, which says who was asked before anybody is. What is drawn
-comes from the seed and the number of the round, so there is no generator to store.
+``checkpoints/`` in the run directory holds the last two checkpoints and ``asked.jsonl``. A
+checkpoint is the whole state between two rounds. ``asked.jsonl`` records the cohort of each round
+before the server asks it. Random draws follow from the seed and the number of the round, so no
+generator needs to be stored.
 
-A round that was asked for and never finished is done again. If it is the same one, bit for bit
-(``repeats``), it counts once. Under secure noise it is another release: the one that was given up
-counts for all whose data went into it, and training numbers go on after it.
+A resumed run repeats a round that was not finished. If the repetition equals the first attempt, bit
+for bit (``repeats``), the round counts once. Under secure noise the repetition is another release:
+the abandoned attempt counts for all units whose data it used, and the numbers of training rounds
+continue after it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ log = getLogger("flwr")
 
 FOLDER, ASKED, MODEL = "checkpoints", "asked.jsonl", "model"
 _METHOD = "method."
-"""Prefix of the arrays that a method holds on the server."""
+"""Prefix of the names of a method's arrays on the server."""
 _KEPT = 2
+EVALUATION = "evaluation"
+"""Name in ``asked.jsonl`` of an evaluation's number."""
 
 
 @dataclass(kw_only=True)
@@ -40,21 +44,21 @@ class RunState:
     Parameters
     ----------
     round : int
-        The last one that is done; 0 before the first.
+        Number of the last finished round; 0 before the first.
     model : Mapping[str, array]
-        The part that clients share.
+        The part of the model that clients share.
     participations : Participations
-        The units whose data went into the rounds so far.
+        Counts of the units whose data the rounds so far used.
     num_examples : Mapping[int, int]
-        By partition, where clients told.
+        Numbers of examples by partition, as far as clients reported them.
     client_metrics : Mapping[int, Mapping[str, float]]
         Newest scores by partition.
     remembered : Mapping[int, int]
-        By partition, the training round whose memory the client has, as far as it answered.
+        By partition, the last training round that the client answered, and so remembers.
     refusals : Sequence[str]
-        Replies that were not used, and why.
+        Replies that the server refused, with the reasons.
     method : Mapping[str, Mapping[str, array]]
-        What the method holds on the server, in named groups.
+        The method's state on the server, in named groups.
     """
 
     round: int = 0
@@ -69,9 +73,9 @@ class RunState:
 
 @dataclass
 class Asked:
-    """A training round that was asked for: whose data, from how many, and how many could be used.
+    """A training round that the server began: its units, and its numbers of requests and answers.
 
-    ``answered`` is None as long as nothing was made of the answers.
+    ``answered`` is the number of usable answers, or None as long as the server used none of them.
     """
 
     training: int
@@ -86,14 +90,14 @@ class Asked:
 
 
 class Checkpoints:
-    """The checkpoints of one run; none are written without a run directory.
+    """The checkpoints of one run; without a run directory, nothing is written.
 
     Parameters
     ----------
     run : RunDirectory, optional
     repeats : bool
-        A round that is done again is the same one, bit for bit: nothing has to be on the disk
-        before somebody is asked.
+        True if a repeated round equals the first attempt, bit for bit. Nothing then has to be on
+        disk before the server asks a client.
     """
 
     def __init__(self, run: RunDirectory | None, *, repeats: bool) -> None:
@@ -101,43 +105,53 @@ class Checkpoints:
         self.repeats = repeats
         self.run_id = (run.id if run is not None else "") or uuid4().hex
         self.open: Asked | None = None
-        """The round that was asked for, until its answers are counted."""
+        """The round that the server began, until its answers are counted."""
 
     # While the run goes on ----------------------------------------------------------------
 
     def asked(self, asked: Asked) -> None:
-        """Note, durably, who is about to be asked.
+        """Record durably which units' data the server is about to ask for.
 
         Raises
         ------
         OSError
-            It could not be written: nobody may be asked.
+            The record could not be written, so the server must not ask.
         """
         self.open = asked
         self._note(**vars(asked))
         if self.run is not None:
             self.run.accounted = False
 
-    def answered(self, number: int) -> None:
-        """Note, durably, how many answers can be used, before anything is made of them.
+    def evaluating(self, number: int) -> None:
+        """Note, durably, that evaluation ``number`` is about to be asked for.
 
         Raises
         ------
         OSError
-            It could not be written: nothing may be made of them.
+            It could not be written: nobody may be asked.
+        """
+        self._note(**{EVALUATION: number})
+
+    def answered(self, number: int) -> None:
+        """Record durably the number of usable answers, before the server uses them.
+
+        Raises
+        ------
+        OSError
+            The record could not be written, so the server must not use the answers.
         """
         if self.open is not None:
             self.open.answered = number
             self._note(training=self.open.training, answered=number)
-            self.open = None  # the strategy counts it now
+            self.open = None  # from here on the strategy counts the round
 
     def save(self, state: RunState) -> None:
-        """Write the state after a round; the checkpoint before it is kept as well.
+        """Write the state after a round, and keep the checkpoint before it.
 
         Raises
         ------
         OSError
-            It could not be written; what was written before is still there.
+            The state could not be written; earlier checkpoints are intact.
         """
         if self.run is None:
             return
@@ -153,12 +167,12 @@ class Checkpoints:
     # When it goes on ----------------------------------------------------------------------
 
     def newest(self) -> RunState | None:
-        """Read the newest sound checkpoint; None where there never was one.
+        """Read the newest intact checkpoint; return None if there never was one.
 
         Raises
         ------
         Damaged
-            No checkpoint is sound.
+            There are checkpoints, but none is intact.
         """
         damage: list[str] = []
         for number in reversed(self._rounds()):
@@ -167,31 +181,40 @@ class Checkpoints:
                 found = unpack(file.read_bytes())
             except Damaged as error:
                 damage.append(f"{file}: {error}")
-                log.warning("%s; the one before it is used", damage[-1])
+                log.warning("%s; the run continues from the checkpoint before it", damage[-1])
             else:
                 return _state_of(found)
         if damage:
-            raise Damaged(f"no checkpoint can be used ({'; '.join(damage)}): begin a new run")
+            raise Damaged(f"no checkpoint is intact ({'; '.join(damage)}): begin a new run")
         return None
 
     def abandoned(self, *, after: int) -> list[Asked]:
-        """Training rounds ``after`` those that are counted, which count although none was finished.
+        """Return unfinished training rounds with numbers above ``after``; they still count.
 
-        None where rounds repeat: the same one, done again, counts once.
+        The list is empty if rounds repeat, because a repeated round then counts once.
         """
         if self.repeats:
             return []
         file = self._folder() / ASKED
         lines = whole_lines(file)
-        if file.exists():  # a torn last line was never durable, so nobody was asked
+        if file.exists():  # the server asked nobody before a torn last line was durable
             write_whole(file, b"".join(line + b"\n" for line in lines))
         found: dict[int, Asked] = {}
         for facts in map(json.loads, lines):
+            if EVALUATION in facts:
+                continue
             if "asked" in facts:
                 found[facts["training"]] = Asked(**facts)
             else:
                 found[facts["training"]].answered = facts["answered"]
         return [one for number, one in sorted(found.items()) if number > after]
+
+    def evaluations(self) -> int:
+        """Return the number of the last evaluation that was asked for; 0 where rounds repeat."""
+        if self.repeats:
+            return 0
+        noted = map(json.loads, whole_lines(self._folder() / ASKED))
+        return max((facts.get(EVALUATION, 0) for facts in noted), default=0)
 
     # Parts --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Where a client keeps what outlives its process: a folder that its owner names.
+"""The folder, named by a client's owner, for memory and keys that outlive the process.
 
 ====================  =====================================================
 node config           meaning
@@ -7,9 +7,9 @@ node config           meaning
 ``state-key-file``    32 random bytes with which its files are encrypted
 ====================  =====================================================
 
-A SuperNode listens to its own node config alone, since a server may not name paths on other
-people's machines. In simulation all is one person's, and the run's ``state-folder`` counts; what is
-written there outlives the process, not the machine's power.
+A SuperNode reads these values from its own node config only, because a server must not name paths
+on other people's machines. A simulation, where one person owns everything, reads the run's
+``state-folder``. Its files outlive the process, but are not synced against a loss of power.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NONCE_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class StateFolder:
-    """Files that only their owner reads, each whole or not there."""
+    """Files that only their owner can read, each written whole or not at all."""
 
     path: Path
     sync: bool
@@ -44,12 +44,14 @@ class StateFolder:
 
     @classmethod
     def of(cls, context: Context) -> StateFolder | None:
-        """The folder of this client, or None where nobody named one.
+        """Return the folder of this client, or None if nobody named one.
 
         Raises
         ------
-        ValueError, PermissionError
-            The key file is no key, or others can read it.
+        InvalidValue
+            The key file does not hold a key.
+        PermissionError
+            Users other than its owner can read the key file.
         """
         if named := context.node_config.get("state-folder"):
             file = context.node_config.get("state-key-file")
@@ -60,12 +62,12 @@ class StateFolder:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace a file; ``name`` is a path inside the folder.
+        """Replace the file with the path ``name`` inside the folder.
 
         Raises
         ------
         OSError
-            It could not be written; the old content is still there.
+            The file could not be written; its old content is intact.
         """
         file = self.path / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +80,12 @@ class StateFolder:
         write_whole(file, self._sealed(name, content), sync=self.sync)
 
     def read(self, name: str) -> bytes | None:
-        """A file's content, or None if there is no such file.
+        """Return a file's content, or None if there is no such file.
 
         Raises
         ------
         Damaged
-            It was altered, is encrypted with another key, or is not where it was written.
+            The file was altered, moved or encrypted with another key.
         """
         file = self.path / name
         try:
@@ -93,10 +95,16 @@ class StateFolder:
         sealed = content.startswith(_SEALED)
         if self.key is None:
             if sealed:
-                raise Damaged(f"{file} is encrypted: name its key, node config state-key-file")
+                raise Damaged(
+                    f"{file} is encrypted: name the file with its key as state-key-file in the "
+                    "node config"
+                )
             return content
         if not sealed:
-            raise Damaged(f"{file} is not encrypted, though node config names a state-key-file")
+            raise Damaged(
+                f"{file} is not encrypted: expected an encrypted file, because the node config "
+                "names a state-key-file"
+            )
         start = len(_SEALED) + _NONCE_BYTES
         try:
             return ChaCha20Poly1305(self.key).decrypt(
@@ -104,8 +112,8 @@ class StateFolder:
             )
         except InvalidTag:
             raise Damaged(
-                f"{file} was altered, moved, or encrypted with another key than that of node "
-                "config state-key-file"
+                f"{file} was altered, moved, or encrypted with another key than that of the node "
+                "config's state-key-file"
             ) from None
 
     def _sealed(self, name: str, content: bytes) -> bytes:
@@ -116,34 +124,36 @@ class StateFolder:
 
 
 def read_key(file: Path) -> bytes:
-    """The key in a file.
+    """Return the key in a file.
 
     Raises
     ------
-    ValueError
-        It does not hold 32 bytes.
+    InvalidValue
+        The file does not hold 32 bytes.
     PermissionError
-        Others than its owner can read it.
+        Users other than its owner can read the file.
     """
     key = file.read_bytes()
     if len(key) != KEY_BYTES:
         raise InvalidValue(
-            f"state-key-file {file} holds {len(key)} bytes: expected {KEY_BYTES} random ones, as "
-            f"from: head -c {KEY_BYTES} /dev/urandom"
+            f"state-key-file {file} holds {len(key)} bytes: expected {KEY_BYTES} random bytes; "
+            f"create them by: head -c {KEY_BYTES} /dev/urandom"
         )
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise PermissionError(f"state-key-file {file} can be read by others: chmod 600 {file}")
+        raise PermissionError(f"other users can read state-key-file {file}: run chmod 600 {file}")
     return key
 
 
 def safe_name(text: str) -> str:
-    """A name from a message, if it can be the name of a folder and nothing else.
+    """Return a name from a message, if it is safe as the name of a folder.
 
     Raises
     ------
-    ValueError
-        It is not letters, digits, ``-`` and ``_``, at most 64 of them.
+    InvalidValue
+        The name is not made of 1 to 64 letters, digits, ``-`` and ``_``.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise InvalidValue(f"run={text!r} in the server's message: expected letters and digits")
+        raise InvalidValue(
+            f"run={text!r} in the server's message: expected 1 to 64 letters, digits, - and _"
+        )
     return text

@@ -1,8 +1,8 @@
-"""What a client keeps between messages: personal head, personal model, control variate; keys.
+"""A client's memory between messages: personal head, personal model, control variate, keys.
 
-Kept in Flower's ``context.state``, for the length of a run in simulation and for the life of the
-process on a SuperNode; or in a folder of the client's owner (`folder`), which outlives both.
-Nothing here is ever put into a reply.
+The memory is in Flower's ``context.state``, or in a folder of the client's owner (`folder`).
+Flower's state lasts as long as a simulated run, or the process of a SuperNode; the folder outlives
+both. No reply ever contains memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from flower_ext.training import Params
 _KEPT = "memory"
 _VERSION, _BEFORE = ".version", ".before"
 _EARLIER = 2
-"""A round may be done again whose checkpoint is harmed: then it begins one version earlier."""
+"""Number of older versions to keep. If a checkpoint is damaged, a repeated round needs them."""
 
 
 class ClientMemory:
     """One client's memory of one method in one run.
 
-    In a folder it is kept in versions, numbered by the training round that left them. A round that
-    is done again begins where it began the first time: with the newest version before it.
+    A folder holds several versions of the memory, numbered by the training round that wrote them. A
+    repeated round begins like the first attempt: with the newest version before it.
 
     Parameters
     ----------
     context : Context
     method : str
+        Name of the method.
     run : str
-        Identifies the run for longer than Flower's own id, which a resumed run does not keep.
-        Without one there is only the context's state.
+        Identity of the run, which a resumed run keeps, unlike Flower's run id. Without it, the
+        memory is in the context's state only.
     """
 
     def __init__(self, context: Context, method: str, run: str = "") -> None:
@@ -48,14 +49,14 @@ class ClientMemory:
             self._path = f"{safe_name(run)}/{method}-{partition_of(context.node_config)}"
 
     def load(self, before: int | None = None) -> Params | None:
-        """What training rounds below ``before`` left, or None if they left nothing.
+        """Return the newest memory of a training round below ``before``, or None.
 
-        Without a folder only the newest is kept, and returned whatever ``before`` says.
+        Without a folder there is only the newest version, and ``before`` has no effect.
 
         Raises
         ------
         Damaged
-            The file was altered, or is encrypted with another key.
+            The file was altered or encrypted with another key.
         """
         if self._folder is None:
             kept = self._state.get(self._key)
@@ -74,16 +75,18 @@ class ClientMemory:
     def store(
         self, params: Mapping[str, Tensor], version: int = 1, *, and_before: bool = False
     ) -> None:
-        """Keep what training round ``version`` leaves, and the two versions before it; no others.
+        """Store the memory of training round ``version``; keep only the two versions before it.
 
-        The context's state holds the newest alone, with ``and_before`` the one before it as well.
+        The context's state holds only the newest version; with ``and_before``, also the one before.
 
         Raises
         ------
         OSError
-            It could not be written: nothing of this round may leave the client.
+            The memory could not be written, so nothing of this round may leave the client.
         """
-        own = {name: value.clone() for name, value in params.items()}  # not a row of a batch
+        own = {
+            name: value.clone() for name, value in params.items()
+        }  # a view would keep a whole batch alive
         if self._folder is None:
             if and_before and 0 < self.newest() < version:
                 self._move(self._key, self._key + _BEFORE)
@@ -98,7 +101,7 @@ class ClientMemory:
                 (self._folder.path / self._name(other)).unlink(missing_ok=True)
 
     def forget(self, after: int) -> None:
-        """Go back to what the training round ``after`` left, or the last before it."""
+        """Drop the memory of training rounds above ``after``."""
         if self._folder is not None:
             for version in self._versions():
                 if version > after:
@@ -108,7 +111,7 @@ class ClientMemory:
             self._move(self._key + _BEFORE, self._key)
 
     def newest(self, before: int | None = None) -> int:
-        """The last training round below ``before`` that left something; 0 if none did."""
+        """Return the last training round below ``before`` that stored memory; 0 if none did."""
         if self._folder is None:
             kept = self._state.get(self._key + _VERSION)
             version = kept["round"] if isinstance(kept, ConfigRecord) else 0
@@ -117,7 +120,7 @@ class ClientMemory:
         return max((v for v in versions if before is None or v < before), default=0)
 
     def _move(self, source: str, target: str) -> None:
-        """Replace one version in the context's state by another, which may be none."""
+        """Move a version in the context's state from ``source``, if it exists, to ``target``."""
         for part in ("", _VERSION):
             if target + part in self._state:
                 del self._state[target + part]
@@ -134,11 +137,11 @@ class ClientMemory:
 
 
 class ClientVault:
-    """Bytes of one client and method that never leave it: secret keys, and what they were used for.
+    """Secret bytes of one client and method: keys, and a record of their use.
 
-    A SuperNode takes over the context's state only after it took the reply, and forgets it when it
-    stops. Where its owner names a folder (``--node-config "state-folder='/path'"``), every change
-    is on disk before `store` returns, in a file that only its user can read, and outlives both.
+    A SuperNode saves the context's state only after it received the reply, and loses it when it
+    stops. If its owner names a folder (``--node-config "state-folder='/path'"``), every change is
+    on disk before `store` returns, in a file that only its owner can read.
     """
 
     def __init__(self, context: Context, method: str) -> None:
@@ -146,7 +149,7 @@ class ClientVault:
         self._name = f"{context.run_id}-{context.node_id}-{method}.secret"
 
     def load(self) -> bytes | None:
-        """What was stored last, or None."""
+        """Return the bytes that were stored last, or None."""
         folder = StateFolder.of(self._context)
         if folder is not None and (stored := folder.read(self._name)) is not None:
             return stored
@@ -155,7 +158,7 @@ class ClientVault:
         return secret if isinstance(secret, bytes) else None
 
     def store(self, secret: bytes) -> None:
-        """Replace what is kept."""
+        """Replace the stored bytes."""
         if (folder := StateFolder.of(self._context)) is not None:
             folder.write(self._name, secret)
         self._context.state[self._key] = ConfigRecord({"secret": secret})

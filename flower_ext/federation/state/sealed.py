@@ -1,4 +1,4 @@
-"""Arrays and facts as bytes that show whether they were torn or altered."""
+"""Pack arrays and facts into bytes with a checksum, which shows torn or altered files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _START = len(_MAGIC) + hashlib.sha256().digest_size
 
 
 class Damaged(InvalidValue):
-    """Stored bytes are not what was written."""
+    """Stored bytes differ from the bytes that were written."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Plain facts, and arrays by group and name, all in the order in which they were given."""
+    """Plain facts, and arrays by group and name, in their original order."""
 
     facts: dict[str, Any]
     arrays: dict[str, Arrays]
 
 
 def pack(facts: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]]) -> bytes:
-    """Facts (as JSON has them) and groups of arrays as checksummed bytes."""
+    """Return JSON-compatible facts and groups of arrays as bytes with a checksum."""
     groups = {group: list(members) for group, members in arrays.items()}
     every = [array for members in arrays.values() for array in members.values()]
     body = save(
@@ -42,12 +42,12 @@ def pack(facts: Mapping[str, Any], arrays: Mapping[str, Mapping[str, np.ndarray]
 
 
 def unpack(content: bytes) -> Packed:
-    """Undo `pack`.
+    """Return the facts and arrays of packed bytes; the inverse of `pack`.
 
     Raises
     ------
     Damaged
-        A byte is missing, or another one.
+        The bytes are incomplete or altered.
     """
     body = content[_START:]
     if not content.startswith(_MAGIC) or content[len(_MAGIC) : _START] != _digest(body):

@@ -202,7 +202,6 @@ class Receiver:
         ValueError
             Sealed for another answer, or changed on the way.
         """
-
         try:
             return [
                 ChaCha20Poly1305(key).decrypt(_NONCE, texts[place], None)

@@ -102,13 +102,16 @@ class DenseNetwork:
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
         """Return True for jobs with numbers of the usual types whose targets are all classes."""
-        usual = [_is_usual(job) for job in jobs]
+        starts = {id(job.params): job.params for job in jobs}  # often all begin alike
+        plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
+        usual = [plain[id(job.params)] and _is_usual(job) for job in jobs]
         targets = [
             _in_line(job.examples.targets) if fits else _NO_TARGETS
             for job, fits in zip(jobs, usual, strict=True)
         ]
         found = np.empty(len(jobs), np.int64)
-        where, counts = (np.array([*map(of, targets)]) for of in (Tensor.data_ptr, len))
+        where = np.array([own.data_ptr() for own in targets])
+        counts = np.array([own.shape[0] for own in targets])
         classes = self.layers[-1].outputs
         _library().are_classes(where, counts, len(jobs), classes, found)
         return [one and bool(other) for one, other in zip(usual, found, strict=True)]
@@ -142,7 +145,7 @@ class DenseNetwork:
         """
         names = [name for name in self.parts if trained(name)]
         if not names:
-            raise InvalidValue("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model: expected at least one")
         rows = torch.empty(len(jobs), self.size)
         starts = {id(job.params): job.params for job in jobs}  # jobs often share their start
         begins = {key: self._joined(params, self.parts) for key, params in starts.items()}
@@ -232,16 +235,20 @@ class DenseNetwork:
 
 
 def _in_line(values: Tensor) -> Tensor:
-    return values.detach().contiguous()
+    return values if values.is_contiguous() else values.contiguous()
+
+
+def _is_plain(numbers: Tensor) -> bool:
+    """Return True for numbers of 32 bits on the CPU."""
+    return numbers.dtype == torch.float32 and numbers.is_cpu
 
 
 def _is_usual(job: Job) -> bool:
-    """Return True for float32 numbers on the CPU, and one int64 target per example."""
+    """Return True for float32 features on the CPU, and one int64 target per example."""
     features, targets = job.examples.features, job.examples.targets
-    numbers = (features, *job.params.values())
-    if not all(p.dtype == torch.float32 and p.is_cpu for p in numbers):
+    if not (_is_plain(features) and targets.dtype == torch.int64):
         return False
-    return bool(targets.dtype == torch.int64 and targets.dim() == 1 and targets.is_cpu)
+    return bool(targets.dim() == 1 and targets.is_cpu)
 
 
 def _order(job: Job) -> Tensor:

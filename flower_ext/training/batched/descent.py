@@ -91,13 +91,13 @@ class Stack:
 
     def __init__(self, task: Task, jobs: Sequence[Job], trained: Callable[[str], bool]) -> None:
         if any(len(job.examples) == 0 for job in jobs):
-            raise InvalidValue("cannot train on a client without examples")
+            raise InvalidValue("cannot train on a client without examples: leave it out")
         self.task, self.jobs = task, jobs
         self.device = task.torch_device()
         self.models = models_for(task, jobs[0])
         self.names = [name for name in self.models.parameters if trained(name)]
         if not self.names:
-            raise InvalidValue("trained selects no parameter of the model")
+            raise InvalidValue("trained selects no parameter of the model: expected at least one")
         every = {
             name: self.models.stack([job.params[name] for job in jobs]).detach().to(self.device)
             for name in jobs[0].params

@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
 The results are those of `train` for each job, up to the order of floating-point sums. Networks of
-dense layers train as compiled code (`dense`), other models in a batch (`descent`), and models that
-a batch would change one by one (`batchable`).
+dense layers train as compiled code (`dense`) and other models in a batch (`descent`). Models that a
+batch would change train one by one (`batchable`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def train_groups(
         (see `batchable`).
     """
     if any(len(job.examples) == 0 for job in jobs):
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     for members in alike(jobs):
         own = [jobs[index] for index in members]
         for group, rows in _train_alike(task, own, trained, memory_limit, steady):

@@ -168,7 +168,7 @@ def _clipped_steps(task: Task, job: ClippedJob, trained: Callable[[str], bool]) 
     if training.optimizer != SGD:
         raise InvalidValue(f"optimizer={training.optimizer!r}: expected {SGD!r} with clipped steps")
     if len(job.examples) == 0:
-        raise InvalidValue("cannot train on a client without examples")
+        raise InvalidValue("cannot train on a client without examples: leave it out")
     terms = job.objective
     problem = local_problem(task, job.params, trained=trained)
     weights = {name: w.clone() for name, w in problem.start.items()}

@@ -1,4 +1,4 @@
-"""DP-Ditto and its rivals next to the plainest loops that compute the same."""
+"""DP-Ditto and its rivals equal the plainest loops that compute the same."""
 
 from functools import cache
 
@@ -83,7 +83,7 @@ PAIRS = [(m, p) for m in METHODS for p in ("plain", "noised")] + [("ditto", "ste
 
 
 class OneByOne(InProcessGrid):
-    """Clients answer each for itself, as on nodes of their own."""
+    """A grid whose clients answer one by one, as on separate nodes."""
 
     def _answers(self, messages):
         return [super(OneByOne, self)._answers([message])[0] for message in messages]

@@ -30,7 +30,7 @@ def line():
 
 
 def regression(client):
-    """Features of orthogonal columns with energies 1 and 1 + client: curvatures are these."""
+    """Return clients with orthogonal columns of energies (curvatures) 1 and 1 + client."""
     rng = np.random.default_rng(client)
     basis = np.linalg.qr(rng.normal(size=(40, 2)))[0] * np.sqrt(40 * np.array([1.0, 1.0 + client]))
     targets = basis @ np.array([1.0, -client]) + 0.01 * rng.normal(size=40)

@@ -1,7 +1,7 @@
-"""Silos that version 0.1.0 stored, before the rooms moved, go on: ``former_silos.json``.
+"""Silos that version 0.1.0 stored, before its rooms moved, resume: ``former_silos.json``.
 
-It holds three silos as their vaults do, after round 3 of a run that draws users obliviously, and
-what else of that run its server needs again: its key and the blinded counts.
+The file holds three silos as in their vaults, after round 3 of a run that draws users obliviously,
+and the server's part of that run: its key and the blinded counts.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Uldp-FL: each method is its plain loop; one user moves a sum by at most the clipping norm."""
+"""Uldp-FL: each method equals its plain loop; one user moves a sum by at most the clipping norm."""
 
 import math
 from dataclasses import replace
@@ -119,7 +119,7 @@ def test_group_equals_the_plain_loop_on_records_that_never_change(size):
 
 
 def group_uploads(strategy, **asked_instead):
-    """All silos' answers in the first round, where the server asks for other settings."""
+    """Return all silos' answers in the first round to a server that asks for other settings."""
     grid = InProcessGrid(UldpGroup.client_app(task(), allow_seeded_noise=True), num_clients=SILOS)
     start = ArrayRecord(task().initial_params(SEED))
     strategy.progress.begin()
@@ -130,7 +130,7 @@ def group_uploads(strategy, **asked_instead):
 
 
 def test_which_records_a_step_takes_is_a_secret_unless_noise_is_seeded():
-    """Amplification rests on it: the run's seed, which the server knows, must not tell."""
+    """Amplification needs the secret, so the run's seed, which the server has, must not tell."""
     quiet = replace(DP_SGD, noise_multiplier=1e-9)
 
     def sent(seeded):
@@ -188,7 +188,7 @@ def test_the_default_without_privacy_is_fedavg_between_the_silos():
 
 
 def sum_of(method, data, sampling, weighting, bound):
-    """Σ_s Δ_s of one round before anything is divided, with the same small noise for all data."""
+    """Return Σ_s Δ_s of one round before any division, with the same small noise for all data."""
     strategy = method(
         plan=plan(sampling, clipping_norm=bound, noise_multiplier=1e-6),
         weighting=weighting,
@@ -216,14 +216,14 @@ def sum_of(method, data, sampling, weighting, bound):
 
 
 def hostile(seed, count):
-    """Silos of one to forty records, features up to 100: nearly every update is clipped."""
+    """Return silos of 1 to 40 records with features up to 100, so that most updates are clipped."""
     rng = np.random.default_rng(seed)
     data = []
     for number in range(count):
         base = silo(int(rng.integers(1_000)), records_=int(rng.integers(1, 40)), users=USERS)
         scale = 10.0 ** rng.uniform(-1, 2)
         train = Examples(base.train.features * scale, base.train.targets)
-        if number and rng.random() < 0.5:  # one user in all silos, the same records everywhere
+        if number and rng.random() < 0.5:  # one user in all silos, with the same records everywhere
             train = Examples(train.features, torch.zeros_like(train.targets))
         owners = torch.where(torch.rand(len(train)) < 0.3, 3, base.owners)
         data.append(SiloData(train=train, test=base.test, owners=owners))
@@ -258,7 +258,7 @@ def test_one_user_with_all_records_moves_the_sum_by_at_most_the_clipping_norm(
 
 
 def test_the_bound_is_reached_so_that_less_noise_would_not_do():
-    """One user whose clipped updates agree in all silos moves the sum by all of C."""
+    """One user whose clipped updates agree in all silos moves the sum by exactly C."""
     first = silo(1, records_=4, users=USERS)
     alike = SiloData(
         train=Examples(first.train.features * 50, torch.zeros_like(first.train.targets)),
@@ -330,7 +330,7 @@ def test_a_source_whose_weights_are_too_large_ends_the_run_before_anything_is_se
 
 
 class Forger(InProcessGrid):
-    """Changes what reaches silo 1 on the way."""
+    """A grid that changes messages to silo 1."""
 
     def __init__(self, *args, forge, **options):
         super().__init__(*args, **options)
@@ -430,7 +430,7 @@ def test_an_empty_draw_of_users_is_a_round_of_noise_like_any_other():
 
 
 class Absent(InProcessGrid):
-    """Silo 2 does not answer in rounds 1 and 3."""
+    """A grid in which silo 2 does not answer in rounds 1 and 3."""
 
     def send_and_receive(self, messages, *, timeout=None):
         replies = super().send_and_receive(messages, timeout=timeout)
@@ -558,7 +558,7 @@ def test_users_in_small_batches_are_the_same_users_in_large_ones(monkeypatch):
 
 
 class Scaled(nn.Module):
-    """A model with a buffer, which nothing trains."""
+    """A model with a buffer that no training changes."""
 
     def __init__(self):
         super().__init__()
@@ -570,7 +570,7 @@ class Scaled(nn.Module):
 
 
 def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
-    """One silo with a user of each size, whose updates have weight 1/2."""
+    """Return one silo with a user of each size, whose updates have weight 1/2."""
     draw = torch.Generator().manual_seed(0)
     users = {
         user: Examples(torch.randn(size, 4, generator=draw), torch.arange(size) % 3)
@@ -618,7 +618,7 @@ class Convolutional(nn.Module):
 
 @pytest.mark.parametrize("model", [Scaled, Convolutional])
 def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
-    """Unstable training would make much of the rounding of a batch that has one user more."""
+    """Unstable training would amplify the rounding of a batch that has one more user."""
     task = Task(model=model, data=lambda silo: silo, device="cpu")
     job = silo_job(
         task,
@@ -643,7 +643,7 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
 
 
 def updates_of(task, job):
-    """Each user's update before clipping."""
+    """Return each user's update before clipping."""
     found = averaging.users_updates(task, [job], trained=lambda name: True, memory_limit=2**30)
     return {
         user: {name: part[row].clone() for name, part in rows.items()}
@@ -699,17 +699,16 @@ def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raisin
 
 def test_a_user_whose_training_raises_is_encrypted_as_zero():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
-    job = silo_job(task)
+    job, clipped = silo_job(task), {}
     job.users[1].targets[0] = 7
-    (clipped,) = private_silo.clipped_updates(
-        task, [job], trained=lambda name: True, memory_limit=2**30
-    )
+    hidden = private_silo.HiddenJob(**vars(job), into=clipped.update)
+    private_silo.add_clipped(task, [hidden], trained=lambda name: True, memory_limit=2**30)
     assert sorted(clipped) == list(job.users)
     assert [user for user, update in clipped.items() if not update.any()] == [1]
 
 
 def with_a_wrong_label(data, user=3):
-    """One record of ``user`` in each silo that has some."""
+    """Return data with a wrong label: one record of ``user`` in each silo that has some."""
     found = []
     for own in data:
         targets = own.train.targets.clone()
@@ -839,7 +838,7 @@ def test_a_metric_that_a_silo_leaves_undefined_is_missing_there_and_averaged_ove
 
 
 class Liar(InProcessGrid):
-    """Silo 1 tells another histogram than it has."""
+    """A grid in which silo 1 reports a false histogram."""
 
     told = None
 

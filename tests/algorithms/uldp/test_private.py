@@ -1,4 +1,4 @@
-"""Private weights: the plain method within the precision; nobody reads or repeats anything."""
+"""Private weights: the result equals the plain method; nobody reads or repeats a secret."""
 
 import json
 import stat
@@ -152,7 +152,7 @@ HIDDEN = replace(SMALL, draw_choices=5)
 
 @pytest.mark.full
 def test_users_drawn_by_oblivious_transfer_are_those_whom_all_silos_took(monkeypatch):
-    """Who that was only a test can tell, which is all parties at once."""
+    """Only a test, which acts for all parties at once, can know who was drawn."""
     rounds, weigh = {}, paillier_silo.WeightingSilo.weigh
 
     def watched(self, message, *args, **options):
@@ -193,7 +193,7 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     pieces = [data[at : at + 384] for _, data in told for at in range(0, len(data), 384)]
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
     sent = {data for _, data in arrays(grid.sent, "users", "weights")}
-    assert len(sent) == ROUNDS  # the same for all silos
+    assert len(sent) == ROUNDS  # all silos received the same
     facts = strategy._connected.settings
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
 
@@ -242,7 +242,7 @@ def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
 
 
 def raw(message):
-    """All bytes and texts of a message."""
+    """Return all bytes and strings of a message."""
     content = message.content
     parts = [a.data for r in content.array_records.values() for a in r.values()]
     for config in content.config_records.values():
@@ -251,7 +251,7 @@ def raw(message):
 
 
 def arrays(messages, record, name):
-    """Named arrays of messages, by message."""
+    """Return the named arrays of messages, by message."""
     found = []
     for message in messages:
         sent = message.content.array_records.get(record)
@@ -321,7 +321,7 @@ def test_every_number_that_is_sent_is_fresh(transcript):
         sent += numbers(data, facts.ciphertext_bytes)
     weights = arrays(grid.sent, "users", "weights")
     assert len(weights) == SILOS * ROUNDS
-    for data in {data for _, data in weights}:  # one list a round, for all silos
+    for data in {data for _, data in weights}:  # one list per round, for all silos
         sent += numbers(data, facts.ciphertext_bytes)
     assert len(sent) == USERS * SILOS + SILOS * ROUNDS * facts.ciphertexts + USERS * ROUNDS
     assert len(set(sent)) == len(sent)
@@ -543,7 +543,7 @@ def test_why_a_silo_cannot_encrypt_stays_with_the_silo(monkeypatch):
 
 
 def beyond_the_plan():
-    """User 12 of 12, from zero."""
+    """User 12 of 12, counted from zero."""
     one = silos()[1]
     return SiloData(train=one.train, test=one.test, owners=one.owners.clone().fill_(USERS))
 
@@ -621,7 +621,7 @@ def test_a_client_that_fails_does_not_use_up_the_round_of_the_others(monkeypatch
 
     monkeypatch.setattr(keeping, "prepare", full)
     start(strategy := make())
-    assert len(strategy.refusals) == ROUNDS  # silo 1 in every round, nobody else
+    assert len(strategy.refusals) == ROUNDS  # from silo 1 in every round, and from nobody else
     assert all("node 1001" in refusal for refusal in strategy.refusals)
 
 
@@ -634,7 +634,7 @@ def test_what_encoding_and_dither_add_to_the_sensitivity_is_paid_for(tmp_path):
     start(strategy := make(protocol=coarse, ledger=ledger))
     bound = strategy._connected.settings.contribution_bound(0.3) / 0.3
     assert strategy.accounted.sensitivity == bound > 1.05
-    assert strategy.plan.sensitivity == 1.0  # the given plan stays as it was made
+    assert strategy.plan.sensitivity == 1.0  # the given plan is unchanged
     views = {g.view: g.epsilon for g in strategy.guarantees() if g.basis == "provable"}
     expected = gaussian_loss(0.4 / bound, releases=ROUNDS, delta=1e-5).epsilon
     assert views[AdversaryView.SUM_ONLY] == pytest.approx(expected)
@@ -678,7 +678,7 @@ def test_a_user_with_too_many_records_is_noticed_by_its_silo_or_in_the_first_sum
 @pytest.mark.parametrize("users", [2, USERS])
 @pytest.mark.parametrize("silos", [2, 100])
 def test_steps_of_the_encoding_are_a_quarter_of_a_silos_noise_at_most(users, silos):
-    """Coarser ones round the noise of every silo to zero, and the sum is that of the updates."""
+    """Larger steps would round the noise of every silo to zero, and leave the sum without noise."""
     sampling, local = FullParticipation(users), {"num_silos": silos}
     stddev = plan(sampling).client_noise_stddev(silos)
     coarsest = stddev / 4 * (users + 2 * silos) / 2

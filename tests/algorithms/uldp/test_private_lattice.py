@@ -63,15 +63,23 @@ class Watch:
 
     def __init__(self, monkeypatch):
         self.added, self.drawn, self.sums = [], [], []
-        weigh, opened, closed = (
-            lattice_silo.LatticeEnd.weigh,
+        begun, opened, closed = (
+            lattice_silo.LatticeEnd.open_sum,
             lattice.LatticeServer.open_round,
             lattice.LatticeServer.close_round,
         )
 
-        def silo_weighs(end, number, sent, updates, noise):
-            self.added.append((number, end.index, dict(updates), noise, end.silo._order))
-            return weigh(end, number, sent, updates, noise)
+        def silo_begins(end, number, sent):
+            opened = begun(end, number, sent)
+            add, finish, updates = opened.add, opened.finish, {}
+
+            def watched(noise):
+                self.added.append((number, end.index, updates, noise, end.silo._order))
+                return finish(noise)
+
+            opened.add = lambda some: (updates.update(some), add(some))
+            opened.finish = watched
+            return opened
 
         def server_opens(server, number, sampled, asked):
             self.drawn.append(range(USERS) if sampled is None else list(sampled))
@@ -81,7 +89,7 @@ class Watch:
             self.sums.append(closed(server, uploads))
             return self.sums[-1]
 
-        monkeypatch.setattr(lattice_silo.LatticeEnd, "weigh", silo_weighs)
+        monkeypatch.setattr(lattice_silo.LatticeEnd, "open_sum", silo_begins)
         monkeypatch.setattr(lattice.LatticeServer, "open_round", server_opens)
         monkeypatch.setattr(lattice.LatticeServer, "close_round", server_closes)
 
@@ -298,7 +306,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     sent = {name: part.to_bytes() for name, part in parts.items()}
     before = vault(grid, 1).load()
     with pytest.raises(ProtocolError, match="expected an epoch above 2"):
-        resume(vault(grid, 1)).weigh(3, sent, {}, np.zeros(1))
+        resume(vault(grid, 1)).open_sum(3, sent)
     assert vault(grid, 1).load() == before
 
 

@@ -1,4 +1,4 @@
-"""Seven methods, plain and upcycled, next to the plainest loops that compute the same."""
+"""Seven methods, plain and upcycled, equal the plainest loops that compute the same."""
 
 from functools import cache
 
@@ -64,7 +64,7 @@ NUMBERS = {
 
 @cache
 def ours(method, upcycled):
-    """Final model, strategy and client memories of the package."""
+    """Return the package's final model, strategy and client memories."""
     base = OURS[method]()
     app = client_app(*(m.client for m in (DPFedAvg, Scaffold, FedDyn, PFedMe)), task=task())
     grid = InProcessGrid(app, num_clients=CLIENTS)

@@ -1,4 +1,4 @@
-"""Lemma 5.5's constants and Theorem 5.6's bound, next to the paper and to real descents."""
+"""Lemma 5.5's constants and Theorem 5.6's bound, compared with the paper and with real descents."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def constants(**changes) -> ConvergenceConstants:
 
 
 def lemma_b1(L, B, mu, rho, c):
-    """Ĉ₁, Ĉ₂, Ĉ₃ of Lemma B.1, as printed."""
+    """Return Ĉ₁, Ĉ₂, Ĉ₃ of Lemma B.1, as printed."""
     return (
         1 / mu - L * B / (mu * mu * rho) - L * B * B / (2 * rho * rho),
         (L * L / (mu * mu * rho) + (L + mu) / (mu * mu) + L * (L + rho) * B / (rho * rho)) * c,
@@ -50,7 +50,7 @@ def lemma_b1(L, B, mu, rho, c):
 
 
 def lemma_b2(L, B, rho, K, c):
-    """C̃₁, C̃₂, C̃₃ of Lemma B.2, as printed."""
+    """Return C̃₁, C̃₂, C̃₃ of Lemma B.2, as printed."""
     root = math.sqrt(2 / K)
     return (
         2 * B * B / (K * rho * rho) + (2 * L * B + rho) / rho * root * B / rho,
@@ -144,7 +144,7 @@ def test_the_rate_of_corollary_5_8_needs_coefficients_that_shrink():
     decaying = [bound(Decaying(0.9), M) * math.sqrt(M) for M in sizes]
     constant = [bound(Constant(0.9), M) * math.sqrt(M) for M in sizes]
     assert max(of_all_rounds) < 1.5 * min(of_all_rounds)  # the corollary's choice: O(1/√M)
-    assert max(decaying) < 1.5 * min(decaying)  # the same without knowing M
+    assert max(decaying) < 1.5 * min(decaying)  # the same without knowledge of M
     assert constant[-1] > 6 * constant[0]  # no rate at all
 
 
@@ -170,11 +170,11 @@ class Quadratics:
         return float(np.linalg.norm(self.mean * w))
 
     def proximal_steps(self, w):
-        """The exact minimiser of F_i + (μ/2) ‖· − w‖² on each client."""
+        """Return the exact minimiser of F_i + (μ/2) ‖· − w‖² on each client."""
         return self.mu / (self.a + self.mu) * w
 
     def expected_value(self, w, K):
-        """E f of the mean over K clients drawn uniformly and independently."""
+        """Return E f of the mean over K clients drawn uniformly and independently."""
         models = self.proximal_steps(w)
         spread = 0.5 * float((self.mean * models.var(axis=0)).sum()) / K
         return self.value(models.mean(axis=0)) + spread
@@ -187,7 +187,7 @@ def random_quadratics(rng, *, mu, scale, n=10, dimensions=3):
 
 
 def promised_less_than_reached(problem, constants, *, before, after, c, K):
-    """Left side of Lemma 5.5 minus its right side, over f: at most 0 where the lemma holds."""
+    """Return left minus right side of Lemma 5.5, over f; at most 0 if the lemma holds."""
     reached = problem.expected_value(after + c * (after - before), K)
     norm, step = problem.gradient_norm(after), float(np.linalg.norm(after - before))
     promised = (
@@ -236,7 +236,7 @@ def of_problem(problem, *, basis, c, K, **_):
 
 
 def test_lemma_5_5_as_printed_promises_too_much_above_a_weight_of_one():
-    """One client's quadratic, everybody sampled, nothing extrapolated: the descent is exact."""
+    """One client's quadratic, all clients sampled, no extrapolation: the descent is exact."""
     problem = Quadratics([[1.0]], mu=10.0)
     case = {"before": np.array([2.0]), "after": np.array([1.0]), "c": 0.0, "K": 10**9}
     excess = {
@@ -274,9 +274,10 @@ def test_up_to_one_the_printed_constants_are_only_more_careful(seed):
 
 
 def bounds_of_a_descent(models, problem, *, c, K):
-    """(least squared gradient norm, their sum with the initial one over M, Theorem 5.6's bound).
+    """Return the least squared gradient norm, the sum of all over M, and Theorem 5.6's bound.
 
-    ``models`` are w̄⁰, w̄¹, …, w̄²ᴹ. The proof bounds the sum, which is not below the least.
+    ``models`` are w̄⁰, w̄¹, …, w̄²ᴹ. The proof bounds the sum over M, in which the initial norm is
+    included, and which is not below the least.
     """
     odd, even = models[1::2], models[0:-1:2]
     norms = [problem.gradient_norm(w) for w in odd]
@@ -312,7 +313,7 @@ def test_theorem_5_6_bounds_the_mean_descent_of_sampled_cohorts(c, rounds):
 
 
 def test_the_bound_leaves_no_slack_to_a_single_flat_client():
-    # Everybody alike and no extrapolation: the telescoped descent is the bound, but for o(L).
+    # With equal clients and no extrapolation, the telescoped descent is the bound, up to o(L).
     problem = Quadratics([[0.01]], mu=1.0)
     models = [np.ones(1)]
     for _ in range(200):

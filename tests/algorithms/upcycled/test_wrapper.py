@@ -1,4 +1,4 @@
-"""Upcycled around strategies that know nothing of it, and around this package's own."""
+"""Upcycled around strategies that do not use this package, and around those of this package."""
 
 import math
 from dataclasses import replace
@@ -62,7 +62,7 @@ SHAPES = {"layer.weight": (3, 2), "layer.bias": (2,)}
 
 
 def packed(flat, dtype=np.float32):
-    """A flat vector as a model of two arrays."""
+    """Return a flat vector as a model of two arrays."""
     first = np.asarray(flat[:6], dtype).reshape(3, 2)
     return ArrayRecord(
         {"layer.weight": Array(first), "layer.bias": Array(np.asarray(flat[6:], dtype))}
@@ -86,7 +86,7 @@ def squared_distance(w, client):
 
 
 def foreign_app() -> ClientApp:
-    """Plain Flower: arrays and num-examples come back, no word of flower_ext."""
+    """Return a plain Flower app: it returns arrays and num-examples, without this package."""
     app = ClientApp()
 
     @app.train()
@@ -111,7 +111,7 @@ def foreign_app() -> ClientApp:
 
 
 class HalfWay(FedAvg):
-    """What a user writes: FedAvg that goes only half of the way, and tells the clients so."""
+    """A strategy as a user writes it: FedAvg with half steps, which it announces to the clients."""
 
     def configure_train(self, server_round, arrays, config, grid):
         self.sent = flat(arrays)
@@ -178,7 +178,7 @@ BASES = {
 
 
 def by_hand(server, *, rounds, coefficient):
-    """w̄⁰, …, w̄ᴿ of Algorithm 1 around ``server(m, w, local models)``, m-th of its rounds."""
+    """Return w̄⁰, …, w̄ᴿ of Algorithm 1 around ``server(m, w, local models)`` of its m-th round."""
     models = [START.astype(np.float64)]
     for t in range(1, rounds + 1):
         w = models[-1]
@@ -191,7 +191,7 @@ def by_hand(server, *, rounds, coefficient):
 
 
 def models_of(strategy, *, rounds, grid=None, start=START):
-    """The model after every round, beginning with the initial one."""
+    """Return the model after every round, beginning with the initial one."""
     models = {0: start}
     strategy.start(
         grid or InProcessGrid(foreign_app(), num_clients=CLIENTS),
@@ -229,8 +229,8 @@ def test_foreign_strategies_and_clients_follow_algorithm_1(name, schedule):
     ids=["Adagrad", "Prox", "TrimmedAvg", "Krum", "MultiKrum", "QFedAvg", "DP(FedAvg)"],
 )
 def test_odd_rounds_are_the_bases_own_whatever_it_is(base, monkeypatch):
-    """Equal to a fresh base that is handed every odd round one by one."""
-    monkeypatch.setattr("gc.collect", lambda: 0)  # QFedAvg collects for every client and round
+    """They equal those of a new base strategy that plays the odd rounds one by one."""
+    monkeypatch.setattr("gc.collect", lambda: 0)  # QFedAvg collects for each client and round
     driven, grid = base(), InProcessGrid(foreign_app(), num_clients=CLIENTS)
 
     def server(number, w, models):
@@ -291,7 +291,7 @@ def test_a_fedavgm_inside_flowers_own_wrappers_goes_on_from_the_extrapolated_mod
 
 
 class Recorder(InProcessGrid):
-    """Notes every message at the moment it passes, and may lose some of the answers."""
+    """A grid that records each message as it passes, and may lose some answers."""
 
     def __init__(self, *args, lose=lambda seen: False, **how):
         super().__init__(*args, **how)
@@ -354,7 +354,7 @@ PLAIN = NonPrivatePlan(sampling=SAMPLING)
 
 
 def recorder(**how):
-    """A grid of this package's clients, whichever method asks them."""
+    """Return a grid of this package's clients, for any method."""
     methods = (method.client for method in (DPFedAvg, DP2FedSAM, FedDyn, Scaffold))
     app = client_app(*methods, task=task(), allow_seeded_noise=True)
     return Recorder(app, num_clients=NODES, **how)
@@ -382,7 +382,7 @@ def private(method, **options):
 
 
 def models_of_ours(strategy, *, rounds, grid=None):
-    """The model after every round, as arrays by name."""
+    """Return the model after every round, as arrays by name."""
     models = []
     result = strategy.start(
         grid or recorder(),
@@ -395,7 +395,7 @@ def models_of_ours(strategy, *, rounds, grid=None):
 
 
 def moved_on(models, coefficient):
-    """What the model of an even round has to be, from those of the two rounds before."""
+    """Return the expected model of an even round, from those of the two rounds before."""
     before, after = models
     return {n: after[n] + coefficient * (after[n] - before[n]) for n in after}
 
@@ -674,7 +674,7 @@ def test_a_training_round_asks_the_same_clients_and_the_same_stragglers_upcycled
     assert not any(upcycled[1::2])
     assert all(len(cohort) == 4 for cohort in plain)
     assert {epochs < 5 for cohort in plain for _, epochs in cohort} == {True, False}
-    assert len({str(cohort) for cohort in plain}) > 1  # there is something to compare
+    assert len({str(cohort) for cohort in plain}) > 1  # otherwise there is nothing to compare
 
 
 @pytest.mark.parametrize(
@@ -845,7 +845,7 @@ def test_a_run_keeps_the_type_of_its_model(dtype):
     same(models, theirs, tolerance)
 
 
-# Flower's servers amid our cohorts
+# Flower's servers with this package's cohorts
 
 
 EVERYONE = NonPrivatePlan(sampling=FullParticipation(CLIENTS))

@@ -1,4 +1,4 @@
-"""The engine, and with it every private name of Flower that it needs."""
+"""The in-process engine, and every private name of Flower that it needs."""
 
 import sys
 from dataclasses import replace
@@ -51,7 +51,7 @@ def ask(grid: InProcessGrid, node: int, *, fail: bool = False) -> Message:
 
 
 def same_message(ours, theirs):
-    """All but the moment at which they were made."""
+    """Compare messages except for their creation times."""
     own, other = vars(ours.metadata), vars(theirs.metadata)
     assert own.keys() == other.keys()
     assert vars(ours).keys() == vars(theirs).keys()

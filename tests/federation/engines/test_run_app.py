@@ -1,4 +1,4 @@
-"""How a run of an app in one place says why it ended."""
+"""The program for a run in one process reports why the run ended."""
 
 from io import StringIO
 
@@ -56,7 +56,7 @@ def test_a_value_that_this_package_refuses_is_one_line(monkeypatch):
 
 
 def test_an_error_of_others_that_this_package_runs_into_shows_where(monkeypatch):
-    """Nobody wrote its message for people."""
+    """Its message is not written for users, so the traceback is needed."""
     monkeypatch.setattr(module.sys, "argv", ["run_app", "somewhere", "seven"])
     monkeypatch.setattr(module.sys, "stdin", StringIO("{}"))
     with pytest.raises(ValueError, match="invalid literal"):

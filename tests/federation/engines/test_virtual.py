@@ -1,4 +1,4 @@
-"""Several clients on one node are the same clients on nodes of their own."""
+"""Several clients on one node act like the same clients on nodes of their own."""
 
 import numpy as np
 import pytest
@@ -91,7 +91,7 @@ def test_each_client_has_its_own_partition_state_and_error():
         assert reply.metadata.group_id == "5"
     (again,) = grid.send_and_receive(
         ask(grid, [clients[3]])
-    )  # what it did before it failed is undone
+    )  # its effects before it failed are undone
     assert again.content.config_records["own"]["seen"] == 2
 
 
@@ -133,7 +133,7 @@ def test_replies_can_be_pulled_each_once():
 
 
 class Counting(InProcessGrid):
-    """Counts what reaches real nodes."""
+    """A grid that counts the messages to real nodes."""
 
     messages = 0
 
@@ -153,12 +153,12 @@ def test_a_node_gets_one_message_and_shared_records_once():
     strategy.start(
         VirtualGrid(nodes, PER_NODE), ArrayRecord(task().initial_params(1)), num_rounds=2
     )
-    assert nodes.messages == 3 + 2 * 3  # who they are, then two rounds
+    assert nodes.messages == 3 + 2 * 3  # identities, then two rounds
     assert nodes.arrays == [1, 1, 1]
 
 
 class Hostile(InProcessGrid):
-    """The last node answers with nonsense."""
+    """A grid whose last node answers with arbitrary content."""
 
     nonsense = RecordDict()
 

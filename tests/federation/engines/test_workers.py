@@ -114,7 +114,7 @@ def test_a_process_that_is_killed_ends_the_run_and_leaves_none_behind():
         nodes = list(grid.get_node_ids())
         told = [reply.content.config_records["a"] for reply in ask(grid, nodes)]
         seen["processes"] = {one["process"] for one in told} - {os.getpid()}
-        ask(grid, nodes, kills=1)
+        ask(grid, nodes, kills=2)  # the first of worker-1
 
     with pytest.raises(WorkerLost, match=r"worker-1 of 3 .*exit code -9"):
         run_in_process(app, telling(), num_clients=6, workers=3)

@@ -1,6 +1,6 @@
-"""Runs that version 0.1.0 began, before its rooms moved, go on: checkpoints, ledgers and memory.
+"""Runs that version 0.1.0 began, before its rooms moved, resume: checkpoints, ledgers and memory.
 
-``former_runs.zip`` holds runs of `play` that died when round 3 of 5 had been asked for.
+``former_runs.zip`` holds runs of `play` that died after round 3 of 5 had begun.
 """
 
 import shutil
@@ -39,5 +39,5 @@ def test_a_run_that_an_older_version_began_goes_on_as_if_it_had_not_stopped(meth
     assert parts.guarantees() == whole.guarantees()
     assert [row["answered"] for row in parts.metrics()] == [r["answered"] for r in whole.metrics()]
     models = [load_file(run.path / "model.safetensors") for run in (parts, whole)]
-    for name, array in models[0].items():  # other processors round otherwise
+    for name, array in models[0].items():  # other processors round differently
         np.testing.assert_allclose(array, models[1][name], rtol=1e-4, atol=1e-5)

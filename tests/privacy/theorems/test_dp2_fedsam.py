@@ -39,7 +39,7 @@ def test_each_condition_of_theorem_2_is_seen_to_hold_and_to_fail():
 
 
 def test_the_order_of_theorem_2_is_held_against_the_bound_of_its_lemma():
-    """α = 1 + 2 ln(1/δ)/ε against 1 + (2/3) σ² ln(1/(r α (1 + σ²))), written out."""
+    """Compare α = 1 + 2 ln(1/δ)/ε with the lemma's bound 1 + (2/3) σ² ln(1/(r α (1 + σ²)))."""
     found = set()
     for sigma in (0.8, 1.5, 3.0, 6.0, 20.0):
         for rate in (1e-5, 1e-3, 0.05, 0.5):

@@ -1,4 +1,4 @@
-"""DP-Ditto's calibration next to the paper's formulas, and to what neighbours really do."""
+"""DP-Ditto's calibration compared with the paper's formulas, and with real neighbours."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_sigma_z_of_equation_8_is_the_published_noise_of_all_clients_together():
 
 
 def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
-    # The planner rests on it: σ_u²/T is a constant of the budget.
+    # The planner needs it: σ_u²/T is a constant of the budget.
     target = {"epsilon": 2.0, "delta": 1e-3}
     published = [dp_ditto_noise_stddev(**target, rounds=T, **FEDERATION) for T in (1, 9)]
     provable = [clipped_steps_noise_stddev(steps(), **target, rounds=T) for T in (1, 9)]
@@ -67,7 +67,7 @@ def test_the_variance_of_both_calibrations_grows_linearly_with_the_rounds():
 
 
 def test_a_clipped_model_can_move_by_2C_where_the_paper_has_2C_over_D():
-    # Least squares on two neighbours: one record turns the slope round, clipping keeps both ends.
+    # Least squares on two neighbours: one record reverses the slope, and clipping keeps both ends.
     C, far = 1.0, 1e6
     base = [(0.1, 0.1), (0.1, -0.1)]
 
@@ -166,7 +166,7 @@ def test_a_parameter_out_of_range_is_refused_by_name_and_value(call, said):
 
 
 def test_the_closed_form_covers_the_thinned_releases_at_a_small_epsilon():
-    """For however many clients: it is taken to thin T releases out to T/N."""
+    """The form is used to thin T releases out to T/N for any number of clients."""
     for clients in (1, 20, 400):
         facts = {"num_clients": clients, "num_examples": 50, "clipping_norm": 20.0}
         stddev = dp_ditto_noise_stddev(epsilon=0.5, delta=0.01, rounds=80, **facts)

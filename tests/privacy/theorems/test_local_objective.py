@@ -6,7 +6,7 @@ import pytest
 from flower_ext.privacy import LocalObjective
 from flower_ext.privacy.theorems.local_objective import NEGLIGIBLE_DISTANCE, large_enough
 
-# An L2-regularised logistic regression of two classes, solved exactly: all is known of it.
+# An L2-regularised logistic regression of two classes, solved exactly.
 KNOWN = LocalObjective(
     convex=True,
     generalised_linear=True,

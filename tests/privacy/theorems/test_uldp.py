@@ -72,7 +72,7 @@ def test_the_closed_form_is_the_formula_of_theorem_5_at_its_best_order():
 
 
 def farthest(clipping_norm, models):
-    """How far two clipped models can be apart, by trying all pairs."""
+    """Return the largest distance of two clipped models, by trying all pairs."""
     clipped = [m * min(1, clipping_norm / np.linalg.norm(m)) for m in models]
     return max(np.linalg.norm(a - b) for a in clipped for b in clipped)
 
@@ -217,7 +217,7 @@ def test_what_a_method_leaves_out_is_said_of_all_that_is_provable():
 @pytest.mark.parametrize("weighting", ["equal", "by-records"])
 @pytest.mark.parametrize("sampling", [FullParticipation(100), PoissonSampling(100, 0.3)])
 def test_a_user_who_moves_a_sum_further_is_promised_as_much_less(sampling, weighting, hidden):
-    """But not in what is published, which knows one clipping norm only."""
+    """Only the provable guarantee changes; the published one knows one clipping norm only."""
     run = {"num_silos": 5, "rounds": 9, "weighting": weighting, "hidden_draw": hidden}
     far = uldp_avg_guarantees(plan(sampling, noise_multiplier=10.0, sensitivity=2.0), **run)
     near = uldp_avg_guarantees(plan(sampling, noise_multiplier=5.0), **run)

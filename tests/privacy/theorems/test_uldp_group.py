@@ -20,7 +20,7 @@ def published(silo, group_size):
     return uldp_group_guarantees([silo], group_size=group_size, delta=DELTA)[0]
 
 
-# The numbers in the text of the paper: 2.85, 2100 and 11400; the others are what its code gives.
+# The paper's text gives the numbers 2.85, 2100 and 11400; its code gives the others.
 @pytest.mark.parametrize(
     ("group_size", "printed"),
     [(1, 2.85), (2, 7.99), (4, 24.5), (8, 98.8), (16, 451), (32, 2_150), (64, 11_400)],

@@ -1,6 +1,6 @@
-"""What Theorems 6.2 and 6.3 of Upcycled-FL are worth.
+"""The guarantees of Theorems 6.2 and 6.3 of Upcycled-FL, checked against real neighbours.
 
-References are written out here from the paper, in NumPy and SciPy.
+This module writes out the references from the paper, in NumPy and SciPy.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from flower_ext.privacy.theorems.upcycled import (
 from flower_ext.training.newton import newton
 from tests.support.perturbed import noiseless
 
-# An L2-regularised logistic regression of two classes, solved exactly: all is known of it.
+# An L2-regularised logistic regression of two classes, solved exactly.
 KNOWN = LocalObjective(
     convex=True,
     generalised_linear=True,
@@ -58,7 +58,7 @@ OBJECTIVE = ObjectivePerturbation(rate=3.0)
 
 
 class Logistic:
-    """ln(1 + exp(−y t)) of a margin t = ⟨w, x⟩; labels ±1."""
+    """The loss ln(1 + exp(−y t)) of a margin t = ⟨w, x⟩, with labels ±1."""
 
     slope_bound, curvature_bound = 1.0, 0.25
 
@@ -72,7 +72,7 @@ class Logistic:
 
 
 class PseudoHuber:
-    """√(1 + (t − y)²): its slopes really reach −1 and 1, so that bounds on them are tight."""
+    """The loss √(1 + (t − y)²), whose slopes reach −1 and 1, so that bounds on them are tight."""
 
     slope_bound, curvature_bound = 1.0, 1.0
 
@@ -86,7 +86,7 @@ class PseudoHuber:
 
 
 def gradient(loss, w, x, y, mu, anchor):
-    """∇ of the mean loss + (μ/2)‖w − w̄‖²."""
+    """Return ∇ of the mean loss + (μ/2)‖w − w̄‖²."""
     return x.T @ loss.slope(x @ w, y) / len(y) + mu * (w - anchor)
 
 
@@ -106,7 +106,7 @@ def minimiser(loss, x, y, mu, anchor):
 
 
 def delta_of_gaussians(distance, stddev, releases, epsilon):
-    """The least δ of ``releases`` Gaussians ``distance`` apart (Balle and Wang 2018)."""
+    """Return the least δ of ``releases`` Gaussians ``distance`` apart (Balle and Wang 2018)."""
     mu = distance * math.sqrt(releases) / stddev
     right = stats.norm.logcdf(mu / 2 - epsilon / mu)
     return math.exp(right) - math.exp(epsilon + stats.norm.logcdf(-mu / 2 - epsilon / mu))
@@ -128,7 +128,7 @@ OUTPUTS = [
 @pytest.mark.parametrize(("perturbation", "size", "rounds"), OUTPUTS)
 @pytest.mark.parametrize("delta", [1e-5, 1e-2, 0.3])
 def test_epsilon_of_theorem_6_2_is_the_formula_of_the_paper(perturbation, size, rounds, delta):
-    """As printed, with Mτ²/(2σ²|D|²) written out both times."""
+    """The formula is written out as printed, with Mτ²/(2σ²|D|²) both times."""
     tau, sigma = perturbation.clipping_norm, perturbation.noise_stddev
     printed = 2 * math.sqrt(
         (rounds * tau**2) / (2 * sigma**2 * size**2) * math.log(1 / delta)
@@ -163,7 +163,7 @@ def test_unfit_arguments_of_theorem_6_2_are_refused_by_name(field, value):
 
 
 def torch_minimiser(x, y, mu, anchor) -> np.ndarray:
-    """The local model as a client of this package finds it."""
+    """Return the local model as a client of this package finds it."""
 
     def loss(params, features, labels):
         margins = labels * (features @ params["w"])
@@ -176,16 +176,16 @@ def torch_minimiser(x, y, mu, anchor) -> np.ndarray:
 
 
 def majority(positive: int, negative: int):
-    """Records that are all alike but for their labels."""
+    """Return records that differ only in their labels."""
     labels = np.array([1.0] * positive + [-1.0] * negative)
     return np.ones((len(labels), 1)), labels
 
 
 def test_one_record_moves_a_clipped_model_by_two_tau_not_by_tau_over_the_size_of_the_data():
-    """51 against 50 votes, or 50 against 51: the model goes to opposite ends of the ball.
+    """51 against 50 votes, or 50 against 51: the model moves to opposite ends of the ball.
 
-    One logistic weight, exact minimisers, |D| = 101: every condition that Theorem 6.2 names holds,
-    and its (ε, δ) does not.
+    One logistic weight, exact minimisers, |D| = 101: every condition of Theorem 6.2 holds, but its
+    (ε, δ) does not.
     """
     size, mu, delta = 101, 0.01, 1e-3
     perturbation = OutputPerturbation(clipping_norm=0.01, noise_stddev=0.01)
@@ -246,7 +246,7 @@ def in_unit_ball(rng, count, dimension):
 
 
 def neighbours(rng):
-    """A logistic problem and the same with another first record, extreme ones included."""
+    """Return a logistic problem and its copy with another first record, extreme ones included."""
     count, dimension = int(rng.integers(1, 12)), int(rng.integers(1, 5))
     x, y = in_unit_ball(rng, count, dimension), rng.choice([-1.0, 1.0], count)
     if rng.random() < 0.5:
@@ -275,7 +275,7 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
         assert min(2 * tau, stable) <= bound <= min(2 * tau, stable + 1e-6 * tau)  # rounding
         assert np.linalg.norm(clipped[0] - clipped[1]) <= bound + 1e-9
 
-    # Solvers that stop within a distance of the minimiser can each stray by it, apart.
+    # Two solvers that stop within a distance of the minimiser can stray in opposite directions.
     off, apart = 0.3, models[0] - models[1]
     push = (
         off * apart / np.linalg.norm(apart)
@@ -285,7 +285,7 @@ def test_neighbouring_minimisers_are_as_close_as_promised_clipped_or_not(seed):
     strayed = np.linalg.norm((models[0] + push) - (models[1] - push))
     loose = replace(objective, distance_to_minimiser=off).stability(size)
     assert strayed <= loose + 1e-9
-    assert strayed > np.linalg.norm(apart) + 1.99 * off  # so one distance would not do
+    assert strayed > np.linalg.norm(apart) + 1.99 * off  # so a single distance would not be enough
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_epsilon_of_theorem_6_3_is_the_sum_of_the_paper(rate, size, rounds, mu):
 
 
 def problems_in_one_dimension(label):
-    """Neighbouring data sets of four records, with every one at an end of its range."""
+    """Yield neighbouring sets of four records; the replaced record is at the ends of its range."""
     nothing, something = np.zeros((4, 1)), np.array([[0.0], [0.0], [0.0], [1.0]])
     yield (nothing, label * np.ones(4)), (something, label * np.ones(4))
     for ends in itertools.product((-1.0, 1.0), repeat=3):
@@ -348,7 +348,7 @@ def problems_in_two_dimensions(label):
 
 
 def log_density(loss, points, data, rate, mu, anchor):
-    """ln density of the released minimiser at ``points``, up to the noise's constant.
+    """Return the log density of the released minimiser at ``points``, up to a constant.
 
     n = −∇(F(w) + (μ/2)‖w − w̄‖²) is the noise that makes w the minimiser; its Jacobian is −∇².
     """
@@ -378,7 +378,7 @@ PLANE = np.array(list(itertools.product(np.linspace(-12, 12, 21), repeat=2)))
 def test_densities_of_the_released_minimiser_differ_by_no_more_than_theorem_6_3_allows(
     loss, label, problems, points, rate, mu, tight
 ):
-    """Exact, through the bijection of noise and minimiser; ``tight`` of ε is reached."""
+    """The test is exact, by the bijection of noise and minimiser; ``tight`` of ε is reached."""
     objective = replace(
         KNOWN,
         gradient_bound=loss.slope_bound,
@@ -399,7 +399,7 @@ def test_densities_of_the_released_minimiser_differ_by_no_more_than_theorem_6_3_
 
 @pytest.mark.full
 def test_the_minimiser_that_a_client_finds_has_the_density_of_the_proof():
-    """One weight: P(W <= w) is the chance that the noise is at least −∇F(w) − μ(w − w̄)."""
+    """One weight: P(W <= w) is the probability that the noise is at least −∇F(w) − μ(w − w̄)."""
     rate, mu, anchor, draws = 5.0, 0.3, 0.2, 150
     x, y = np.array([[1.0], [0.5], [-1.0]]), np.array([1.0, -1.0, -1.0])
     noise, perturbation = SeededNoise(8), ObjectivePerturbation(rate=rate)
@@ -474,7 +474,7 @@ UPLOADS = {0: 3, 1: 12, 2: 1}
 
 
 def pair(perturbation, objective=KNOWN, *, sizes=SIZES, uploads=UPLOADS, delta=1e-3, **how):
-    """(published, provable)."""
+    """Return the published and the provable guarantee."""
     return perturbation_guarantees(
         perturbation, objective, num_examples=sizes, participations=uploads, delta=delta, **how
     )
@@ -489,7 +489,7 @@ def spread(values):
 
 
 def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
-    """Every number by hand: Theorem 6.2, and Gaussians min(2τ, 2u₁/(|D|μ)) apart."""
+    """All numbers by hand: Theorem 6.2, and Gaussians min(2τ, 2u₁/(|D|μ)) apart."""
     published, provable = pair(OUTPUT)
     theorem = {
         client: upcycled_theorem_6_2(
@@ -507,8 +507,8 @@ def test_output_perturbation_is_guaranteed_as_published_and_as_provable():
         facts = (distance, 0.2, UPLOADS[client])
         assert delta_of_gaussians(*facts, epsilon) <= 1e-3 * (
             1 + 1e-12
-        )  # never below what is right
-        assert delta_of_gaussians(*facts, epsilon * 0.999) > 1e-3  # and no more than it
+        )  # never below the correct ε
+        assert delta_of_gaussians(*facts, epsilon * 0.999) > 1e-3  # and not above it
     assert provable.epsilon == max(both[1] for both in by_client.values())
     assert spread(both[1] for both in by_client.values()) in provable.source
     assert "2u₁/(|D_i|μ), at most 0.4" in provable.source
@@ -557,7 +557,7 @@ def test_a_published_epsilon_below_the_provable_one_says_which_condition_fails()
     assert not published.conditions_hold
     assert "Conditions NOT met: one record moves a clipped local model" in published.statement()
     assert provable.conditions_hold
-    # With a ball so large that stability is below τ/|D| of every client, the condition is met.
+    # The ball is so large that stability is below τ/|D| of every client, so the condition is met.
     stiff = replace(KNOWN, proximal_weight=10.0)
     wide = OutputPerturbation(clipping_norm=5.0, noise_stddev=1.0)
     assert pair(wide, stiff)[0].conditions_hold
@@ -639,7 +639,7 @@ def test_each_client_is_accounted_by_its_own_uploads_and_size():
             delta=1e-3,
         )
         assert alone[client] == every[client]
-    # Sizes of clients that were never asked change nothing.
+    # Sizes of clients that the server never asked change nothing.
     more = {**SIZES, 9: 1}
     assert pair(OUTPUT, sizes=more) == pair(OUTPUT)
     assert pair(OBJECTIVE, sizes=more) == pair(OBJECTIVE)
@@ -686,7 +686,7 @@ def test_every_guarantee_names_all_that_it_needs_and_survives_json(perturbation,
 @pytest.mark.parametrize("norm", [0.5, 1.0, 7.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_rounding_to_a_models_own_precision_is_within_the_sensitivity(norm, dtype):
-    """Of minimisers that one of 10⁹ records hardly moves, rounding moves what is noised."""
+    """One of 10⁹ records hardly moves the minimiser; rounding moves the value that is noised."""
     if norm == 1e6 and dtype is torch.float16:
         return  # such a model is infinite
     tau, size = 1.5, 10**9
@@ -697,7 +697,7 @@ def test_rounding_to_a_models_own_precision_is_within_the_sensitivity(norm, dtyp
         model *= norm * tau / model.norm()
         exact = noiseless({"w": model}, tau)["w"]
         rounded = noiseless({"w": model.to(dtype)}, tau)["w"]
-        assert rounded.dtype == torch.float64  # what meets the noise has not been rounded again
+        assert rounded.dtype == torch.float64  # not rounded before the noise was added
         assert unrounded < (rounded - exact).norm() <= sensitivity(OUTPUT, objective, size) / 2
 
 
@@ -718,7 +718,7 @@ def test_an_unfit_delta_is_refused_by_name(perturbation, delta):
 
 
 def test_where_theorem_6_3_does_not_apply_the_guarantee_says_so_instead_of_raising():
-    """As it does when u₂ is unknown, and as `epsilons` documents: infinite."""
+    """As for an unknown u₂, ε is infinite, as `epsilons` documents."""
     objective = replace(KNOWN, generalised_linear=False)
     run = {"num_examples": {0: 50}, "participations": {0: 1}, "delta": 0.1}
     assert epsilons(OBJECTIVE, LocalObjective(), **run) == {0: (math.inf, math.inf)}  # this works
@@ -733,7 +733,7 @@ def test_with_no_size_known_the_published_condition_is_not_said_to_hold():
 
 
 def test_the_source_names_the_sensitivity_that_the_largest_epsilon_was_computed_with():
-    """Client 0 never told its size: it is accounted at 2τ = 3, the source says 'at most 0.4'."""
+    """Client 0 never reported its size: it counts at 2τ = 3, the source says 'at most 0.4'."""
     _, provable = perturbation_guarantees(
         OUTPUT, KNOWN, num_examples={1: 50}, participations={0: 1, 1: 1}, delta=0.1
     )

@@ -1,4 +1,4 @@
-"""What a member refuses."""
+"""Messages and requests that a member refuses."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.support.secure_sum import Round, round_context, stored
 
 @pytest.fixture
 def asked():
-    """Return a round in which member 5 was lost, and the question that follows."""
+    """Return a round in which member 5 was lost, and the server's next question."""
     one = Round(round_context(6, 5, 2, 3))
     question = one.mask(one.share(one.advertise()), lost=(5,))
     return one, question

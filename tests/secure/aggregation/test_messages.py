@@ -1,4 +1,4 @@
-"""Messages, contexts and graphs: what they refuse."""
+"""Refused messages, contexts and graphs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whole rounds: the right sum or none."""
+"""Whole rounds give the right sum, or none."""
 
 import subprocess
 import sys

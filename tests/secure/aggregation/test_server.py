@@ -1,4 +1,4 @@
-"""What the server refuses, and when it gives no sum."""
+"""Messages that the server refuses, and rounds in which it gives no sum."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_members_without_enough_neighbours_leave_until_all_have_enough():
     one = Round(round_context(10, 4, 2, 2))
     order = one.context.order
     keys = one.advertise(lost={order[place] for place in (0, 1, 3, 4)})
-    assert set(keys) == set(order[5:])  # order[2] has nobody left
+    assert set(keys) == set(order[5:])  # nobody is left for order[2]
     for index in keys:
         assert len(set(one.context.graph[index]) & set(keys)) >= 2
     deliveries = one.share(keys)

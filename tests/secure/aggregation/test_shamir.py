@@ -1,4 +1,4 @@
-"""Any t shares give the secret, fewer say nothing."""
+"""Any t shares give the secret, and fewer reveal nothing."""
 
 from itertools import combinations
 

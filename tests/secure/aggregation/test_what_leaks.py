@@ -14,7 +14,7 @@ from tests.support.secure_sum import Round, round_context
 
 
 def looks_uniform(data):
-    """Return False where bytes are not uniform; a uniform stream fails once in 10^9 times."""
+    """Return False if bytes are not uniform; a uniform stream fails once in 10^9 times."""
     counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
     expected = counts.sum() / 256
     return chi2.sf(((counts - expected) ** 2 / expected).sum(), 255) > 1e-9
@@ -72,7 +72,7 @@ def test_t_colluding_neighbours_rebuild_a_mask_key_and_fewer_do_not():
     held.popitem()
     with pytest.raises(InvalidValue):
         combine(held, 4)
-    with suppress(InvalidValue):  # the polynomial through three may be above 2^256 at zero
+    with suppress(InvalidValue):  # the polynomial through three shares may exceed 2^256 at zero
         assert combine(held, 3) != private
 
 

@@ -92,7 +92,7 @@ def test_a_small_common_multiple_packs_many_coordinates():
 
 
 def test_encoding_and_dither_move_one_users_contribution_no_further_than_its_bound():
-    """With as coarse a step as the update is long, over every fraction of the rest."""
+    """The step is as long as the update, and the remainder takes every fraction."""
     facts = weighting_settings(users=1, silos=2, coordinates=40, precision=0.5, update_bound=1.0)
     rng = np.random.default_rng(0)
     furthest = 0.0

@@ -1,4 +1,4 @@
-"""Users drawn so that neither the server nor the silos know whom."""
+"""Random draws of users that neither the server nor the silos know."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def rng():
 
 
 def opened(world, message, silo=0):
-    """What a silo takes from ``message``, decrypted, by place."""
+    """Return the values that a silo decrypts from ``message``, by place."""
     size = world.settings.ciphertext_bytes
     data = world.silos[silo]._opened(message)
     taken = [mpz.from_bytes(data[at : at + size], "big") for at in range(0, len(data), size)]
@@ -42,14 +42,14 @@ def opened(world, message, silo=0):
 
 
 def drawn(world, number):
-    """A round that opens but is not answered."""
+    """Return a round that begins but is not answered."""
     return world.server.open_drawn_round(
         world.silos[0].answer_draw(world.server.offer_draw(number))
     )
 
 
 def users_in(world, message):
-    """Users whose weight was taken, which only a test that is all parties can tell."""
+    """Return the users whose weight was taken; only a test, which acts for all parties, knows."""
     return [world.silos[0]._order[at] for at, weight in enumerate(opened(world, message)) if weight]
 
 
@@ -95,7 +95,7 @@ def test_all_that_the_server_receives_for_a_draw_is_group_elements_of_another_an
 
 
 def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
-    """One ciphertext a user, all different, none of them one that was sent in another round."""
+    """There is one ciphertext per user, all differ, and none was sent in another round."""
     world = World(facts(), np.full((3, 5), 2))
     messages = [drawn(world, number) for number in (1, 2)]
     size = world.settings.ciphertext_bytes
@@ -122,7 +122,7 @@ def test_a_silo_cannot_tell_what_it_took_and_cannot_open_the_rest():
 
 @pytest.mark.full
 def test_where_the_server_put_the_weights_says_nothing_of_who_was_drawn(monkeypatch, rng):
-    """Even a server that always puts them first draws every user as often."""
+    """A server that always puts the weights first draws every user equally often, too."""
     monkeypatch.setattr(
         "flower_ext.secure.weighting.server.SystemRandom",
         lambda: type("First", (), {"sample": staticmethod(lambda places, hits: places[:hits])}),

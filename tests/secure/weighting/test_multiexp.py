@@ -105,7 +105,7 @@ def test_windows_are_the_cheapest_that_fit_the_memory():
 
 def test_the_count_of_multiplications_is_what_the_products_do(monkeypatch):
     class Counted:
-        """A number that counts its products."""
+        """A number that counts its multiplications."""
 
         done = 0
 

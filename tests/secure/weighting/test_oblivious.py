@@ -51,7 +51,7 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
     receiver = Receiver(sender.public, KEY, transfers=4, choices=3)
     sealed = sender.seal(receiver.answer, texts(4, 3))
     right = list(receiver._choices)
-    for turn in (1, 2):  # its own key of every transfer, at every other place
+    for turn in (1, 2):  # each transfer has a key of its own, at every other place
         receiver._choices = [(choice + turn) % 3 for choice in right]
         for at in range(4):
             alone = [list(of_one) for of_one in sealed]
@@ -60,7 +60,7 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
     receiver._choices = right
     for at, place in itertools.product(range(4), range(3)):
         moved = [[*of_one] for of_one in sealed]
-        moved[at][int(right[at])] = sealed[(at + 1) % 4][place]  # a text of another transfer
+        moved[at][int(right[at])] = sealed[(at + 1) % 4][place]  # the text of another transfer
         with pytest.raises(ValueError, match="expected those sealed for this answer"):
             receiver.open(moved)
 
@@ -75,7 +75,7 @@ def test_parties_with_one_key_are_one_receiver():
 
 
 def test_a_key_makes_other_choices_and_other_answers_for_every_offer():
-    """Two offers answered with one choice and one exponent would show the choice."""
+    """Two offers answered with one choice and one exponent would reveal the choice."""
     receivers = [Receiver(Sender().public, KEY, transfers=40, choices=4) for _ in range(2)]
     one, other = receivers
     assert not set(one._exponents) & set(other._exponents)

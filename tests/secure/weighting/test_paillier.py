@@ -9,7 +9,7 @@ from tests.support.weighting import key, root
 
 
 def encrypt(public: PublicKey, message: int, zero: mpz | None = None) -> mpz:
-    """A ciphertext of ``message`` by ``zero``, a fresh one by default."""
+    """Return a ciphertext of ``message`` by ``zero``, by default with a fresh one."""
     zero = public.zeros(1)[0] if zero is None else zero
     return public.plain(mpz(message)) * zero % public.n_squared
 
@@ -34,7 +34,7 @@ def test_sums_and_multiples_under_encryption():
 
 
 def test_both_ways_of_encrypting_draw_the_randomness_uniformly():
-    """A key so small that every unit is seen: 7 · 11, with 60 units."""
+    """The key is so small that the test sees every unit: 7 · 11, with 60 units."""
     private = PrivateKey(mpz(13), mpz(11))
     units = [r for r in range(1, 143) if gcd(r, 143) == 1]
     draws = 120 * 40
@@ -115,7 +115,7 @@ def test_moduli_that_no_key_has_are_refused():
 
 
 def test_moduli_with_a_factor_that_a_total_may_share_are_refused():
-    """A total times a uniform blind is uniform only where the total is a unit modulo n."""
+    """A total times a uniform blind is uniform only if the total is a unit modulo n."""
     rough = next_prime(mpz(63) << 500) * 59
     assert rough.bit_length() == 512
     PublicKey(rough).check(512, coprime_to=58)

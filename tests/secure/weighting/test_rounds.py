@@ -32,7 +32,7 @@ def world(rng):
 
 @pytest.mark.parametrize("seed", grid(range(50), lambda seed: seed < 5))
 def test_the_result_is_the_plain_weighted_sum_within_the_precision(seed):
-    """20 rounds of 50 random worlds: a thousand cases."""
+    """20 rounds in each of 50 random worlds: a thousand cases."""
     rng = np.random.default_rng(seed)
     facts = weighting_settings(
         users=int(rng.integers(1, 9)),
@@ -300,7 +300,7 @@ def test_steps_out_of_order_are_refused(rng):
 
 @pytest.mark.parametrize("changes", [{}, {"allowed_totals": (10,)}])
 def test_silos_refuse_a_modulus_whose_factors_a_total_may_have(changes):
-    """Else the key holder reads the total's part of that factor from the blinded total."""
+    """Otherwise the key holder reads the total modulo that factor from the blinded total."""
     facts = weighting_settings(**changes)
     silo, other = WeightingSilo(facts, 0), WeightingSilo(facts, 1)
     keys = [silo.key, other.key, WeightingSilo(facts, 2).key]
@@ -357,7 +357,7 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
     saved = []
     facts = weighting_settings()
     world = World(facts, draw_counts(rng, facts), save=saved.append)
-    assert len(saved) == facts.silos  # before counts left
+    assert len(saved) == facts.silos  # before counts left the silos
     updates, noise = world.draw(rng)
     world.run_round(5, updates, noise)
     assert [json.loads(state)["last_round"] for state in saved[3:]] == [5, 5, 5]
@@ -373,7 +373,7 @@ def test_a_silo_goes_on_from_its_state_and_never_uses_a_round_again(rng):
 
 
 def restarted(silo):
-    """From its state, and nothing else; its state is what it was."""
+    """Return a party restored from its state only, which the restoration does not change."""
     state = silo.export_state()
     again = WeightingSilo.from_state(silo.settings, state)
     assert again.export_state() == state

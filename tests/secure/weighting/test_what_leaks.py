@@ -1,4 +1,4 @@
-"""What the parties could read from what they receive, tried out."""
+"""Attacks by the parties on the messages that they receive."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ def world_of(counts, **changes) -> World:
 
 
 def ratio_is_small(value: mpz, modulus: mpz, largest: int) -> bool:
-    """Whether ``value`` is a / b with 1 <= a, b <= largest: what a guesser of counts looks for."""
+    """Return True if ``value`` is a / b with 1 <= a, b <= largest, which helps to guess counts."""
     return any((value * b) % modulus <= largest for b in range(1, largest + 1))
 
 
 @pytest.fixture(scope="module")
 def transcript():
-    """Everything that was sent in rounds with one and the same input, and the world."""
+    """Return all messages of rounds with the same input, and the world."""
     world = world_of([[3, 0, 7, 20], [5, 9, 0, 20], [1, 2, 8, 20]], coordinates_per_plaintext=2)
     rng = np.random.default_rng(1)
     updates, noise = world.draw(rng)
@@ -57,7 +57,7 @@ def test_no_number_is_sent_twice_though_every_round_has_the_same_input(transcrip
 
 
 def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
-    """Neither as a residue nor within a ciphertext that the server can decrypt."""
+    """Neither as a residue nor inside a ciphertext that the server can decrypt."""
     world, _, _ = transcript
     n, facts = key().public.n, world.settings
     silo = world.silos[0]
@@ -76,7 +76,7 @@ def test_no_count_blind_or_weight_is_sent_in_the_clear(transcript):
         received += ciphertexts + key().decrypt(ciphertexts)
     assert not secret & set(received)
     assert min(x.bit_length() for x in received) > 400
-    for message in of_kind(world, EncryptedWeights):  # what silos receive, who cannot decrypt
+    for message in of_kind(world, EncryptedWeights):  # silos receive these, and cannot decrypt them
         weights = numbers(message.weights, facts.ciphertext_bytes)
         assert not secret & {x % n for x in weights}
     raw = b"".join(
@@ -119,7 +119,7 @@ def test_sums_of_some_silos_stay_masked(transcript):
 
 
 def test_uploads_are_uniform_to_the_server():
-    """Each silo's ciphertexts spread evenly over Z*_{n²}, their messages and their randomness."""
+    """Ciphertexts of each silo are uniform over Z*_{n²}, in their messages and their randomness."""
     world = world_of([[1, 1], [1, 1]], coordinates=400, coordinates_per_plaintext=1)
     sums = world.weigh(world.server.open_round(1), np.zeros((2, 2, 400)), np.zeros((2, 400)))
     private = key()
@@ -149,7 +149,7 @@ def test_all_users_get_the_same_encryptions_in_every_round_and_uploads_are_fresh
 
 
 def blinded(world) -> tuple[list[list[mpz]], list[mpz]]:
-    """What the server has: blinded counts of each silo, and their totals, by place."""
+    """Return what the server receives: each silo's blinded counts, and their totals, by place."""
     n, size = key().public.n, world.settings.residue_bytes
     counts = [numbers(message.counts, size) for message in of_kind(world, BlindedCounts)]
     return counts, [sum(column) % n for column in zip(*counts, strict=True)]
@@ -205,10 +205,11 @@ def test_a_server_learns_how_many_users_have_no_records_but_not_which():
 
 
 def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
-    """The key holder's test of a guess of all updates, coordinate by coordinate.
+    """Test a guess of all updates as the key holder can, coordinate by coordinate.
 
-    It made the encryptions, so it knows their randomness. With a guess of counts it has the blinds.
-    From both and a guess of the updates it predicts the randomness of the product of all uploads.
+    The key holder made the encryptions, so it knows their randomness. A guess of counts gives it
+    the blinds. From both, and a guess of the updates, it predicts the randomness of the product of
+    all uploads.
     """
     private, facts = key(), world.settings
     n, size = private.public.n, facts.ciphertext_bytes
@@ -231,7 +232,7 @@ def guess_is_confirmed(world, message, sums, guess) -> list[bool]:
 
 
 def decrypted(world, number: int) -> list[mpz]:
-    """The integers that the server decrypts in a round without packing."""
+    """Return the integers that the server decrypts in a round without packing."""
     private, facts = key(), world.settings
     updates, noise = world.draw(np.random.default_rng(number))
     sums = world.weigh(world.server.open_round(number), updates, noise)
@@ -243,7 +244,7 @@ def decrypted(world, number: int) -> list[mpz]:
 
 
 def denominator(world, sums: list[mpz]) -> int:
-    """Of the sums as fractions of C_LCM in lowest terms: a multiple of nothing but the N_u."""
+    """Return the denominator of the sums over C_LCM in lowest terms: it depends on the N_u only."""
     multiple = world.settings.common_multiple
     return math.lcm(*(multiple // math.gcd(int(x), multiple) for x in sums))
 
@@ -306,7 +307,7 @@ def test_with_rerandomisation_it_confirms_nothing(round_of):
 
 
 def test_every_coordinate_is_rerandomised_by_one_silo_in_turn(monkeypatch):
-    """A silo that did not take its turn would leave its share to be guessed, in every round."""
+    """If a silo skipped its turn, its share could be guessed in every round."""
     untouched = WeightingSilo._rerandomise_share
     monkeypatch.setattr(
         WeightingSilo,

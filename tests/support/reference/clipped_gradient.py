@@ -1,4 +1,4 @@
-"""The sum of clipped gradients as one backward pass a record."""
+"""The sum of clipped gradients, by one backward pass for each record."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def by_loop(task, params, data, clipping_norm, names):
-    """One backward pass a record."""
+    """Run one backward pass for each record."""
     summed = {name: torch.zeros_like(params[name], dtype=torch.float64) for name in names}
     for x, y in zip(data.features, data.targets, strict=True):
         leaves = {n: p.clone().requires_grad_(n in names) for n, p in params.items()}

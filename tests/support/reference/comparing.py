@@ -1,4 +1,4 @@
-"""The package next to its plain loops."""
+"""Compare the package with its plain reference loops."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tests.support.worlds import Net
 
 
 def flat(params):
-    """The parameters of a `Net` as one vector, as loops write models."""
+    """Return the parameters of a `Net` as one vector, as the reference loops store models."""
     names = [name for name, _ in Net().named_parameters()]
     assert set(params) == set(names)
     return torch.cat([params[name].flatten() for name in names])

@@ -1,6 +1,6 @@
 """DP-FedAvg and DP²-FedSAM as the plainest possible single loop, sharing no training code.
 
-Only what must be common to compare at all is taken from the package: cohorts, batch orders, the
+The loop takes from the package only what a comparison needs in common: cohorts, batch orders, the
 initial model and seeded noise.
 """
 
@@ -16,9 +16,9 @@ from tests.support.worlds import Net, client_data, task
 
 
 def federated(plan, *, seed, rounds, phases, shared, server_rate):
-    """Global model after ``rounds``, and the clients' personal parts.
+    """Return the global model after ``rounds``, and the clients' personal parts.
 
-    ``phases`` is a list of (prefix of the trained part, LocalTraining); ``shared`` a prefix.
+    ``phases`` is a list of (prefix of the trained part, LocalTraining); ``shared`` is a prefix.
     """
     start = task().initial_params(seed)
     world = {n: p.clone() for n, p in start.items() if n.startswith(shared)}

@@ -1,8 +1,8 @@
-"""DP-Ditto and its four rivals as the plainest loops, without or with noise on what is uploaded.
+"""DP-Ditto and its four rivals as the plainest loops, with or without noise on uploads.
 
-Models are flat vectors; gradients of all added terms are written out by hand. Only what must be
-common to compare at all is shared with the package: batch orders, the initial model and seeded
-noise. Everyone takes part in every round.
+Models are flat vectors, and the gradients of all added terms are written out by hand. The loops
+take from the package only what a comparison needs in common: batch orders, the initial model and
+seeded noise. All clients take part in every round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def batches(data, generator, *, epochs, batch):
 
 
 def ditto(w, data, generator, kept, noise, t, *, local, personal, weight, steps=None):
-    """(uploaded model, what is kept) of one client."""
+    """Return one client's uploaded model, and the model that it keeps."""
     u = w
     for x, y in batches(data, generator, epochs=local["epochs"], batch=local["batch"]):
         if steps is None:
@@ -63,7 +63,7 @@ def fedamp(cloud, data, generator, kept, noise, t, *, local, attraction, **serve
 
 
 def clouds(models, *, width, step, **client):
-    """One cloud model for each of ``models``."""
+    """Return one cloud model for each of ``models``."""
     mixed = []
     for i, own in enumerate(models):
         shares = [
@@ -116,9 +116,9 @@ METHODS = {"ditto": ditto, "pfedme": pfedme, "fedamp": fedamp, "apple": apple, "
 
 
 def federated(method, *, seed, clients, rounds, clip=None, stddev=None, **numbers):
-    """(shared model, what each client keeps) after ``rounds``.
+    """Return the shared model and each client's own model after ``rounds``.
 
-    With ``clip`` uploads are clipped to it and carry noise of ``stddev`` (0 where the steps do).
+    With ``clip``, uploads are clipped to it and carry noise of ``stddev`` (0 if the steps do).
     """
     initial = task().initial_params(seed)
     w = parameters_to_vector(initial[name] for name, _ in Net().named_parameters())

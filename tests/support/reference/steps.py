@@ -1,4 +1,4 @@
-"""Steps that several plain loops take."""
+"""Training steps that several reference loops share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch_order(seed, client, server_round, kind="train"):
 
 
 def descend(model, part, data, *, epochs, batch, rate, momentum, radius, generator):
-    """SGD with momentum, or SAM when radius > 0, on the parameters of ``part``."""
+    """Take steps of SGD with momentum, or of SAM if radius > 0, on the parameters of ``part``."""
     params = [p for n, p in model.named_parameters() if n.startswith(part)]
     velocity = [torch.zeros_like(p) for p in params]
 
@@ -47,7 +47,7 @@ def descend(model, part, data, *, epochs, batch, rate, momentum, radius, generat
 
 
 def slope(w, x, y):
-    """Gradient of the mean cross-entropy at ``w``."""
+    """Return the gradient of the mean cross-entropy at ``w``."""
     model = Net()
     vector_to_parameters(w, model.parameters())
     loss = cross_entropy(model(x), y)

@@ -1,7 +1,7 @@
 """The methods of Uldp-FL as the plainest possible loops over silos, users and mini-batches.
 
-Only what must be common to compare at all is taken from the package: who is sampled, batch orders,
-the initial model, seeded noise, and which records ULDP-GROUP keeps.
+The loops take from the package only what a comparison needs in common: the sampled users, batch
+orders, the initial model, seeded noise, and the records that ULDP-GROUP keeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def clipped(delta, bound):
 
 
 def trained(world, data, local, generator):
-    """x_s,u − x after Q epochs on ``data``."""
+    """Return x_s,u − x after Q epochs on ``data``."""
     model = Net()
     model.load_state_dict(world)
     descend(
@@ -66,7 +66,7 @@ def weights_of(silos, num_users, weighting):
 
 
 def averaging(silos, start, plan, *, seed, rounds, weighting, local, server_rate):
-    """Algorithms 3 and 4; ULDP-SGD where ``local`` is None."""
+    """Run Algorithms 3 and 4, or ULDP-SGD if ``local`` is None."""
     num_users = plan.sampling.population
     weights = weights_of(silos, num_users, weighting)
     world = {n: p.clone() for n, p in start.items()}
@@ -98,7 +98,7 @@ def averaging(silos, start, plan, *, seed, rounds, weighting, local, server_rate
 
 
 def naive(silos, start, plan, *, seed, rounds, local, server_rate):
-    """Algorithm 1, with Δ = x_s − x."""
+    """Run Algorithm 1, with Δ = x_s − x."""
     world = {n: p.clone() for n, p in start.items()}
     for t in range(1, rounds + 1):
         total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in world.items()}
@@ -118,7 +118,7 @@ def naive(silos, start, plan, *, seed, rounds, local, server_rate):
 
 
 def group(silos, start, limits, training, *, seed, rounds, server_rate):
-    """Algorithm 2, with DP-SGD as a loop over single records."""
+    """Run Algorithm 2, with DP-SGD as a loop over single records."""
     kept = [
         silo.limited(own, seeded_generator(seed, "kept records")).train
         for silo, own in zip(silos, limits, strict=True)

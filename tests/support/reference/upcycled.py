@@ -1,8 +1,8 @@
 """The seven methods of the Upcycled-FL paper as the plainest loops, plain and upcycled.
 
-Models are flat vectors, gradients of all added terms are written out by hand. Only what must be
-common to compare at all is shared with the package: cohorts, straggler draws, batch orders and
-the initial model.
+Models are flat vectors, and the gradients of all added terms are written out by hand. The loops
+take from the package only what a comparison needs in common: cohorts, straggler draws, batch orders
+and the initial model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.worlds import Net, client_data
 
 
 def uneven_data(client):
-    """Clients of different sizes, so that weighting and numbers of steps matter."""
+    """Return clients of different sizes, so that weighting and numbers of steps matter."""
     data = client_data(client)
     size = 12 + 3 * client
     train = Examples(features=data.train.features[:size], targets=data.train.targets[:size])
@@ -32,7 +32,7 @@ def task():
 
 
 class Client:
-    """One client in one round: its data, what a straggler leaves of its epochs, its batches."""
+    """One client in one round: its data, its epochs (fewer for a straggler) and its batches."""
 
     def __init__(self, number, *, epochs, rate, momentum, batch, generator):
         self.number = number
@@ -48,12 +48,12 @@ class Client:
                 yield self.data.features[rows], self.data.targets[rows]
 
     def sgd(self, w, added=lambda w: 0.0):
-        """The model after local training, and how often gradients moved it."""
+        """Return the model after local training, and the number of its gradient steps."""
         velocity, share, acted = torch.zeros_like(w), 0.0, 0.0
         for x, y in self.batches():
             velocity = self.momentum * velocity + slope(w, x, y) + added(w)
             w = w - self.rate * velocity
-            share = self.momentum * share + 1  # what a constant gradient has grown to by now
+            share = self.momentum * share + 1  # the accumulated weight of a constant gradient
             acted += share
         return w, acted
 
@@ -97,7 +97,7 @@ def scaffold(x, clients, server, memory, *, population, rate):
         moves.append(y - x)
         changes.append(renewed - own)
         memory[client.number] = renewed
-    # The server's Δc: on the client c⁺ᵢ − cᵢ, the same numbers without c ever having travelled.
+    # The server's Δc equals c⁺ᵢ − cᵢ on the client, although c is never sent.
     server["c before"], server["c"] = c, c + sum(changes) / population
     return x + rate * sum(moves) / len(moves)
 
@@ -140,10 +140,10 @@ METHODS = {
 
 
 def federated(method, *, seed, sampling, stragglers, rounds, local, coefficient=None, **numbers):
-    """(model, server state, client memories) after ``rounds`` visible rounds.
+    """Return the model, server state and client memories after ``rounds``, even ones included.
 
-    ``coefficient`` is c_m by m; with one, every even round only extrapolates. Everything that is
-    drawn or decays counts training rounds.
+    ``coefficient`` is c_m as a function of m; with one, every even round only extrapolates. All
+    random draws and decays are numbered by training rounds.
     """
     start = task().initial_params(seed)
     w = before = parameters_to_vector(start[name] for name, _ in Net().named_parameters())

@@ -1,4 +1,4 @@
-"""Models that a batch would change are trained one by one."""
+"""Models whose results would differ in a batch are trained one by one."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from tests.support.jobs import (
 
 
 class Counting(nn.Module):
-    """Remembers a mean of what it saw: in place, or in a new tensor."""
+    """A model that stores a mean of its inputs, in place or in a new tensor."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Counting(nn.Module):
 
 
 class Compared(nn.Module):
-    """Each example is seen beside the others of its mini-batch."""
+    """A model that compares the examples of a mini-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_models_of_any_kind_are_those_of_the_loop(batched, model, sizes):
 
 
 class Dropping(nn.Module):
-    """Dropout that no module shows."""
+    """Dropout that no module reveals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_models_that_draw_numbers_are_trained_one_by_one(batched, model):
 
 
 class Factory:
-    """Whose models follow its settings."""
+    """A factory whose models follow its settings."""
 
     width = 5
 
@@ -151,7 +151,7 @@ def test_models_that_gain_nothing_in_a_batch_are_trained_one_by_one(layer, said)
 
 
 def test_one_training_alone_is_never_tried_in_a_batch(monkeypatch):
-    """On a node of its own, each message would pay for it."""
+    """On a node of its own, each message would pay for the trial."""
 
     def tried(*_):
         raise AssertionError("tried")
@@ -243,7 +243,7 @@ def test_company_is_an_even_number_of_the_same_jobs(count, expected):
 
 
 class Headed(nn.Module):
-    """One layer after what ``before`` makes of a batch."""
+    """One layer after the function ``before`` of a batch."""
 
     def __init__(self, before):
         super().__init__()
@@ -254,7 +254,7 @@ class Headed(nn.Module):
 
 
 class Padded(nn.Module):
-    """Sequences of words of which the last means none."""
+    """Sequences of words, in which the last word number is padding."""
 
     def __init__(self):
         super().__init__()
@@ -266,7 +266,7 @@ class Padded(nn.Module):
 
 
 class InTraining(nn.Linear):
-    """A layer that puts out something else once it is trained."""
+    """A layer whose output changes once it is trained."""
 
     def forward(self, x):
         out = super().forward(x)
@@ -332,7 +332,7 @@ def test_a_model_of_two_examples_at_least_is_never_given_one(batched):
 
 
 class Lasso(Proximal):
-    """A term that only inherits from one that batches know."""
+    """A term that inherits from a term that batches support."""
 
     def __call__(self, params):
         return self.weight * sum(p.abs().sum() for p in params.values())

@@ -1,4 +1,4 @@
-"""Compiled training of dense networks is the training of `train`, number by number."""
+"""Compiled training of dense networks equals that of `train`, number by number."""
 
 import sys
 from dataclasses import replace
@@ -41,7 +41,7 @@ WAYS = {
 
 
 class Odd(nn.Module):
-    """Widths that no kernel divides, layers without bias, activations as functions."""
+    """Odd widths that no kernel divides, layers without bias, activations as functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Odd(nn.Module):
 
 
 class Plain(Odd):
-    """The same without a question about its input."""
+    """The same network without a branch on its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = functional.relu(self.first(x))
@@ -68,7 +68,7 @@ def narrow():
 
 
 def normed_between():
-    """Blocks of a norm, an activation and dropout."""
+    """Return blocks of a norm, an activation and dropout."""
     return nn.Sequential(
         *(nn.Linear(64, 12), nn.GroupNorm(2, 12), nn.ReLU(), nn.Dropout(0.5)),
         *(nn.Linear(12, 13, bias=False), nn.Tanh(), nn.LayerNorm(13), nn.Dropout(0.2)),
@@ -77,7 +77,7 @@ def normed_between():
 
 
 def normed_around():
-    """Norms of other kinds, in other places; dropout before an activation."""
+    """Return networks with other norms in other places, and dropout before an activation."""
     return nn.Sequential(
         *(nn.Dropout(0.1), nn.LayerNorm(64, elementwise_affine=False, eps=1e-3)),
         *(nn.Linear(64, 20), nn.Dropout(0.2), nn.Sigmoid(), nn.GroupNorm(1, 20, affine=False)),
@@ -90,7 +90,7 @@ def task(model=digits_mlp, loss=functional.cross_entropy):
 
 
 def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ()):
-    """Clients with own data, own starts and own orders."""
+    """Return clients with their own data, starts and orders of batches."""
     made = []
     for client, size in enumerate(sizes):
         random = torch.Generator().manual_seed(client)
@@ -112,7 +112,7 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Counts the models that compiled code trains."""
+    """Count the models that compiled code trains."""
     trained = []
     minimise = dense.DenseNetwork.minimise
 
@@ -135,7 +135,7 @@ def test_the_same_model_comes_out(model, way, compiled):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [normed_between, normed_around])
 def test_norms_and_dropout_are_those_of_the_loop(model, way, compiled):
-    slow = replace(WAYS[way], learning_rate=0.05)  # norms amplify what rounding differs by
+    slow = replace(WAYS[way], learning_rate=0.05)  # norms amplify rounding differences
     ours = train_many(task(model), jobs(model, slow))
     same(ours, one_by_one(task(model), jobs(model, slow)))
     assert len(compiled) == 4
@@ -154,7 +154,7 @@ def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, comp
 
 
 def test_a_model_of_ones_own_class_trains_in_the_loop_without_company(compiled):
-    """Its code may do more than a chain of layers shows, and a trial costs more than a training."""
+    """Its code may do more than its layers show, and a trial costs more than one training."""
     (job, *_), (again, *_) = jobs(Plain), jobs(Plain)
     same(train_many(task(Plain), [job]), one_by_one(task(Plain), [again]))
     assert compiled == []
@@ -283,7 +283,7 @@ def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 4, 9, 12])
 def test_as_much_is_drawn_as_dropout_needs(way, size, monkeypatch):
-    """By a training alone, as counted in its layers."""
+    """For one training by itself, the number follows from its layers."""
     (job,) = jobs(normed_between, replace(WAYS[way], learning_rate=0.05), [size])
     drawn = []
 
@@ -395,7 +395,7 @@ def test_tied_layers_train_as_one_by_one(compiled):
 
 
 class Factory:
-    """Whose models follow its settings."""
+    """A factory whose models follow its settings."""
 
     width = 5
 
@@ -447,7 +447,7 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
 
 @pytest.fixture
 def asked_again():
-    """What this machine can do is found out once; not here."""
+    """The capabilities of this machine are detected once, and not here."""
     dense._library.cache_clear()
     yield
     dense._library.cache_clear()

@@ -1,4 +1,4 @@
-"""Many local trainings at once are the same trainings one by one."""
+"""Many local trainings at once equal the same trainings one by one."""
 
 from dataclasses import replace
 from itertools import product
@@ -53,7 +53,7 @@ def test_a_batch_of_trainings_equals_them_one_by_one(batched, way, sizes):
 
 
 def pulled(start, client):
-    """Two terms of either kind, other ones for every client."""
+    """Return two terms of each kind, different for every client."""
     generator = torch.Generator().manual_seed(client)
     elsewhere = {n: torch.randn(p.shape, generator=generator).to(p) for n, p in start.items()}
     direction = {n: 0.1 * torch.randn(p.shape, generator=generator).to(p) for n, p in start.items()}
@@ -201,7 +201,7 @@ def test_a_single_long_training_does_not_hold_up_a_batch(batched, monkeypatch):
 
 
 class Cubic:
-    """A term that nobody knows how to batch."""
+    """A term that batches do not support."""
 
     def __call__(self, params):
         return sum(p.pow(3).sum() for p in params.values())
@@ -281,14 +281,14 @@ def wide():
 
 
 def of(activation):
-    """A perceptron that is no chain of layers which compiled code knows."""
+    """Return a perceptron that is not a chain of layers known to compiled code."""
     return lambda: nn.Sequential(
         nn.Flatten(), nn.Linear(64, 21), nn.LeakyReLU(), activation(), nn.Linear(21, 3)
     )
 
 
 class Mapped(nn.Module):
-    """Has no stacked form."""
+    """A module without a stacked form."""
 
     def __init__(self):
         super().__init__()
@@ -299,7 +299,7 @@ class Mapped(nn.Module):
 
 
 class Reading(nn.Module):
-    """Goes through the rows of an image."""
+    """A recurrent network that reads the rows of an image."""
 
     kind = nn.GRU
 
@@ -313,7 +313,7 @@ class Reading(nn.Module):
 
 
 class Remembering(Reading):
-    """With two states."""
+    """A recurrent network with two states."""
 
     kind = nn.LSTM
 
@@ -329,9 +329,9 @@ ALONE = [
 def test_where_asked_for_a_model_without_company_is_that_of_one_among_others(
     model, size, batch_size
 ):
-    """Libraries have other kernels for a single model than for a stack of them.
+    """Libraries have different kernels for one model and for a stack of models.
 
-    And where a model's numbers are the last of all, some functions round them otherwise.
+    Some functions also round the last numbers of an array differently.
     """
     task = problem(model)
     unstable = LocalTraining(epochs=6, batch_size=batch_size, learning_rate=0.5, momentum=0.9)
@@ -365,7 +365,7 @@ def sharp():
 
 @pytest.mark.parametrize(
     ("model", "batch_size", "threads"),
-    # Two threads wait for one another where tests run side by side.
+    # With two threads, tests that run side by side would wait for one another.
     grid(product([pooled, sharp], [4, 32], [1, 2]), lambda c: c[2] == 1),
 )
 def test_where_asked_for_company_of_any_size_and_order_changes_no_bit(model, batch_size, threads):
@@ -425,7 +425,7 @@ def compiled_images():
 
 
 class OfAnyLength(nn.Module):
-    """A model of sequences, which takes them as long as they are."""
+    """A model of sequences of any length."""
 
     def __init__(self):
         super().__init__()

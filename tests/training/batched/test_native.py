@@ -1,4 +1,4 @@
-"""Machine code is made once, kept whole, and does without Numba and Python."""
+"""Machine code is compiled once, stored whole, and works without Numba and Python."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ from flower_ext.training.batched import native
 
 @pytest.fixture
 def made(monkeypatch):
-    """How often something was compiled, which takes half a minute and is not done here."""
+    """Count compilations, which take half a minute each and do not happen here."""
     calls = []
 
     def compiled():

@@ -1,4 +1,4 @@
-"""Norms and dropout in a batch of models: each model normalises and draws as by itself."""
+"""Norms and dropout in a batch of models: each model normalises and draws as it would alone."""
 
 import math
 from dataclasses import replace
@@ -33,12 +33,12 @@ WAYS = {
 
 
 def chain(*between):
-    """Two dense layers, and others that are built between them."""
+    """Return two dense layers with other layers between them."""
     return nn.Sequential(nn.Linear(7, 12), *(build() for build in between), nn.Linear(12, 3))
 
 
 class Nested(nn.Module):
-    """Blocks in a block, two of them added up."""
+    """Nested blocks, of which two are added."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def jobs(which, settings, sizes=UNEVEN, seed=0):
 
 @pytest.fixture
 def stacked(monkeypatch, batched):
-    """Models train in stacks, and not as compiled code."""
+    """Train models in stacks rather than by compiled code."""
     monkeypatch.setattr(dense, "network", lambda task, job: None)
     return batched
 
@@ -120,7 +120,7 @@ def test_a_stack_of_models_is_the_same_one_by_one(stacked, which, way, sizes):
 
 
 class Read(nn.Module):
-    """Words, read by a recurrent layer or as they are; dropout of both."""
+    """A model of words, with or without a recurrent layer, and dropout after each."""
 
     def __init__(self, recurrent):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many models in one pass are the same models one by one."""
+"""Many models in one pass equal the same models one by one."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Max pooling right after ReLU as a function, and of one that something else reads too."""
+    """Max pooling right after ReLU as a function, and of an output that is used elsewhere, too."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class Branching(nn.Module):
 
 
 class Looking(nn.Module):
-    """Takes the first dimension for that of examples, which it is not in a stack."""
+    """A module that takes its first dimension for examples, which it is not in a stack."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ UNSTEADY = (nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus)
 
 @pytest.mark.parametrize("activation", STEADY)
 def test_what_counts_as_steady_rounds_a_number_alike_wherever_it_is(activation):
-    """Functions that fill vector registers have another way for the last numbers."""
+    """Functions that fill vector registers treat the last numbers of an array differently."""
 
     def both(values):
         values = values.clone().requires_grad_()

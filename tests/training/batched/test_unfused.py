@@ -74,7 +74,7 @@ def test_padding_has_no_gradient_but_the_value_it_has():
 
 
 class Odd(nn.LSTM):
-    """Not PyTorch's own."""
+    """A layer that is not PyTorch's own."""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_sequences_of_several_lengths_are_refused():
 
 
 class Sentences(nn.Module):
-    """Words, some of them padding, and what a recurrent layer makes of the last one."""
+    """Words with padding, and the output of a recurrent layer at the last word."""
 
     kind = nn.LSTM
 
@@ -116,13 +116,13 @@ class Sentences(nn.Module):
 
 
 class Gated(Sentences):
-    """With another layer."""
+    """The same with a GRU."""
 
     kind = nn.GRU
 
 
 class Simple(Sentences):
-    """With the simplest one."""
+    """The same with the simplest recurrent layer."""
 
     kind = nn.RNN
 

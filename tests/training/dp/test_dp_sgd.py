@@ -1,4 +1,4 @@
-"""DP-SGD: what one record can do, and that it equals the plainest loop."""
+"""DP-SGD: the influence of one record is bounded, and the result equals the plainest loop."""
 
 import math
 from functools import partial
@@ -104,7 +104,7 @@ def in_three_dimensions():
 
 
 class Tied(nn.Module):
-    """Parameters in no known layer: single gradients by vmap."""
+    """Parameters outside known layers, whose single gradients come from vmap."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ FORMS = {
 
 @pytest.mark.parametrize("which", FORMS)
 def test_gradients_are_written_down_only_where_that_takes_less(which, monkeypatch):
-    """So that the tests above see each form."""
+    """The sizes make the tests above use each form."""
     model, shape = MODELS[which]
     task, data = problem(model), records(shape, 5)
     params = task.initial_params(1)
@@ -309,14 +309,14 @@ class Twice(nn.Module):
 
 
 class Faint(Twice):
-    """The same, with gradients that are as small as what rounding might do to others."""
+    """The same with gradients as small as the rounding of others."""
 
     def forward(self, x):
         return 1e-5 * super().forward(x)
 
 
 class Both(nn.Module):
-    """A layer whose weight is used beside it."""
+    """A layer whose weight is also used outside it."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ class Both(nn.Module):
 
 
 class Patches(nn.Module):
-    """A layer that sees parts of examples as rows."""
+    """A layer that receives parts of examples as rows."""
 
     def __init__(self):
         super().__init__()
@@ -349,7 +349,7 @@ class TimeFirst(nn.Module):
 
 
 class Centred(nn.Module):
-    """Examples that mix before the first layer."""
+    """A model that mixes examples before its first layer."""
 
     def __init__(self):
         super().__init__()
@@ -360,7 +360,7 @@ class Centred(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A layer that sees one row, which is of all examples."""
+    """A layer whose only row is made of all examples."""
 
     def __init__(self):
         super().__init__()
@@ -401,7 +401,7 @@ def test_an_example_is_clipped_as_a_whole_whatever_its_rows_do(build, shape):
 
 
 def under_zeros(body):
-    """``body`` under a head that begins at zero, as many do: nothing below it has a slope yet."""
+    """Return ``body`` under a head of zeros, as is common, so that no gradient reaches it yet."""
 
     class UnderZeros(nn.Module):
         def __init__(self):
@@ -416,7 +416,7 @@ def under_zeros(body):
 
 
 class ThreeTimes(nn.Module):
-    """A layer whose first dimension is time."""
+    """A layer that is used three times, with time as its first dimension."""
 
     def __init__(self):
         super().__init__()
@@ -450,7 +450,7 @@ def test_a_layer_without_a_slope_at_first_is_seen_for_what_it_is(body, shape, in
 
 
 class Rescaled(nn.Module):
-    """A model that takes large values for bytes: one record decides for all of a batch."""
+    """A model that treats large values as bytes, so that one record decides for a whole batch."""
 
     def __init__(self):
         super().__init__()
@@ -469,7 +469,7 @@ class TwiceForSome(Twice):
 
 
 class Crowded(nn.Module):
-    """Examples that mix where there are many."""
+    """A model that mixes examples only if there are many."""
 
     def __init__(self, most):
         super().__init__()
@@ -480,13 +480,13 @@ class Crowded(nn.Module):
 
 
 def impatient(outputs, targets):
-    """A loss that weighs examples otherwise where one has a large output."""
+    """A loss that weights examples differently if one has a large output."""
     scale = 100.0 if outputs.abs().max() > 10 else 1.0
     return scale * cross_entropy(outputs, targets)
 
 
 class Running(nn.Module):
-    """A buffer that remembers what it has seen."""
+    """A buffer that stores a trace of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -542,7 +542,7 @@ def test_no_number_of_records_makes_one_count_for_more_than_the_clipping_norm():
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_models_of_half_precision_are_refused_with_what_to_change(kind):
-    """Gradients of others would be rounded by far more than a margin covers."""
+    """Their gradients would be rounded by far more than a margin covers."""
     task = problem(lambda: dense().to(kind))
     with pytest.raises(ValueError, match=r"0.weight.*expected float32.*model.float\(\)"):
         ClippedGradient(task, list(task.initial_params(0)), clipping_norm=1.0)
@@ -553,7 +553,7 @@ def test_models_of_half_precision_are_refused_with_what_to_change(kind):
 
 @pytest.mark.parametrize("which", [*MODELS, "in a loop"])
 def test_a_record_whose_loss_raises_counts_as_zero_and_moves_no_other_by_a_bit(which, caplog):
-    """Held against a record without a finite gradient, which leaves shapes as they are."""
+    """The comparison has a record without a finite gradient, which keeps the shapes."""
     model, shape = (Rescaled, (4,)) if which == "in a loop" else MODELS[which]
     task, data = problem(model), records(shape, 70)
     params = task.initial_params(0)
@@ -582,7 +582,7 @@ def test_where_every_record_raises_the_sum_is_zero_and_the_owner_is_told(caplog)
 
 
 class PerStep(nn.Module):
-    """An output for every step of a sequence, whose loss is a mean over the steps."""
+    """An output for every step of a sequence, with a mean loss over the steps."""
 
     def __init__(self):
         super().__init__()
@@ -618,7 +618,7 @@ def test_a_model_is_left_without_hooks(build):
 
 
 class Overwriting(nn.Module):
-    """A model that writes into what it is given."""
+    """A model that overwrites its input."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,4 @@
-"""Layers whose gradients of single examples come from Opacus; `test_dp_sgd` holds more of them
-against a loop.
-"""
+"""Layers whose per-example gradients come from Opacus; `test_dp_sgd` compares more layers."""
 
 import subprocess
 import sys
@@ -29,7 +27,7 @@ class Words(nn.Module):
 
 
 class Bag(nn.Module):
-    """The same as one layer, given where each text begins."""
+    """The same in one layer, which gets the start of each text."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -40,7 +38,7 @@ class Bag(nn.Module):
 
 
 class Placed(Words):
-    """Words that know their places, of which there are as many as the trial has examples."""
+    """Words with positions, of which there are as many as the trial has examples."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +96,7 @@ def assert_is_like_a_loop(build, data, *, in_one_pass, clipping_norm=0.3):
 @pytest.mark.parametrize("padding", [None, 0, 7, -1])
 @pytest.mark.parametrize("length", [1, 6, WORDS + 1])
 def test_embeddings_pass_once_and_padding_has_no_gradient(length, padding, clipping_norm):
-    """A trial looks up the words 0 and 1 alone: a padding among the others takes knowing."""
+    """A trial looks up only words 0 and 1, so it cannot detect a padding word in between."""
     assert_is_like_a_loop(
         lambda: Words(padding_idx=padding),
         texts(length),
@@ -131,7 +129,7 @@ def test_layers_that_opacus_would_replace_train_as_they_are(build):
 
 def test_a_text_with_an_unknown_word_counts_as_zero_and_moves_no_other_by_a_bit():
     data = texts(6)
-    data.targets[3] = 7  # another error, which leaves shapes as they are
+    data.targets[3] = 7  # another error, which keeps the shapes
     _, _, without = clipped(Words, data)
     data.targets[3], data.features[3, 2] = 1, WORDS
     gradient, params, ours = clipped(Words, data)
@@ -167,7 +165,7 @@ def test_what_a_trial_might_not_show_is_left_out_beforehand(layer):
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_strides_in_memory_change_no_gradient(padding, layout):
-    """Opacus takes patches by strides of its own; convolutions put channels last."""
+    """Opacus extracts patches by its own strides; convolutions may put channels last."""
 
     def build():
         return nn.Sequential(

@@ -1,4 +1,4 @@
-"""Norms of gradients that are never written down; `test_dp_sgd` holds all forms against a loop."""
+"""Norms of gradients that are never written out; `test_dp_sgd` compares all forms with a loop."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flower_ext.training.dp import per_example
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("left", [0.0, 1e-7, 1e-5, 1e-3, 1.0])
 def test_what_cancels_does_not_pass_unclipped(left, scale):
-    """Places of one example whose parts of the gradient are opposites, up to a rest."""
+    """Two places of one example have opposite gradients, up to a remainder."""
     random = torch.Generator().manual_seed(0)
     count, places, outputs, wide = 20, 16, 30, 200
     sides = torch.ones(places).index_fill(0, torch.arange(0, places, 2), -1.0).view(1, -1, 1)
@@ -29,7 +29,7 @@ def test_what_cancels_does_not_pass_unclipped(left, scale):
 
 @pytest.mark.parametrize("left", [0.0, 1e-7, 1e-3, 1.0])
 def test_what_cancels_at_one_word_does_not_pass_unclipped(left):
-    """Words that come twice, with slopes that are opposites, up to a rest."""
+    """Words occur twice with opposite slopes, up to a remainder."""
     draw = torch.Generator().manual_seed(0)
     count, width, vocabulary = 20, 8, 30
     words = torch.randint(vocabulary, (count, 6), generator=draw).repeat(1, 2)
@@ -52,7 +52,7 @@ def test_what_cancels_at_one_word_does_not_pass_unclipped(left):
 
 @pytest.mark.parametrize("kind", ["rows", "products"])
 def test_no_number_of_weights_makes_a_norm_too_small(kind):
-    """A long sum of squares in single precision loses the last ones."""
+    """A long sum of squares in single precision loses its last terms."""
     long = torch.full((1, 20_000_003), 0.7)
     exact = 0.7**2 * long.shape[1]
     if kind == "rows":

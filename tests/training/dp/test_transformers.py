@@ -63,13 +63,13 @@ def task_of(model, attention, lora, dropout=0.0):
 
 
 def loss(outputs, targets):
-    """Of which a text without a share has no gradient, and passes with the others."""
+    """A loss in which a text without a share has no gradient, but passes with the others."""
     losses = cross_entropy(outputs.logits, targets["label"], reduction="none")
     return (losses * targets["share"]).mean()
 
 
 def texts(count=20, whole=()):
-    """Padded but for those that are ``whole``."""
+    """Return texts with padding, except for those in ``whole``."""
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, LENGTH, (count, 1), generator=draw)
     for row in whole:
@@ -82,7 +82,7 @@ def texts(count=20, whole=()):
 
 
 def moved(params):
-    """LoRA begins at zero, and so do slopes below it."""
+    """LoRA begins at zero, so the gradients below it do, too."""
     draw = torch.Generator().manual_seed(3)
     return {name: p + 0.05 * torch.randn(p.shape, generator=draw) for name, p in params.items()}
 
@@ -133,7 +133,7 @@ def test_dropout_does_not_hide_that_texts_are_told_apart(model, attention):
 def test_a_text_moves_no_other_by_a_bit_by_its_padding_nor_by_a_word_that_is_none(
     model, attention, lora
 ):
-    """All others hide nothing; this one counts as zero, as its gradient is not finite."""
+    """Other texts hide nothing; this one counts as zero, because its gradient is not finite."""
     task = task_of(model, attention, lora)
     params = moved(task.initial_params(1))
     others = [row for row in range(20) if row != 3]

@@ -1,4 +1,4 @@
-"""DP-SGD on trees: it equals a loop over packed records, and an odd leaf moves no other bit."""
+"""DP-SGD on trees equals a loop over packed records, and an odd leaf moves no other record."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tests.support.trees import (
 
 
 class Branching(Sentences):
-    """What vmap does not follow."""
+    """A model that vmap cannot follow."""
 
     def forward(self, tokens, mask):
         return super().forward(tokens, mask if mask.sum() > -1 else -mask)
@@ -71,7 +71,7 @@ def test_the_sum_of_clipped_gradients_of_trees_is_that_of_a_loop_over_packed_rec
 
 
 class Weighed(nn.Module):
-    """Two tensors of numbers, of which either may be odd."""
+    """A model of two number tensors, either of which may be odd."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class WeighedInALoop(Weighed):
 
 
 def weighed(outputs, targets):
-    """Of targets with two leaves."""
+    """A loss of targets with two leaves."""
     losses = cross_entropy(outputs, targets["label"], reduction="none")
     return (losses * targets["share"]).mean()
 
@@ -95,7 +95,7 @@ def weighed(outputs, targets):
 @pytest.mark.parametrize("leaf", ["x", "weight", "share"])
 @pytest.mark.parametrize("build", [Weighed, WeighedInALoop])
 def test_a_record_with_an_odd_leaf_counts_as_zero_and_moves_no_other_by_a_bit(build, leaf, caplog):
-    """A leaf that is no number is held against a loss that raises, which leaves shapes alike."""
+    """A leaf that is not a number is compared with a loss that raises, which keeps the shapes."""
     draw = torch.Generator().manual_seed(2)
     features = {"x": torch.randn(70, 4, generator=draw), "weight": torch.ones(70, 1)}
     targets = {"label": torch.randint(3, (70,), generator=draw), "share": torch.rand(70)}
@@ -238,7 +238,7 @@ def test_a_tree_is_left_as_it_is_by_a_model_that_writes_into_it():
 
 @pytest.mark.parametrize("build", [Weighed, WeighedInALoop])
 def test_features_of_another_type_than_the_model_are_refused_by_name_with_what_to_change(build):
-    """For every record alike: in silence they would all count as zero."""
+    """This holds for every record; without the error, all would silently count as zero."""
     features = {"x": torch.zeros(4, 4).double(), "weight": torch.ones(4, 1)}
     task = problem(build)
     words = r"features\['x'\] of type torch.float64: expected torch.float32.*features.to\("

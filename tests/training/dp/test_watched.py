@@ -1,4 +1,4 @@
-"""What a model does by values is done example by example, unless a row of ours decides it."""
+"""A model that branches on values trains example by example, unless a known rule decides it."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.support.trees import LENGTH, Sentences
 
 
 class Reading(nn.Module):
-    """One layer, and a way to read values, by which all examples are scaled."""
+    """One layer, and a way to read values by which all examples are scaled."""
 
     def __init__(self, read):
         super().__init__()
@@ -28,7 +28,7 @@ class Reading(nn.Module):
 
 
 def keeps(model, x):
-    """Leaves in the model what later passes see, far less than a trial would notice."""
+    """Leave a trace in the model that later passes read, too small for a trial to notice."""
     model.seen.mul_(0.5).add_(x.detach().mean(dim=0), alpha=1e-7)
     return False
 
@@ -68,7 +68,7 @@ MIXERS = {
 
 
 class Mixing(nn.Module):
-    """One layer, by whose side all examples are scaled by what one may be, without a branch."""
+    """One layer that scales all examples by one possible example, without a branch."""
 
     def __init__(self, scale):
         super().__init__()
@@ -90,12 +90,12 @@ def test_one_odd_record_moves_no_other_where_a_model_scales_all_by_it(which, odd
     usual, found = (gradient(params, features, y) for features in (x, beside))
     moved = sum(float((found[name] - usual[name]).square().sum()) for name in params) ** 0.5
     assert not gradient.in_one_pass
-    assert moved <= 0.2  # one gradient left, and another one came
+    assert moved <= 0.2  # one gradient was removed, and another one added
 
 
 @pytest.mark.parametrize("which", READERS)
 def test_a_model_that_reads_values_or_keeps_some_is_in_no_one_pass(which):
-    """And so a record that others would be scaled by moves the sum by no more than its own."""
+    """A record by which others would be scaled thus moves the sum by no more than its own bound."""
     task = problem(lambda: Reading(READERS[which]))
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(9, 4, generator=draw), torch.randint(3, (9,), generator=draw)
@@ -110,7 +110,7 @@ def test_a_model_that_reads_values_or_keeps_some_is_in_no_one_pass(which):
 
 
 class Masked(Sentences):
-    """Words after a question whether anything is hidden; the answer is seen, but not in a trial."""
+    """A model of words that branches if any word is hidden, which no trial shows."""
 
     def __init__(self, question):
         super().__init__()
@@ -134,12 +134,12 @@ QUESTIONS = {
 
 
 def shared(outputs, targets):
-    """Of which a record without a share has no gradient, and passes with the others."""
+    """A loss in which a record without a share has no gradient, but passes with the others."""
     return (cross_entropy(outputs, targets["label"], reduction="none") * targets["share"]).mean()
 
 
 def sentences(padded, share=1.0):
-    """Masks that hide nothing but, maybe, in one record; whose share of the loss is given."""
+    """Return masks that hide nothing except perhaps in one record, whose share is given."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(11, (20, LENGTH), generator=draw)
     mask, labels = torch.ones_like(tokens), torch.randint(3, (20,), generator=draw)
@@ -152,7 +152,7 @@ def sentences(padded, share=1.0):
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_record_that_hides_something_moves_no_other_by_a_bit(question):
-    """It counts as zero here, as its gradient is not finite: what is left are the others."""
+    """The record counts as zero, because its gradient is not finite; the other records remain."""
     task = problem(lambda: Masked(QUESTIONS[question]), shared)
     params = task.initial_params(0)
 
@@ -204,7 +204,7 @@ def test_what_a_model_reads_of_itself_is_no_reading_of_values():
 
 
 class Sharing(nn.Module):
-    """Words and their places, which are looked up once for all; and a layer for nobody."""
+    """Words, positions that are looked up once for all, and a layer that nothing uses."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,12 +77,15 @@ _RING = (
 )
 _TRANSFER = (
     "oblivious transfer: the computational Diffie-Hellman problem is hard in the 3072-bit group of "
-    "RFC 3526, and SHA-256 acts as a random oracle"
+    "RFC 3526, HKDF-SHA256 acts as a random oracle and keyed BLAKE2b as a pseudorandom function"
 )
 _CHANNELS = (
     "channels between silos and server are confidential and authenticated: who reads what one silo "
     "receives, and colludes with the other silos, learns its numbers of records"
 )
+_ROUNDED = 2.0**-7
+"""Steps, at most, by which one silo moves a coordinate: two bytes of a word of 2²⁴ a step are left
+out (2⁻⁸), words of c1 are rounded (2048 · 2⁻²⁴), and r · e + e2 · s is below 2⁻³⁷."""
 _LARGEST_RESIDUE = 1e-3
 """How far all sums of a run may be from exact ones, in standard deviations of their noise."""
 
@@ -215,15 +218,15 @@ class LatticeServer(ServerEnd):
     def residue(self) -> float:
         """By how many clipping norms a sum may be away from one that shows no secret.
 
-        Re-randomising and the rounding of words add less than a step to a coordinate, hence change
-        a carry of one at most: √d steps. The errors e_u add `error_bound` for every user, drawn or
-        not, and change another carry. One silo's share of the noise has to hide it all, so that the
-        sum counts √|S| times.
+        Given the dithers, an error of t steps in a coordinate moves its rounded sum by t + 1 steps
+        at most. The errors e_u come to `error_bound` for every user, drawn or not, and what silos
+        round off and re-randomise to less than 2⁻⁷ steps a silo. One silo's share of the noise has
+        to hide it all, so that the sum counts √|S| times.
         """
-        settings = self.settings
-        carries = 2 * math.sqrt(settings.coordinates) * settings.step
+        settings, silos = self.settings, self.settings.silos
+        carries = (1 + silos * _ROUNDED) * math.sqrt(settings.coordinates) * settings.step
         errors = settings.users * settings.error_bound
-        return math.sqrt(settings.silos) * (carries + errors) / settings.clipping_norm
+        return math.sqrt(silos) * (carries + errors) / settings.clipping_norm
 
     @property
     def sum_bytes(self) -> int:
@@ -291,6 +294,6 @@ class LatticeServer(ServerEnd):
         return replace(found, silo=silo, round_number=upload.round_number)
 
 
-def _length(kind: type, settings: LatticeSettings) -> int:
+def _length(kind: Any, settings: LatticeSettings) -> int:
     """Return the bytes of a message of one kind."""
-    return len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings))
+    return int(len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from logging import getLogger
 from typing import Any
@@ -30,7 +30,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 )
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
-from flower_ext.federation import ClientVault, Question, Remaining, records
+from flower_ext.federation import ClientVault, Question, records
 from flower_ext.secure.weighting.lattice.messages import (
     LatticeWeights,
     RoundOpening,
@@ -40,6 +40,7 @@ from flower_ext.secure.weighting.lattice.messages import (
 )
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.silo import LatticeSilo
+from flower_ext.secure.weighting.lattice.weighing import Weighing
 
 log = getLogger("flwr")
 
@@ -149,23 +150,14 @@ class LatticeEnd:
             raise tellable(ProtocolError(f"step={step!r}: expected one of {known}"))
         return steps[step](question)
 
-    def weigh(
-        self,
-        number: int,
-        sent: Mapping[str, bytes],
-        updates: Mapping[int, NDArray[np.float64]],
-        noise: NDArray[np.float64],
-    ) -> bytes:
-        """Return this silo's masked sum of round ``number``, having used the round up."""
+    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> LatticeOpenSum:
+        """Begin this silo's sum of round ``number``, having used its epoch up."""
         silo, settings = self.silo, self.silo.settings
         opening = RoundOpening.from_bytes(sent[OPENING], settings)
         if opening.round_number != number:
             raise ProtocolError(f"round {opening.round_number}: expected round {number}")
         silo.receive_weights(LatticeWeights.from_bytes(sent[WEIGHTS], settings))
-        progress = Remaining(f"silo {self.index}, round {number}: blocks")
-        masked = silo.weigh(opening, updates, noise, progress=progress)
-        self._remember()
-        return masked.to_bytes()
+        return LatticeOpenSum(silo.begin(opening), self._remember)
 
     def _take_keys(self, question: Question) -> Arrays:
         silo, settings, sent = self.silo, self.silo.settings, question.arrays[KEYS]
@@ -194,3 +186,20 @@ class LatticeEnd:
         _earlier[hashlib.sha256(kept).digest()] = self.silo, self._keeper
         while len(_earlier) > _PROCESS_KEEPS:
             _earlier.popitem(last=False)
+
+
+class LatticeOpenSum:
+    """A silo's sum of one round, which holds no update that was added."""
+
+    def __init__(self, weighing: Weighing, done: Callable[[], None]) -> None:
+        self._weighing, self._done = weighing, done
+
+    def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
+        """Add updates of some users under encryption."""
+        self._weighing.add(updates)
+
+    def finish(self, noise: NDArray[np.float64]) -> bytes:
+        """Return the masked sum, having used the round up."""
+        masked = self._weighing.finish(noise)
+        self._done()
+        return masked.to_bytes()

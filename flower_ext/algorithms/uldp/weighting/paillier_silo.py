@@ -102,24 +102,13 @@ class PaillierSilo:
             raise tellable(ProtocolError(f"step={step!r}: expected one of {known}"))
         return steps[step](question)
 
-    def weigh(
-        self,
-        number: int,
-        sent: Mapping[str, bytes],
-        updates: Mapping[int, NDArray[np.float64]],
-        noise: NDArray[np.float64],
-    ) -> bytes:
-        """Return this silo's masked sum of round ``number``, having used the round up."""
-        message = (
-            SealedWeights(round_number=number, public=sent[OFFER], sealed=sent[WEIGHTS])
-            if OFFER in sent
-            else EncryptedWeights(round_number=number, weights=sent[WEIGHTS])
-        )
-        keeping.prepare(self.silo)
-        progress = Remaining(f"silo {self.index}, round {number}: coordinates")
-        masked = self.silo.weigh(message, updates, noise, progress=progress)
-        keeping.remember(self.silo)
-        return masked.ciphertexts
+    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> PaillierOpenSum:
+        """Begin this silo's sum of round ``number``."""
+        if OFFER in sent:
+            sealed = SealedWeights(round_number=number, public=sent[OFFER], sealed=sent[WEIGHTS])
+            return PaillierOpenSum(self.silo, sealed)
+        weights = EncryptedWeights(round_number=number, weights=sent[WEIGHTS])
+        return PaillierOpenSum(self.silo, weights)
 
     def _take_keys(self, question: Question) -> Arrays:
         silo, sent = self.silo, question.arrays[KEYS]
@@ -143,3 +132,24 @@ class PaillierSilo:
         number, public = int(question.asked[NUMBER]), question.arrays[OFFER][OFFER].tobytes()
         answer = self.silo.answer_draw(DrawOffer(round_number=number, public=public))
         return {ANSWER: records.to_bytes_array(answer.answer)}
+
+
+class PaillierOpenSum:
+    """A silo's sum of one round: it takes all updates at once, by coordinates."""
+
+    def __init__(self, silo: WeightingSilo, weights: EncryptedWeights | SealedWeights) -> None:
+        self._silo, self._weights = silo, weights
+        self._updates: dict[int, NDArray[np.float64]] = {}
+
+    def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
+        """Keep updates until all are there."""
+        self._updates |= updates
+
+    def finish(self, noise: NDArray[np.float64]) -> bytes:
+        """Return the masked sum, having used the round up."""
+        silo, number = self._silo, self._weights.round_number
+        keeping.prepare(silo)
+        progress = Remaining(f"silo {silo.index}, round {number}: coordinates")
+        masked = silo.weigh(self._weights, self._updates, noise, progress=progress)
+        keeping.remember(silo)
+        return masked.ciphertexts

@@ -214,6 +214,18 @@ class WeightingProtocol(ABC):
         """
 
 
+class OpenSum(Protocol):
+    """A silo's sum of one round, to which updates are added while other users still train."""
+
+    def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
+        """Add clipped updates (coordinates,) of users with records here, each once."""
+        ...
+
+    def finish(self, noise: NDArray[np.float64]) -> bytes:
+        """Return the masked sum with this silo's share of the noise, having used the round up."""
+        ...
+
+
 class SiloEnd(Protocol):
     """A silo's end of one run, between two messages, each of which may reach a fresh process."""
 
@@ -236,23 +248,13 @@ class SiloEnd(Protocol):
         """Take one step of the protocol; what must not happen twice is stored before it returns."""
         ...
 
-    def weigh(
-        self,
-        number: int,
-        sent: Mapping[str, bytes],
-        updates: Mapping[int, NDArray[np.float64]],
-        noise: NDArray[np.float64],
-    ) -> bytes:
-        """Return this silo's masked sum of round ``number``, having used the round up.
+    def open_sum(self, number: int, sent: Mapping[str, bytes]) -> OpenSum:
+        """Begin this silo's sum of round ``number``; the round is not used up yet.
 
         Parameters
         ----------
         sent : Mapping[str, bytes]
             What `ServerEnd.open_round` returned.
-        updates : Mapping[int, ndarray]
-            Clipped updates (coordinates,) of the users with records here.
-        noise : ndarray
-            This silo's share of the noise (coordinates,).
         """
         ...
 

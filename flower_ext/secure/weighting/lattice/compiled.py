@@ -14,7 +14,8 @@ stays below 10 q, which is less than 2^52.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba import njit, types
@@ -30,8 +31,7 @@ _ROW = _COLUMNS * LANES
 """Numbers that the last six stages combine; they fit the nearest cache."""
 
 
-@intrinsic
-def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+def _fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a · b + c, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -40,8 +40,22 @@ def _fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float64(types.float64, types.float64, types.float64), generate
 
 
-_fast: Any = njit(error_model="numpy", nogil=True, cache=True)
-_inline: Any = njit(error_model="numpy", nogil=True, inline="always")
+_fma: Any = intrinsic(_fused)
+
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def _fast(loop: Loop) -> Loop:
+    """Compile a loop once on a machine. Other threads go on while it runs."""
+    made: Any = njit(error_model="numpy", nogil=True, cache=True)(loop)
+    return made  # type: ignore[no-any-return]
+
+
+def _inline(function: Loop) -> Loop:
+    """Compile into the loops that call it."""
+    made: Any = njit(error_model="numpy", nogil=True, inline="always")(function)
+    return made  # type: ignore[no-any-return]
 
 
 @_inline
@@ -67,8 +81,7 @@ def _canonical(x: Any, q: Any, inverse: Any) -> Any:
     return rest - q if rest >= q else rest
 
 
-@intrinsic
-def _spread(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
+def _splat(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     """Store ``value`` in eight neighbours: as a loop, it would take as long as a product."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -82,6 +95,9 @@ def _spread(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float64), generate
+
+
+_spread: Any = intrinsic(_splat)
 
 
 @_fast

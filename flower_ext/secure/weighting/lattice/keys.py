@@ -51,10 +51,9 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
     ValueError
         Words that are not below their primes.
     """
-    return key_pairs(
-        ring.from_words(words, (2, 1, DEGREE), name="public key"),
-        public_polynomial(public_seed, "key")[:, None],
-    )[0]
+    first = ring.from_words(words, (2, 1, DEGREE), name="public key")
+    pair: Reals = key_pairs(first, public_polynomial(public_seed, "key")[:, None])[0]
+    return pair
 
 
 def key_pairs(first: Reals, second: Reals) -> Reals:

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from flower_ext.errors import InvalidValue
+from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.lattice.ring import RESIDUE_BYTES
 from flower_ext.secure.weighting.lattice.settings import (
@@ -19,6 +19,7 @@ from flower_ext.secure.weighting.lattice.settings import (
     SECOND_WORD_BYTES,
     LatticeSettings,
 )
+from flower_ext.secure.weighting.messages import check_later
 from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
 
 SEED_BYTES = 32
@@ -242,4 +243,19 @@ class LatticeSum(_Message):
         return (
             settings.coordinates * FIRST_WORD_BYTES,
             settings.blocks * DEGREE * SECOND_WORD_BYTES,
+        )
+
+
+def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:
+    """Refuse a round that does not rise, or that is beyond those that the settings count.
+
+    Raises
+    ------
+    ProtocolError
+        Either of them.
+    """
+    check_later(round_number, last)
+    if round_number > settings.rounds:
+        raise ProtocolError(
+            f"round {round_number}: expected at most rounds={settings.rounds} of the settings"
         )

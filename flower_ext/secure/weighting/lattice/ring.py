@@ -125,15 +125,20 @@ def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
     work.add_products(x, keys, totals, own.roots, own.q, np.empty(_SPREAD))
 
 
+def _alternating(polynomials: Reals) -> Reals:
+    """Return up to eight polynomials as eight alternating ones."""
+    x = np.zeros((DEGREE, LANES))
+    x[:, : len(polynomials)] = polynomials.T
+    return x.reshape(-1)
+
+
 def transformed(polynomials: Reals, prime: int) -> Reals:
     """Return the transforms, reduced, of polynomials (count, DEGREE)."""
     nothing = np.empty((0, DEGREE)), np.empty((0, GROUP))
     found = np.empty(polynomials.shape)
     for start in range(0, len(polynomials), LANES):
         part = polynomials[start : start + LANES]
-        x = np.zeros((DEGREE, LANES))
-        x[:, : len(part)] = part.T
-        x = x.reshape(-1)
+        x = _alternating(part)
         work.reduce(x, PRIMES[prime].q)
         add_products(x, *nothing, prime)
         work.reduce(x, PRIMES[prime].q)
@@ -146,9 +151,7 @@ def inverted(transforms: Reals, prime: int) -> Reals:
     found = np.empty(transforms.shape)
     for start in range(0, len(transforms), LANES):
         part = transforms[start : start + LANES]
-        x = np.zeros((DEGREE, LANES))
-        x[:, : len(part)] = part.T
-        x = x.reshape(-1)
+        x = _alternating(part)
         invert(x, prime)
         found[start : start + LANES] = x.reshape(DEGREE, LANES).T[: len(part)]
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -18,6 +17,7 @@ from flower_ext.secure.weighting.lattice.settings import ERROR_BOUND
 KEY_BYTES = 32
 _ERROR_MASK = np.uint64((1 << ERROR_BOUND) - 1)
 _TERNARY_LIMIT = 255  # a multiple of three
+_TERNARY = (np.arange(_TERNARY_LIMIT) % 3 - 1).astype(np.float64)
 
 
 class Stream:
@@ -57,7 +57,7 @@ class Stream:
         while len(found) < count:
             drawn = self.octets(count - len(found) + count // 200 + 16)
             found = np.concatenate([found, drawn[drawn < _TERNARY_LIMIT]])
-        return found[:count].astype(np.float64) % 3.0 - 1.0
+        return _TERNARY[found[:count]]
 
     def errors(self, count: int) -> NDArray[np.int64]:
         """Return ``count`` numbers of the centred binomial distribution, of variance 21/2.
@@ -65,8 +65,8 @@ class Stream:
         Each is the number of ones in 21 bits, less that in 21 others.
         """
         drawn = self.words(count)
-        ones = _ones(drawn & _ERROR_MASK).astype(np.int64)
-        return ones - _ones(drawn >> np.uint64(ERROR_BOUND) & _ERROR_MASK).astype(np.int64)
+        ones = _ones(drawn & _ERROR_MASK)
+        return ones - _ones(drawn >> np.uint64(ERROR_BOUND) & _ERROR_MASK)
 
     def uniform(self, count: int, prime: int) -> Reals:
         """Return ``count`` residues that are uniform modulo a prime: 48 bits, if below it."""
@@ -79,12 +79,13 @@ class Stream:
         return found[:count]
 
 
-def _ones(words: NDArray[np.uint64]) -> NDArray[np.unsignedinteger[Any]]:
+def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return how many bits of each word are set."""
     if hasattr(np, "bitwise_count"):  # from NumPy 2.0 on
-        found: NDArray[np.unsignedinteger[Any]] = np.bitwise_count(words)
-        return found
-    return np.unpackbits(words.view(np.uint8)).reshape(-1, 64).sum(1, dtype=np.uint8)
+        ones: NDArray[np.int64] = np.bitwise_count(words).astype(np.int64)
+    else:
+        ones = np.unpackbits(words.view(np.uint8)).reshape(-1, 64).sum(1, dtype=np.int64)
+    return ones
 
 
 def public_polynomial(seed: bytes, *label: str | int) -> Reals:

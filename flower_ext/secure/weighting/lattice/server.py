@@ -24,11 +24,12 @@ from flower_ext.secure.weighting.lattice.messages import (
     ServerKey,
     SiloKey,
     TransferAnswer,
+    check_round_number,
 )
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.state import ServerStage, ServerState
 from flower_ext.secure.weighting.lattice.sums import decrypted
-from flower_ext.secure.weighting.messages import check_all_there, check_later, check_senders
+from flower_ext.secure.weighting.messages import check_all_there, check_senders
 from flower_ext.secure.weighting.oblivious import Sender
 
 
@@ -225,8 +226,7 @@ class LatticeServer:
         self._expect(ServerStage.COUNTED)
         if self._epoch is None:
             raise ProtocolError("open_round: expected open_epoch before, also after a restart")
-        check_later(round_number, self._last_round)
-        check_known(round_number, self.settings)
+        check_round_number(round_number, self._last_round, self.settings)
         self._last_round = round_number
         self._store()
         self._open_round = round_number
@@ -347,11 +347,3 @@ class LatticeServer:
     def _store(self) -> None:
         if self._save is not None:
             self._save(self.export_state())
-
-
-def check_known(round_number: int, settings: LatticeSettings) -> None:
-    """Refuse a round beyond those that the settings count."""
-    if round_number > settings.rounds:
-        raise ProtocolError(
-            f"round {round_number}: expected at most rounds={settings.rounds} of the settings"
-        )

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
-import numpy as np
 from gmpy2 import mpz
 from numpy.typing import ArrayLike
 
@@ -29,13 +28,15 @@ from flower_ext.secure.weighting.lattice.messages import (
     ServerKey,
     SiloKey,
     TransferAnswer,
+    check_round_number,
 )
+from flower_ext.secure.weighting.lattice.ring import Reals
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.state import SiloStage, SiloState
 from flower_ext.secure.weighting.lattice.sums import EncryptedSum
 from flower_ext.secure.weighting.lattice.weighing import Weighing
 from flower_ext.secure.weighting.lattice.weights import OpenedWeights
-from flower_ext.secure.weighting.messages import check_later, check_senders
+from flower_ext.secure.weighting.messages import check_senders
 from flower_ext.secure.weighting.oblivious import Receiver
 
 _SEED = "seed"
@@ -258,15 +259,14 @@ class LatticeSilo:
             Out of order, the round is not above the last, or its weights are not here.
         """
         self._check_round(opening)
-        users = [user for user, count in enumerate(self._counts) if count]
-        place = {user: at for at, user in enumerate(self._order)}
-        assert self._weights is not None
+        counts = {user: count for user, count in enumerate(self._counts) if count}
+        assert self._weights is not None  # the round is of its epoch
         return Weighing(
             self.settings,
             opening,
             silo=self.index,
-            counts={user: self._counts[user] for user in users},
-            places={user: place[user] for user in users},
+            counts=counts,
+            places={user: place for place, user in enumerate(self._order)},
             weights=self._weights,
             total=EncryptedSum(self.settings, self._public, workers=self._workers),
             masks=self._use_round,
@@ -362,12 +362,11 @@ class LatticeSilo:
 
     @property
     def _told(self) -> ServerKey:
-        if self._server_key is None:
-            raise ProtocolError("the server's public key has not arrived")
+        assert self._server_key is not None  # from stage KEYED on
         return self._server_key
 
     @cached_property
-    def _public(self) -> np.ndarray:
+    def _public(self) -> Reals:
         return public_key(self._told.public_seed, self._told.words)
 
     @cached_property
@@ -393,12 +392,7 @@ class LatticeSilo:
 
     def _check_round(self, opening: RoundOpening) -> None:
         self._expect(SiloStage.COUNTED)
-        check_later(opening.round_number, self._last_round)
-        if opening.round_number > self.settings.rounds:
-            raise ProtocolError(
-                f"round {opening.round_number}: expected at most rounds={self.settings.rounds} "
-                "of the settings"
-            )
+        check_round_number(opening.round_number, self._last_round, self.settings)
         if self.epoch != opening.epoch:
             raise ProtocolError(
                 f"round of epoch {opening.epoch}: expected weights of epoch {self.epoch}"

@@ -19,7 +19,7 @@ from flower_ext.secure.weighting.lattice import ring
 from flower_ext.secure.weighting.lattice.keys import SecretKey
 from flower_ext.secure.weighting.lattice.layout import DEGREE, GROUP, LANES
 from flower_ext.secure.weighting.lattice.messages import LatticeSum
-from flower_ext.secure.weighting.lattice.ring import PRIMES, ROOM, Reals
+from flower_ext.secure.weighting.lattice.ring import MODULUS, PRIMES, ROOM, Reals
 from flower_ext.secure.weighting.lattice.samplers import Stream
 from flower_ext.secure.weighting.lattice.settings import (
     FIRST_WORD_BYTES,
@@ -30,6 +30,9 @@ from flower_ext.secure.weighting.lattice.settings import (
 
 _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
 _SQUARES = 512
+_HALF_STEP = 2 ** (STEP_BITS - 1)
+_EXCESS = 1 - MODULUS / 2**96
+"""Words are multiples of q / 2^64, and a step of them is that much more than 2^24."""
 
 
 class Group:
@@ -79,7 +82,7 @@ class EncryptedSum:
         self._public = public
         self._workers = workers
         self._of_groups = _groups(settings)
-        self._totals = np.zeros((len(self._of_groups), 2, 2, GROUP))
+        self._totals: Reals = np.zeros((len(self._of_groups), 2, 2, GROUP))
         self._added = 0
 
     def add(
@@ -126,7 +129,8 @@ class EncryptedSum:
         with np.errstate(invalid="ignore", over="ignore"):
             squares = map_slices(work, self._of_groups, workers=self._workers, progress=progress)
         self._added += len(updates)
-        return np.sqrt(np.sum(squares, axis=0)) * self._settings.step
+        norms: Reals = np.sqrt(np.sum(squares, axis=0)) * self._settings.step
+        return norms
 
     def words(
         self, noise: NDArray[Any], masks: Sequence[tuple[bytes, bool]]
@@ -163,7 +167,7 @@ class EncryptedSum:
             return [None] * len(groups)
 
         map_slices(work, self._of_groups, workers=self._workers)
-        self._totals = np.empty(0)
+        self._totals = np.empty((0, 2, 2, GROUP))
         return first.tobytes(), second.tobytes()
 
     def _rerandomised(self, group: Group) -> tuple[Reals, NDArray[np.int64], NDArray[np.int64]]:
@@ -197,15 +201,16 @@ def decrypted(
     sums = list(messages)
     result = np.empty(settings.coordinates)
     # The middle of a dither, and of what silos cut from their words.
-    middle = len(sums) * (2 ** (STEP_BITS - 1) + 2 ** (_CUT_BITS - 1))
+    middle = len(sums) * (_HALF_STEP + 2 ** (_CUT_BITS - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:
         for group in groups:
             _add(first[group.coordinates], second[group.words], sums, group)
             words = first[group.coordinates].view(np.int64)
             words += _opened(group, secret, second[group.words])[: len(words)]
-            words += 2 ** (STEP_BITS - 1) - middle
-            result[group.coordinates] = (words >> STEP_BITS) * settings.step
+            words -= middle
+            words -= np.rint(words * _EXCESS).astype(np.int64)
+            result[group.coordinates] = (words + _HALF_STEP >> STEP_BITS) * settings.step
         return [None] * len(groups)
 
     map_slices(work, _groups(settings), workers=workers, progress=progress)

@@ -1,1 +1,1 @@
-"""A Flower project that knew nothing of flower_ext before its strategy was exchanged."""
+"""A Flower project that did not use flower_ext before its strategy was exchanged."""

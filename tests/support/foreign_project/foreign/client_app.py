@@ -1,4 +1,4 @@
-"""A client as Flower's tutorials write it: plain torch, no word of flower_ext."""
+"""A ClientApp as in Flower's tutorials: plain PyTorch, without flower_ext."""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict

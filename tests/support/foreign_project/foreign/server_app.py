@@ -1,4 +1,4 @@
-"""Flower's strategy exchanged for DP-FedAvg, or wrapped by Upcycled: the drop-ins of the README."""
+"""The drop-ins of the README: DP-FedAvg in place of Flower's strategy, or Upcycled around it."""
 
 import json
 from pathlib import Path

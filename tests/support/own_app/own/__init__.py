@@ -1,1 +1,1 @@
-"""An app of one's own, as short as the helper makes it."""
+"""An app of a user, as short as `configured` allows."""

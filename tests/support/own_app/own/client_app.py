@@ -1,4 +1,4 @@
-"""Client side: nothing but the method and the task."""
+"""The client side: only the method and the task."""
 
 from flower_ext.algorithms import DPFedAvg
 from own.task import task

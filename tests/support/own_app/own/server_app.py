@@ -1,4 +1,4 @@
-"""An app written from scratch: settings, a task, a method, and no more wiring than this."""
+"""An app written from scratch: settings, a task, a method, and the least wiring that works."""
 
 from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp

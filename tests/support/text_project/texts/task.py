@@ -1,4 +1,4 @@
-"""The learning problem: rows of a file, each with a text and a class, and a model with adapters."""
+"""The learning problem: rows of a file with a text and a class, and a model with adapters."""
 
 import csv
 from functools import cache, partial

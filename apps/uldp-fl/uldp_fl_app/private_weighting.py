@@ -1,0 +1,53 @@
+"""Settings of private weighting, and the strategies that use it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import UserConfig
+
+from flower_ext.federation import FederatedStrategy
+from flower_ext.runs.settings import UnfitSetting, choice, flag, integer, integers, number
+
+if TYPE_CHECKING:
+    from flower_ext.algorithms.uldp.weighting.protocol import WeightingProtocol
+
+
+def private_strategy_of(config: UserConfig, options: dict[str, Any]) -> FederatedStrategy:
+    """Return a method with private weighting, which needs the extra ``weighting``."""
+    from flower_ext.algorithms.uldp import PrivateUldpAvg, PrivateUldpSgd
+
+    strategy = PrivateUldpAvg if config["method"] == "uldp-avg-private" else PrivateUldpSgd
+    return strategy(protocol=protocol_of(config), **options)
+
+
+def protocol_of(config: UserConfig) -> WeightingProtocol:
+    """Return the protocol that keeps weights private, with its settings.
+
+    Raises
+    ------
+    UnfitSetting
+        A setting of Paillier for another protocol, which has nothing like it.
+    """
+    from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
+
+    if choice(config, "protocol", ("paillier", "lattice")) == "lattice":
+        for name in ("allowed-totals", "draw-choices"):
+            if config[name]:
+                raise UnfitSetting(
+                    f"run-config {name}={config[name]!r} with protocol='lattice': expected "
+                    f"protocol='paillier', or no {name}"
+                )
+        return LatticeWeighting(
+            max_records_per_user=integer(config, "max-records-per-user"),
+            silo_record_limits=integers(config, "silo-record-limits"),
+        )
+    return PrivateWeighting(
+        key_bits=integer(config, "key-bits"),
+        precision=number(config, "precision"),
+        max_records_per_user=integer(config, "max-records-per-user"),
+        allowed_totals=integers(config, "allowed-totals"),
+        silo_record_limits=integers(config, "silo-record-limits"),
+        draw_choices=integer(config, "draw-choices") or None,
+        allow_insecure_key_size=flag(config, "allow-insecure-keys"),
+    )

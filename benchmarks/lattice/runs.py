@@ -1,0 +1,154 @@
+"""One run of private weighting over ring-LWE in one process, and what each party spends on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_ext.privacy import seeded_generator
+from flower_ext.secure.weighting.lattice.server import LatticeServer
+from flower_ext.secure.weighting.lattice.settings import LatticeSettings
+from flower_ext.secure.weighting.lattice.silo import LatticeSilo
+
+Result = TypeVar("Result")
+_TOGETHER = 16
+"""Users whose updates are in memory at once."""
+_LIMIT = 2000
+
+
+@dataclass
+class Cost:
+    """CPU seconds of all threads, and bytes."""
+
+    set_up_server: float = 0.0
+    set_up_silo: float = 0.0
+    weights_server: float = 0.0
+    weights_silo: float = 0.0
+    adding: float = 0.0
+    finishing: float = 0.0
+    elapsed: float = 0.0
+    closing: float = 0.0
+    up: int = 0
+    down: int = 0
+    largest_error: float = 0.0
+    plain: float = 0.0
+
+    @property
+    def silo(self) -> float:
+        """CPU seconds of one silo in a round, without its checks of other silos."""
+        return self.adding + self.finishing
+
+
+def timed(work: Callable[..., Result], *arguments: Any) -> tuple[Result, float]:
+    """Return what ``work`` returns, and its CPU seconds."""
+    start = time.process_time()
+    found = work(*arguments)
+    return found, time.process_time() - start
+
+
+class _Updates:
+    """Updates of norm C, drawn anew whenever they are asked for."""
+
+    def __init__(self, settings: LatticeSettings) -> None:
+        self._settings = settings
+
+    def of(self, silo: int, user: int) -> NDArray[np.float32]:
+        rng = seeded_generator(0, "update", silo, user)
+        drawn = rng.standard_normal(self._settings.coordinates, dtype=np.float32)
+        scale = self._settings.clipping_norm / np.linalg.norm(drawn.astype(np.float64))
+        return drawn * np.float32(scale * (1 - 1e-6))
+
+
+def set_up(
+    settings: LatticeSettings, counts: NDArray[np.int64], workers: int, cost: Cost
+) -> tuple[LatticeServer, list[LatticeSilo]]:
+    """Exchange keys, seed and counts, and open an epoch."""
+    server, cost.set_up_server = timed(lambda: LatticeServer(settings, workers=workers))
+    silos = [LatticeSilo(settings, at, workers=workers) for at in range(settings.silos)]
+    relayed = server.relay_keys([silo.key for silo in silos])
+    public = server.public_key
+    for silo in silos:
+        silo.receive_keys(public, relayed)
+    seeds = server.relay_seed(silos[0].seal_seed())
+    answer, cost.set_up_silo = timed(silos[0].answer_transfer)
+    _, spent = timed(server.receive_answer, answer)
+    cost.set_up_server += spent
+    for silo, seed in zip(silos[1:], seeds, strict=True):
+        silo.open_seed(seed)
+    server.receive_counts(
+        [silo.mask_counts(own.tolist()) for silo, own in zip(silos, counts, strict=True)]
+    )
+    weights, cost.weights_server = timed(server.open_epoch)
+    cost.down = len(weights.to_bytes())
+    # The first opening takes the silo's keys of the transfer as well, once a run.
+    _, spent = timed(lambda: silos[0]._transfer_keys)
+    cost.set_up_silo += spent
+    for silo in silos[::-1]:
+        _, cost.weights_silo = timed(silo.receive_weights, weights)
+    return server, silos
+
+
+def round_cost(
+    *, coordinates: int, users: int, silos: int, workers: int = 1, present: float = 1.0
+) -> Cost:
+    """Run one round and compare it with the plain sum.
+
+    Parameters
+    ----------
+    present : float
+        Share of the users that have records in any one silo.
+    """
+    settings = LatticeSettings(
+        run="benchmark",
+        users=users,
+        silos=silos,
+        coordinates=coordinates,
+        silo_record_limits=(_LIMIT // silos,) * silos,
+        clipping_norm=1.0,
+        noise_stddev=1.0,
+        rounds=1000,
+    )
+    rng = seeded_generator(0, "counts")
+    counts = rng.integers(1, _LIMIT // silos + 1, (silos, users))
+    counts *= rng.random((silos, users)) < present
+    cost, updates = Cost(), _Updates(settings)
+    server, parties = set_up(settings, counts, workers, cost)
+    opening, expected, sums = server.open_round(1), np.zeros(coordinates), []
+    totals = np.maximum(counts.sum(0), 1)
+    spent: list[tuple[float, float, float]] = []
+    for at, silo in enumerate(parties):
+        noise = seeded_generator(0, "noise", at).standard_normal(coordinates)
+        expected += noise
+        adding = elapsed = 0.0
+        weighing = silo.begin(opening)
+        own = np.flatnonzero(counts[at]).tolist()
+        for first in range(0, len(own), _TOGETHER):
+            batch = {user: updates.of(at, user) for user in own[first : first + _TOGETHER]}
+            start = time.perf_counter()
+            adding += timed(weighing.add, batch)[1]
+            elapsed += time.perf_counter() - start
+            cost.plain += timed(_add, expected, batch, counts[at] / totals)[1] / silos
+        start = time.perf_counter()
+        message, finishing = timed(weighing.finish, noise)
+        spent.append((adding, finishing, elapsed + time.perf_counter() - start))
+        sums.append(message)
+    # The silo that was disturbed least: all of them do the same work.
+    cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
+    cost.up = len(sums[0].to_bytes())
+    found, cost.closing = timed(server.close_round, sums)
+    cost.largest_error = float(np.abs(found - expected).max())
+    return cost
+
+
+def _add(
+    total: NDArray[np.float64],
+    batch: Mapping[int, NDArray[np.float32]],
+    weights: NDArray[np.float64],
+) -> None:
+    for user, update in batch.items():
+        total += weights[user] * update

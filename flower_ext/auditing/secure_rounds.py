@@ -1,0 +1,150 @@
+"""A secure round as its server sees it, from the messages that pass over the grid.
+
+The adversary of `AdversaryView.SUM_ONLY` is that server: it follows the protocol, keeps all it
+receives and computes what it can. `SecureTranscript` does the same. It knows nothing of the clients
+but their messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Message
+
+from flower_ext.auditing.experiment import Arrays
+from flower_ext.errors import FlowerExtError
+from flower_ext.federation import records
+from flower_ext.federation.client.sum_member import CONTEXT, INDEX, SENT
+from flower_ext.secure.aggregation import (
+    Advert,
+    MaskedInput,
+    Revealed,
+    RoundContext,
+    SealedShares,
+    SumServer,
+)
+from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
+from flower_ext.secure.aggregation.messages import OF_SEED
+from flower_ext.secure.aggregation.shamir import combine
+
+M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
+LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
+"""An upload is bare if more than five eighths of its numbers lie in the central quarter of the
+ring. A uniform one of at least 64 numbers is so with a probability below 1e-9."""
+
+
+class SecureTranscript:
+    """The messages of a round's first secure sum, and what its server can compute from them.
+
+    That is the sum of its updates. Scores may be summed after it, in vectors of another length.
+    """
+
+    def __init__(self) -> None:
+        self._context: RoundContext | None = None
+        self._members: dict[int, int] = {}
+        self._heard: list[Message] = []
+
+    def hear(self, asked: Iterable[Message], replies: Iterable[Message]) -> None:
+        """Note a stage: what the server asked, and what clients answered."""
+        for message in asked:
+            if is_secure(message):
+                told = records.to_arrays(message.content.array_records[records.SECURE_SUM])
+                context = RoundContext.from_bytes(told[CONTEXT].tobytes())
+                self._context = self._context or context
+                if context.digest == self._context.digest:
+                    self._members[message.metadata.dst_node_id] = int(told[INDEX])
+        if self._context is not None:
+            self._heard += [reply for reply in replies if not reply.has_error()]
+
+    def sum(self, like: Arrays) -> Arrays | None:
+        """Return the sum in whole cells, by names and in shapes of ``like``; None without one."""
+        if self._context is None or not self._is_of(like):
+            return None
+        server = SumServer(self._context)
+        stages: tuple[tuple[Any, Any, Any], ...] = (
+            (Advert, server.add_advert, server.keys),
+            (SealedShares, server.add_shares, server.deliveries),
+            (MaskedInput, server.add_masked, server.question),
+        )
+        try:
+            for kind, add, close in stages:
+                for message in self._said(kind):
+                    add(message)
+                close()
+            for message in self._said(Revealed):
+                server.add_revealed(message)
+            total = server.total()
+        except FlowerExtError:
+            return None  # the round was discarded
+        return self._shaped(total, like)
+
+    def bare(self, like: Arrays) -> Mapping[int, Arrays]:
+        """Return by node the uploads that nothing hides, without the mask that the server removes.
+
+        The server learns the seed of each client's own mask. What is then left of an upload is
+        uniform, as long as the masks that it shares with its neighbours are there.
+        """
+        if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
+            return {}
+        nodes = {member: node for node, member in self._members.items()}
+        found = {}
+        for message in self._said(MaskedInput):
+            values = np.frombuffer(message.values, dtype=self._context.dtype).copy()
+            seed = self._seed(message.member)
+            if seed is not None:
+                key = self_mask_key(self._context.digest, seed, message.member)
+                apply_mask(key, values, subtract=True)
+            near = np.abs(self._signed(values)) < _CENTRAL / 2 * 2.0**self._context.bits
+            if np.mean(near) > _MOST:
+                found[nodes[message.member]] = self._shaped(values, like)
+        return found
+
+    def _is_of(self, like: Arrays) -> bool:
+        assert self._context is not None
+        return self._context.length == sum(array.size for array in like.values())
+
+    def _seed(self, member: int) -> bytes | None:
+        assert self._context is not None
+        shares = {
+            one.member + 1: one.shares[member][1:]
+            for one in self._said(Revealed)
+            if one.shares.get(member, b"")[:1] == OF_SEED
+        }
+        try:
+            return combine(shares, self._context.threshold)
+        except FlowerExtError:
+            return None
+
+    def _said(self, kind: type[M]) -> list[M]:
+        assert self._context is not None
+        found = []
+        for reply in self._heard:
+            for name in (records.ANSWER, records.UPDATE):
+                record = reply.content.get(name)
+                if isinstance(record, ArrayRecord) and SENT in record:
+                    try:
+                        data = record[SENT].numpy().tobytes()
+                        found.append(kind.from_bytes(data, self._context))
+                    except FlowerExtError:
+                        continue  # of another stage
+        return found
+
+    def _signed(self, values: np.ndarray) -> np.ndarray:
+        assert self._context is not None
+        kind = np.int32 if self._context.bits == 32 else np.int64
+        return values.view(kind).astype(np.float64)
+
+    def _shaped(self, values: np.ndarray, like: Arrays) -> Arrays:
+        flat, at, found = self._signed(values), 0, {}
+        for name in sorted(like):
+            size = like[name].size
+            found[name] = flat[at : at + size].reshape(like[name].shape)
+            at += size
+        return found
+
+
+def is_secure(message: Message) -> bool:
+    """Return True for a message of a secure sum, from the server."""
+    return records.SECURE_SUM in message.content

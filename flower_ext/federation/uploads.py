@@ -1,0 +1,299 @@
+"""Uploads of clients that live in the server's process: rows of arrays in place of records.
+
+A cohort of a hundred small models costs more in records than in training. `Rows` takes each update
+into one row, and an `UploadReply` carries that row. The reply builds Flower's records as soon as
+anybody reads its ``content``; the strategies of this package read the row itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, Metadata, MetricRecord, RecordDict
+
+from flower_ext.federation import _flower_private as private
+from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
+from flower_ext.privacy.plan import PrivacyPlan
+from flower_ext.privacy.updates import Layout, Row, Summed, Update, layout_of
+from flower_ext.training import Params
+
+UPDATE = "update"
+"""Record of a difference, already bounded and noised where the plan asks the client to."""
+METRICS = "metrics"
+_BLOCK = 4 * 2**20
+"""Bytes of the rows that are allocated, and freed, together."""
+
+
+class Upload:
+    """One client's update as it leaves the client, and the metrics beside it.
+
+    Parameters
+    ----------
+    arrays : Row
+    metrics : Mapping[str, float]
+    payload : int
+        Bytes of the arrays as Flower would serialise them.
+    """
+
+    __slots__ = ("arrays", "metrics", "payload")
+
+    def __init__(self, arrays: Row, metrics: Mapping[str, float], payload: int) -> None:
+        self.arrays, self.metrics, self.payload = arrays, metrics, payload
+
+    def content(self) -> RecordDict:
+        """Return the same as Flower's records."""
+        return content_of(to_record(self.arrays), self.metrics)
+
+
+def content_of(update: ArrayRecord, metrics: Mapping[str, float]) -> RecordDict:
+    """Return the content of a reply to a training; no record of metrics where there are none."""
+    content: dict[str, object] = {UPDATE: update}
+    if metrics:
+        content[METRICS] = metrics_record(metrics)
+    return private.record_of(RecordDict, content)
+
+
+def metrics_record(values: Mapping[str, float]) -> MetricRecord:
+    """Return plain numbers as a MetricRecord, which takes no NumPy scalars."""
+    return private.record_of(MetricRecord, {name: float(value) for name, value in values.items()})
+
+
+class Elsewhere:
+    """Updates that another process of this machine holds, and has added up.
+
+    Parameters
+    ----------
+    fetch : Callable[[], Sequence[ndarray]]
+        Brings the numbers of all of them.
+    summed : Summed, optional
+        Their sum; None if it could not be taken.
+    count : int
+    """
+
+    def __init__(
+        self, fetch: Callable[[], Sequence[np.ndarray]], summed: Summed | None, count: int
+    ) -> None:
+        self._fetch, self.summed, self.count = fetch, summed, count
+        self._rows: Sequence[np.ndarray] | None = None
+
+    def rows(self) -> Sequence[np.ndarray]:
+        """Return the numbers of each update, fetched once."""
+        if self._rows is None:
+            self._rows = self._fetch()
+        return self._rows
+
+
+class RowElsewhere(Row):
+    """One update of `Elsewhere`; its numbers are fetched when somebody reads them.
+
+    Parameters
+    ----------
+    elsewhere : Elsewhere
+    index : int
+        Its number among these updates.
+    layout, dtype, square, norm
+        As those of `Row`, as the other process told them.
+    """
+
+    __slots__ = ("_facts", "elsewhere", "index")
+
+    def __init__(
+        self,
+        elsewhere: Elsewhere,
+        index: int,
+        layout: Layout,
+        dtype: np.dtype,
+        square: float,
+        norm: float,
+    ) -> None:
+        self.elsewhere, self.index, self.layout = elsewhere, index, layout
+        self._facts = (dtype, square, norm)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As `Row.dtype`."""
+        return self._facts[0]
+
+    @property
+    def square(self) -> float:
+        """As `Row.square`."""
+        return self._facts[1]
+
+    @property
+    def norm(self) -> float:
+        """As `Row.norm`."""
+        return self._facts[2]
+
+    @property
+    def numbers(self) -> np.ndarray:  # type: ignore[override]
+        """All numbers."""
+        return self.elsewhere.rows()[self.index]
+
+
+def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
+    """Yield updates, and sums in place of those that other processes have added up.
+
+    A sum is used only if all updates in it are among ``updates``; else each is fetched.
+    """
+    noted: dict[Elsewhere, list[Update]] = {}
+    for update in updates:
+        if not isinstance(update, RowElsewhere) or update.elsewhere.summed is None:
+            yield update
+            continue
+        there, summed = update.elsewhere, update.elsewhere.summed
+        noted.setdefault(there, []).append(update)
+        if len(noted[there]) == there.count:  # each comes once
+            del noted[there]
+            yield summed
+    for rows in noted.values():
+        yield from rows
+
+
+class Asked(list[Message]):
+    """Messages whose replies will only be added up, as a plan does it.
+
+    Parameters
+    ----------
+    messages : Iterable[Message]
+    plan : PrivacyPlan
+    """
+
+    def __init__(self, messages: Iterable[Message], plan: PrivacyPlan) -> None:
+        super().__init__(messages)
+        self.plan = plan
+
+
+class UploadReply(Message):
+    """A reply whose content is an `Upload` until somebody reads or replaces it.
+
+    Parameters
+    ----------
+    question : Message
+        The message that it answers.
+    upload : Upload
+    """
+
+    def __init__(self, question: Message, upload: Upload) -> None:
+        vars(self).update(_content=upload, _error=None, question=question)
+
+    @property
+    def question(self) -> Message | None:
+        """The message that it answers; None once the metadata may be others."""
+        found: Message | None = vars(self)["question"]
+        return found
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata that an engine of Flower would deliver."""
+        if self.question is not None:
+            vars(self).update(_metadata=private.answering(self.question), question=None)
+        found: Metadata = vars(self)["_metadata"]
+        return found
+
+    @property
+    def upload(self) -> Upload | None:
+        """The upload; None once the content may be another one."""
+        found = vars(self)["_content"]
+        return found if isinstance(found, Upload) else None
+
+    @property
+    def content(self) -> RecordDict:
+        """The records that an engine of Flower would deliver."""
+        if (upload := self.upload) is not None:
+            vars(self)["_content"] = upload.content()
+        return super().content
+
+    @content.setter
+    def content(self, value: RecordDict) -> None:
+        vars(self)["_content"] = value
+
+
+class Rows:
+    """Room for the updates of a cohort.
+
+    Parameters
+    ----------
+    like : Mapping[str, Tensor]
+        Names, shapes and types of the updates that it takes.
+    count : int
+        Rows that will be needed at most.
+    """
+
+    def __init__(self, like: Params, count: int) -> None:
+        self._like, self._layout, self._left = like, layout_of(like), count
+        self._numbers = sum(value.numel() for value in like.values())
+        self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in like.values())
+        self._free: list[tuple[np.ndarray, Params]] = []
+        self._usable = self._numbers > 0 and {value.dtype for value in like.values()} in (
+            {torch.float32},
+            {torch.float64},
+        )
+
+    def room(self, like: Mapping[str, Any]) -> Params | None:
+        """Return the arrays of the next row; None for what is not as the rows are.
+
+        The row is the next one until `take` takes it.
+        """
+        if not self._usable or like.keys() != self._like.keys():
+            return None
+        for name, own in self._like.items():
+            value = like[name]
+            if not isinstance(value, torch.Tensor) or not value.is_cpu or value.requires_grad:
+                return None
+            if value.shape != own.shape or value.dtype != own.dtype:
+                return None
+        if not self._free:
+            self._allocate()
+        return self._free[-1][1]
+
+    def take(self, update: Mapping[str, Any], metrics: Mapping[str, float]) -> Upload | None:
+        """Return an upload of what `room` holds, after ``update`` was copied there if it is not.
+
+        None for an update that is not as the rows are.
+        """
+        if not (self._free and update is self._free[-1][1]):
+            if (room := self.room(update)) is None:
+                return None
+            for name, into in room.items():
+                if (value := update[name]) is not into:
+                    into.copy_(value)
+        numbers, _ = self._free.pop()
+        return Upload(Row(numbers, self._layout), metrics, self._payload)
+
+    def _allocate(self) -> None:
+        dtype = next(iter(self._like.values())).dtype
+        most = max(1, _BLOCK // (self._numbers * dtype.itemsize))
+        block = torch.empty(min(most, max(1, self._left)), self._numbers, dtype=dtype)
+        self._left -= len(block)
+        parts = {
+            name: block[:, place].view(len(block), *shape).unbind()
+            for name, (place, shape) in self._layout.items()
+        }
+        for number, numbers in enumerate(block.numpy()):
+            self._free.append((numbers, {name: part[number] for name, part in parts.items()}))
+        self._free.reverse()
+
+
+def _numpy_type(value: torch.Tensor) -> np.dtype:
+    return np.dtype(str(value.dtype).removeprefix("torch."))
+
+
+def payload_bytes(messages: Sequence[Message]) -> int:
+    """Return the bytes of all arrays in messages as they are serialised; the rest is small."""
+    sizes: dict[int, int] = {}  # many may share a content
+    total = 0
+    for message in messages:
+        upload = message.upload if isinstance(message, UploadReply) else None
+        if upload is not None:
+            total += upload.payload
+        elif message.has_content():
+            content = message.content
+            if (size := sizes.get(id(content))) is None:
+                records = (r for r in content.values() if isinstance(r, ArrayRecord))
+                size = sum(map(record_bytes, records))
+                sizes[id(content)] = size
+            total += size
+    return total

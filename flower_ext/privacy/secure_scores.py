@@ -1,0 +1,119 @@
+"""Scores of an evaluation as one noised sum over clients.
+
+For an evaluation with k scores each client has a vector (1, x₁, …, x_k): x_j is its j-th score,
+clipped to public bounds and mapped from [low, high] to [−½, ½]. A client without test examples has
+a vector of zeros. So one client's vector has a norm of at most √(1 + k/4). The sum over all clients
+is released with Gaussian noise, and the mean of a score is the ratio of two of its numbers. The
+count is noised like the rest, since it tells who has test examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_ext.checks import require_at_least_one, require_positive
+from flower_ext.errors import InvalidValue
+
+Bounds = tuple[tuple[str, float, float], ...]
+"""Names of scores, each with its least and its largest value."""
+ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureScores:
+    """Settings with which a run's evaluations release mean scores over all clients.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Standard deviation of the noise on the sum, over the norm bound of one client's vector.
+    evaluations : int
+        Planned number of evaluations.
+    bounds : tuple of (str, float, float)
+        Names of scores, each with its least and its largest value. What lies outside is clipped; a
+        score that a client cannot tell counts as the middle. Scores that are not named here stay
+        on the clients. A loss has no bound of its own: choose one, as ``("loss", 0.0, 4.0)``.
+
+    Raises
+    ------
+    InvalidValue
+        Noise or evaluations are not above 0; or there are no bounds, a name comes twice, or a
+        largest value is not above the least.
+    """
+
+    noise_multiplier: float
+    evaluations: int
+    bounds: Bounds = ACCURACY
+
+    def __post_init__(self) -> None:
+        require_positive("noise_multiplier", self.noise_multiplier)
+        require_at_least_one("evaluations", self.evaluations)
+        names = [name for name, *_ in self.bounds]
+        if not names or len({*names}) < len(names):
+            raise InvalidValue(f"bounds={self.bounds!r}: expected one or more scores, each once")
+        for name, low, high in self.bounds:
+            if not -math.inf < low < high < math.inf:
+                raise InvalidValue(
+                    f"bounds of {name!r}: expected two finite numbers, the second above the first; "
+                    f"found {low!r} and {high!r}"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the scores."""
+        return tuple(name for name, *_ in self.bounds)
+
+    @property
+    def norm(self) -> float:
+        """Norm bound of one client's vector: √(1 + k/4)."""
+        return math.sqrt(1 + len(self.bounds) / 4)
+
+    def means(self, total: np.ndarray, stddev: float) -> dict[str, float]:
+        """Return the means of the scores, each with its standard error due to noise.
+
+        Parameters
+        ----------
+        total : ndarray
+            The noised sum of 1 + k numbers.
+        stddev : float
+            Of the noise on each of them.
+
+        Returns
+        -------
+        dict[str, float]
+            ``…_mean`` and ``…_mean_error`` by score, and the noised number of ``scored_clients``.
+            The error is that of the ratio, to first order; it holds where the count is several
+            ``stddev``. Noise may carry a mean beyond its bounds. Nothing where the count is below
+            1, since it then tells nothing.
+        """
+        count = float(total[0])
+        if count < 1:
+            return {}
+        found = {"scored_clients": count}
+        for (name, low, high), value in zip(self.bounds, total[1:], strict=True):
+            centred = float(value) / count
+            found[f"{name}_mean"] = (low + high) / 2 + (high - low) * centred
+            error = stddev / count * math.sqrt(1 + centred**2)
+            found[f"{name}_mean_error"] = (high - low) * error
+        return found
+
+    def describe(self) -> str:
+        """For the log."""
+        return f"scores in secure sums, noise multiplier {self.noise_multiplier:.4g}"
+
+
+def scores_vector(scores: Mapping[str, float], bounds: Bounds) -> np.ndarray:
+    """Return one client's vector of 1 + k numbers; zeros where it has no scores at all."""
+    if not scores:
+        return np.zeros(1 + len(bounds))
+    parts = [1.0]
+    for name, low, high in bounds:
+        middle = (low + high) / 2
+        value = scores.get(name, middle)
+        value = middle if math.isnan(value) else min(max(value, low), high)
+        parts.append((value - middle) / (high - low))
+    return np.asarray(parts)
