@@ -1,5 +1,7 @@
 """Seven questions that the site answers: each has a path of pages, and an answer on the last."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.docs.test_blocks import WITH_BLOCKS
@@ -41,7 +43,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_path_of_links_leads_from_home_to_a_page_that_answers(question):
     path, answer = QUESTIONS[question]
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in pairwise(path):
         page = DOCS / before
         reached = {(page.parent / target).resolve() for target, _ in links(page) if target}
         assert (DOCS / after).resolve() in reached, f"{before} does not link {after}"

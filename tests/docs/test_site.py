@@ -11,9 +11,18 @@ import pytest
 
 from tests.support.pages import DOCS, ROOT, anchor, links, pages
 
-ROOMS = (
-    "algorithms auditing data evaluation federation planning privacy runs secure training"
-).split()
+ROOMS = [
+    "algorithms",
+    "auditing",
+    "data",
+    "evaluation",
+    "federation",
+    "planning",
+    "privacy",
+    "runs",
+    "secure",
+    "training",
+]
 DRAW = importlib.util.spec_from_file_location("draw", DOCS / "assets" / "draw.py")
 
 
