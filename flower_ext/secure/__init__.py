@@ -1,9 +1,9 @@
-"""Sums over parties that show nobody what one of them adds. Nothing here knows torch or Flower.
+"""Sums over parties in which no contribution can be read. Uses neither torch nor Flower.
 
-`aggregation` is the secure sum of one training round, `weighting` the protocol of Uldp-FL. Next to
-them is what such sums share: labelled keys, masks of pairs, numbers as integers, threads.
+`aggregation` computes the secure sum of one training round; `weighting` is the protocol of Uldp-FL.
+The other modules serve both: labelled keys, masks of pairs, fixed-point numbers, threads.
 
-The names of `weighting` are found here too. They are imported at first use, because `weighting`
+This module also exports the names of `weighting`. It imports them at first use, because `weighting`
 needs the extra of that name and `aggregation` does not.
 """
 

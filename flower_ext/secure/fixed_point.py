@@ -1,7 +1,7 @@
 """Real numbers as integers modulo n: multiples of a step, negatives as n − x.
 
 Source: Algorithm 5 of Kato et al., "Uldp-FL" (PVLDB 2024). Values are rounded to the nearest
-multiple; the paper cuts towards zero, which errs twice as far.
+multiple. The paper rounds towards zero, which doubles the largest error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flower_ext.checks import require_positive
 from flower_ext.errors import InvalidValue
 
 _LARGEST_ENCODED = 2**61
-"""Twice of it still fits 64 bits, which the products of powers rely on."""
+"""Twice this number fits a signed 64-bit integer; `weighting.multiexp` relies on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class FixedPoint:
     Parameters
     ----------
     step : float
-        Distance of neighbouring values. Rounding errs by at most half of it.
+        Distance between neighbouring values. The rounding error is at most half of it.
     bound : float
-        Largest magnitude that is accepted.
+        Largest accepted magnitude.
     """
 
     step: float = 1e-10
@@ -47,16 +47,16 @@ class FixedPoint:
 
     @property
     def largest(self) -> int:
-        """The largest encoded magnitude."""
+        """Largest encoded magnitude, in steps."""
         return max(1, math.floor(self.bound / self.step + 0.5))
 
     def encode(self, values: ArrayLike, *, name: str = "values") -> NDArray[np.int64]:
-        """Nearest multiples of ``step``, signed.
+        """Return the nearest multiples of ``step`` as signed numbers of steps.
 
         Raises
         ------
         ValueError
-            A value is not finite, or larger than ``bound``. Nothing is wrapped or clipped.
+            A value is not finite, or its magnitude exceeds ``bound``. No value wraps or is clipped.
         """
         array = np.asarray(values, dtype=np.float64)
         if not np.isfinite(array).all():
@@ -67,13 +67,13 @@ class FixedPoint:
                 f"{name} reach a magnitude of {highest:g}: expected at most {self.bound:g}"
             )
         scaled = np.rint(array / self.step).astype(np.int64)
-        return np.clip(scaled, -self.largest, self.largest)  # undoes only rounding at the bound
+        return np.clip(scaled, -self.largest, self.largest)  # only rounding can exceed it
 
     def decode(self, encoded: Iterable[int], *, scale: int = 1) -> NDArray[np.float64]:
-        """Real numbers from integers that also carry a factor ``scale``."""
+        """Undo `encode`, for integers that were also multiplied by ``scale``."""
         return np.array([int(x) / scale * self.step for x in encoded], dtype=np.float64)
 
 
 def from_residue(residue: mpz, modulus: mpz) -> mpz:
-    """The signed integer of magnitude below ``modulus / 2`` that ``residue`` stands for."""
+    """Return the signed integer of magnitude below ``modulus / 2`` with this residue."""
     return residue - modulus if 2 * residue > modulus else residue

@@ -1,4 +1,4 @@
-"""Inverses modulo a number, many for about the price of one."""
+"""Many inverses modulo a number for about the cost of one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from gmpy2 import mpz
 
 
 def invert_all(values: Sequence[mpz], modulus: mpz) -> list[mpz]:
-    """Inverses modulo ``modulus`` for one inversion and three multiplications each (Montgomery).
+    """Return the inverses modulo ``modulus``, in order (Montgomery's simultaneous inversion).
+
+    It takes one inversion in all, and three multiplications for each value.
 
     Raises
     ------
     ZeroDivisionError
-        A value is no unit.
+        A value has no inverse.
     """
     prefixes = [mpz(1)]
     for value in values:

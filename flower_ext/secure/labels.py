@@ -1,4 +1,4 @@
-"""Keys that belong to one purpose: every use of a secret gets a label of its own."""
+"""Keys that serve one purpose each: every use of a secret has its own label."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 
 def derive(key: bytes, *label: str | int | bytes) -> bytes:
-    """Return a 32-byte key that belongs to ``label`` alone (HKDF-SHA256).
+    """Return a 32-byte key for ``label`` only (HKDF-SHA256).
 
-    Every part of the label carries its type and length, so no two labels read the same.
+    Each part of the label is encoded with its type and length, so different labels never collide.
     """
     parts = []
     for part in label:

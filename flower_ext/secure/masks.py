@@ -1,13 +1,14 @@
-"""What hides one silo's message from the server: keys of silo pairs, and masks drawn from them.
+"""Masks that hide one silo's message from the server, drawn from keys that pairs of silos share.
 
-Two silos agree on a key by X25519 and HKDF-SHA256. From it they draw the same numbers. One adds (or
-multiplies) them and the other takes them away again, so that they cancel in the sum (or product)
-of all silos and in no smaller one. Numbers come from ChaCha20 under a key that belongs to one run,
-pair, purpose and round; 128 more bits are drawn than the modulus has, so that the remainder is
-within 2⁻¹²⁸ of uniform.
+Two silos agree on a key by X25519 and HKDF-SHA256 and draw the same numbers from it. One silo adds
+(or multiplies by) them, and the other subtracts (or divides by) them. The masks therefore cancel in
+the sum (or product) over all silos, and in no smaller one.
 
-The server relays the public keys. A server that swaps them could read everything: compare
-`PairKeys.fingerprint` over another channel where it is not trusted to relay.
+The numbers come from ChaCha20 under a key for one run, pair, purpose and round. Each draw has 128
+bits more than the modulus, so that its remainder is within 2⁻¹²⁸ of uniform.
+
+The server relays the public keys. A server that swaps them could read every message. Where the
+server is not trusted to relay, compare `PairKeys.fingerprint` over another channel.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _NONCE_BYTES = 12
 
 
 def uniform_residues(key: bytes, count: int, modulus: mpz) -> list[mpz]:
-    """``count`` numbers in [0, modulus) that ``key`` determines. Use a key for one list only."""
+    """Return ``count`` numbers in [0, modulus) that ``key`` determines. Use each key once."""
     size = (modulus.bit_length() + _SURPLUS_BITS + 7) // 8
-    # Counter and nonce start at zero: the key is used once.
+    # A counter and nonce of zero are safe, because the key is used once.
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(count * size))
     return [
         mpz.from_bytes(stream[start : start + size], "big") % modulus
@@ -48,11 +49,11 @@ class PairKeys:
     Parameters
     ----------
     context : bytes
-        Public; the same for all parties of a run and for no other run.
+        Public bytes that all parties of this run share and no other run has.
     index : int
-        This silo's place among the silos, from zero.
+        Number of this silo, from zero.
     private : bytes, optional
-        Raw X25519 private key; fresh from the operating system by default.
+        Raw X25519 private key. By default the operating system draws a new one.
     """
 
     def __init__(self, *, context: bytes, index: int, private: bytes | None = None) -> None:
@@ -73,14 +74,14 @@ class PairKeys:
 
     @property
     def private(self) -> bytes:
-        """Raw private key: for durable storage in this silo only."""
+        """Raw private key. Store it in this silo only, and never send it."""
         return self._private
 
     @property
     def fingerprint(self) -> str:
         """Short hash of all public keys, including the server's.
 
-        It is equal at all silos unless somebody swapped a key.
+        All silos have the same fingerprint unless somebody swapped a key.
         """
         return self._fingerprint
 
@@ -90,23 +91,26 @@ class PairKeys:
         Parameters
         ----------
         public_keys : Mapping[int, bytes]
-            Raw public keys of all silos, this one's among them, by index.
+            Raw public keys of all silos, including this one, by index.
         server_key : bytes
-            The server's public key. Silos that were told different ones agree on nothing.
+            The server's public key. Silos that received different server keys derive different
+            pair keys.
 
         Raises
         ------
         ValueError
-            A key is missing, malformed, of low order, given twice, or not this silo's own.
+            A key is missing, malformed, of low order or given twice, or the key at this silo's
+            index is not its own.
         """
         if public_keys.get(self._index) != self.public:
             raise InvalidValue(f"public_keys[{self._index}]: expected this silo's own key")
         if sorted(public_keys) != list(range(len(public_keys))) or len(public_keys) < 2:
             raise InvalidValue(
-                f"public_keys of {sorted(public_keys)}: expected silos from 0, two up"
+                f"public_keys of silos {sorted(public_keys)}: expected one key from each of at "
+                "least two silos, numbered from 0"
             )
         if len(set(public_keys.values())) != len(public_keys):
-            raise InvalidValue("public_keys: expected a key of its own for every silo")
+            raise InvalidValue("public_keys: expected a different key for every silo")
         mine = X25519PrivateKey.from_private_bytes(self._private)
         keys = {}
         for other, public in public_keys.items():
@@ -116,7 +120,7 @@ class PairKeys:
                 shared = mine.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError as error:  # wrong length, or a point of low order
                 raise InvalidValue(
-                    f"public_keys[{other}]: expected 32 bytes that are an X25519 key of full order"
+                    f"public_keys[{other}]: expected the 32 bytes of an X25519 key of full order"
                 ) from error
             low, high = sorted((self._index, other))
             both = public_keys[low], public_keys[high]
@@ -129,12 +133,13 @@ class PairKeys:
     def additive_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[mpz]:
-        """Numbers modulo ``modulus`` that sum to zero over all silos.
+        """Return numbers modulo ``modulus`` that sum to zero over all silos.
 
         Raises
         ------
         ProtocolError
-            This (purpose, round) has been used: two values under one mask show their difference.
+            The keys are not agreed yet, or masks for this purpose and round were drawn before. Two
+            values under the same mask would reveal their difference.
         """
         total = [mpz(0)] * count
         for other, pad in self._pads(purpose, round_number, count, modulus):
@@ -145,10 +150,10 @@ class PairKeys:
     def multiplicative_masks(
         self, purpose: str, round_number: int, count: int, modulus: mpz
     ) -> list[mpz]:
-        """Units modulo ``modulus`` whose product over all silos is one.
+        """Return units modulo ``modulus`` whose product over all silos is one.
 
-        A draw is no unit with probability of about the inverse of the least factor of ``modulus``,
-        which is out of reach for a product of two large primes.
+        A draw fails to be a unit with a probability of about one over the smallest prime factor of
+        ``modulus``, which is negligible for a product of two large primes.
 
         Raises
         ------
@@ -164,9 +169,9 @@ class PairKeys:
         return [x * y % modulus for x, y in zip(above, inverses, strict=True)]
 
     def mask_keys(self, purpose: str, round_number: int) -> list[tuple[bytes, bool]]:
-        """Return a key for each other silo, and True where its stream is to be taken away.
+        """Return a key for each other silo, with True where this silo subtracts the key's stream.
 
-        Both silos of a pair hold the key; one adds the stream and the other takes it away.
+        Both silos of a pair hold the key. One adds the stream and the other subtracts it.
 
         Raises
         ------
@@ -178,7 +183,10 @@ class PairKeys:
         ]
 
     def seal(self, receiver: int, purpose: str, message: bytes) -> bytes:
-        """Encrypt for one silo (ChaCha20-Poly1305); bound to sender, receiver, run and purpose."""
+        """Encrypt a message for one silo (ChaCha20-Poly1305).
+
+        Only ``receiver`` can open it, and only as a message of this sender, run and purpose.
+        """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         cipher = ChaCha20Poly1305(self._sealing_key(receiver))
         return nonce + cipher.encrypt(nonce, message, self._header(self._index, receiver, purpose))
@@ -189,7 +197,8 @@ class PairKeys:
         Raises
         ------
         ValueError
-            Not sealed by ``sender`` for this silo, run and purpose, or changed on the way.
+            The message was not sealed by ``sender`` for this silo, run and purpose, or somebody
+            changed it.
         """
         cipher = ChaCha20Poly1305(self._sealing_key(sender))
         nonce, text = sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:]
@@ -211,9 +220,12 @@ class PairKeys:
 
     def _drawn_keys(self, purpose: str, round_number: int) -> list[tuple[int, bytes]]:
         if not self._keys:
-            raise ProtocolError("masks are drawn after the public keys of all silos arrived")
+            raise ProtocolError("masks need the public keys of all silos: call `agree` first")
         if (purpose, round_number) in self._used:
-            raise ProtocolError(f"masks for {purpose!r} of round {round_number} were drawn before")
+            raise ProtocolError(
+                f"masks for {purpose!r} of round {round_number} were drawn before: expected a new "
+                "round number"
+            )
         self._used.add((purpose, round_number))
         return [
             (other, derive(key, "mask", purpose, round_number))

@@ -1,4 +1,4 @@
-"""Run big-integer work on several cores. Threads suffice, because gmpy2 can drop Python's lock."""
+"""Run big-integer work on several cores, in threads: gmpy2 can release Python's lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flower_ext.checks import require_at_least_one
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
-"""Called with how many are done, and of how many."""
+"""Called with the number of finished items and the number of all items."""
 
 _SLICES_PER_WORKER = 8
 _LARGEST_SLICE = 64
@@ -26,7 +26,7 @@ def map_slices(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> list[Result]:
-    """Apply ``work`` to slices of ``items`` in ``workers`` threads; results in order.
+    """Apply ``work`` to slices of ``items`` in ``workers`` threads, and return results in order.
 
     Raises
     ------
@@ -46,5 +46,5 @@ def map_slices(
 
 
 def _release_lock() -> None:
-    # Contexts of gmpy2 belong to a thread: the caller's own stays as it is.
+    # Each thread has its own gmpy2 context, so the caller's context does not change.
     gmpy2.get_context().allow_release_gil = True

@@ -96,7 +96,7 @@ def test_public_keys_of_low_order_or_wrong_length_are_refused(public):
     pair, other = PairKeys(context=b"run", index=0), PairKeys(context=b"run", index=1)
     with pytest.raises(ValueError, match=r"public_keys\[2\]"):
         pair.agree({0: pair.public, 1: other.public, 2: public}, server_key=SERVER_KEY)
-    with pytest.raises(ProtocolError, match="after the public keys"):
+    with pytest.raises(ProtocolError, match="need the public keys"):
         pair.additive_masks("a", 1, 1, MODULUS)
 
 
@@ -105,9 +105,9 @@ def test_missing_foreign_and_repeated_public_keys_are_refused():
     for keys, match in (
         ({0: other.public, 1: pair.public}, "own key"),
         ({1: other.public}, "own key"),
-        ({0: pair.public}, "two up"),
-        ({0: pair.public, 2: other.public}, "silos from 0"),
-        ({0: pair.public, 1: pair.public}, "of its own"),
+        ({0: pair.public}, "at least two silos"),
+        ({0: pair.public, 2: other.public}, "numbered from 0"),
+        ({0: pair.public, 1: pair.public}, "a different key"),
     ):
         with pytest.raises(ValueError, match=match):
             pair.agree(keys, server_key=SERVER_KEY)

@@ -1,7 +1,7 @@
-"""Σ_s Σ_u (n_su / N_u) Δ_su + z_s, without anyone learning how many records a user has where.
+"""Private weighting: the sum Σ_s Σ_u (n_su / N_u) Δ_su + z_s, with record counts kept secret.
 
-Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do
-not collude.
+No party learns how many records a user has in a silo other than its own. Source: Protocol 1 of Kato
+et al., "Uldp-FL" (PVLDB 2024), for honest-but-curious parties that do not collude.
 
 ====================  =====================================================================
 paper                 here
@@ -13,33 +13,32 @@ R, r_u                the silos' seed; `user_blinds`
 P                     `WeightingSettings.precision`, of the whole sum
 ====================  =====================================================================
 
-Where this departs from the paper:
+This package departs from the paper in six points:
 
-* Silos number the users in an order that the server does not know.
-* A silo's sum is masked by units modulo n² that multiply to one over the silos, instead of by
-  numbers modulo n that add to zero. One such mask hides message *and* randomness of a ciphertext,
+* The silos number the users in an order that the server does not know.
+* A silo masks its sum by units modulo n² whose product over the silos is one. The paper adds
+  numbers modulo n that sum to zero. A unit hides the message *and* the randomness of a ciphertext,
   so a single upload is uniform.
-* When no users are drawn, every round sends the same encryptions, and silos keep what they computed
-  from them. When users are drawn, they are fresh.
-* The product of all uploads is a ciphertext whose randomness the server could otherwise predict for
-  any guess of the updates, having made the encryptions. So each ciphertext is re-randomised, each
-  by one silo, in turn.
-* A silo adds a dither to its noise: uniform over one step of the encoding. The paper's noise is a
-  multiple of C_LCM, so the decrypted sum modulo C_LCM would be that of the updates alone, and its
-  greatest common divisor with C_LCM would show factors of the N_u. With the dither it is uniform.
+* When all users take part, the server sends the same encryptions in every round, and the silos
+  reuse what they computed from them. When users are drawn, the encryptions are fresh.
+* One silo re-randomises each ciphertext; the silos take turns. Without this step the server, which
+  made the encryptions, could predict the randomness of the product of all uploads for any guess of
+  the updates.
+* A silo adds a dither to its noise, uniform over one step of the encoding. The paper's noise is a
+  multiple of C_LCM, so the decrypted sum modulo C_LCM would depend on the updates alone, and its
+  greatest common divisor with C_LCM would reveal factors of the N_u. With the dither it is uniform.
+* Users may be drawn so that no party knows who takes part. For each user the server encrypts the
+  weight k times and zero P - k times, and the silos take one of these P by oblivious transfer. All
+  silos take the same one, because they derive the choice from their seed. In the paper each silo
+  would choose for itself, and a user's weights would no longer add up.
 
-* Users may be drawn so that no party knows whom: for each user the server encrypts k times the
-  weight and P - k times zero, and the silos take one of these P by oblivious transfer, all of them
-  the same one, by a choice that they derive from their seed. In the paper each silo would choose
-  for itself, and a user's weights no longer add up.
+The server learns the noisy sum and the number of users without any record (their blinded total is
+zero), but not who they are. When the server draws users itself, it also knows which places of the
+secret order it drew. A silo learns nothing about other silos. A silo computes only for users with
+records in it, so its running time reveals their approximate number.
 
-What the server learns: the noisy sum; how many users have no record at all (their blinded total is
-zero), but not which; and, when it draws users itself, which places of the secret order it drew.
-What a silo learns: nothing about other silos. A silo spends its time on the users that it has; who
-times it learns about how many these are.
-
-`WeightingServer` and `WeightingSilo` are the parties, with the steps of the protocol as methods in
-order; `messages` is what passes between them. Nothing here knows torch or Flower.
+`WeightingServer` and `WeightingSilo` are the parties; their methods are the steps of the protocol,
+in order. `messages` defines the messages between them. This package uses neither torch nor Flower.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""What all parties agree on before a private weighting begins, and what it must satisfy."""
+"""Settings that all parties agree on before private weighting begins, and their checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flower_ext.secure.weighting.packing import Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
 
 _MOST_RECORDS = 2**24
-"""Up to it silos look for factors of the modulus within a second."""
+"""Up to this number, a silo searches the modulus for small factors within a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,35 +26,35 @@ class WeightingSettings:
     Parameters
     ----------
     run : str
-        Name of the run, never used before: masks belong to it.
+        Name of the run. Choose one that was never used, because masks derive from it.
     users, silos, coordinates : int
-        |U|, |S| (two at least), and the length of an update.
+        |U|, |S| (at least two), and the length of an update.
     max_records_per_user : int
         N_max: the most records that one user may have over all silos.
     allowed_totals : tuple of int, optional
-        If given, every user has one of these numbers of records over all silos, or none. Their
-        least common multiple is small, so many coordinates fit one plaintext.
+        Numbers of records that a user may have over all silos, besides zero. A short list has a
+        small least common multiple, so that many coordinates fit one plaintext.
     silo_record_limits : tuple of int, optional
-        The most records of one user in each silo. If they sum to N_max at most, no user can exceed
-        it. Without them a silo checks its own records only, and an excess over all silos shows in
-        the decrypted sum (see `WeightingServer.close_round`).
+        The most records of one user in each silo. Their sum is at most N_max, so no user can exceed
+        N_max. Without these limits each silo checks its own records only, and the server notices an
+        excess over all silos in the decrypted sum (see `WeightingServer.close_round`).
     update_bound : float
-        Largest magnitude of an update's coordinate; a clipping norm is one.
+        Largest magnitude of an update's coordinate. The clipping norm is such a bound.
     noise_bound : float
-        Largest magnitude of one silo's noise in a coordinate. Generous costs little.
+        Largest magnitude of one silo's noise in a coordinate. A generous bound costs little.
     precision : float
-        P: largest error of a coordinate of the result, over all users and silos together.
+        P: largest rounding error of a coordinate of the result, over all users and silos together.
     draw_choices, draw_hits : int
         If ``draw_choices`` is given, each user takes part in a round with probability
-        ``draw_hits`` / ``draw_choices``, and no party learns who does.
+        ``draw_hits`` / ``draw_choices``, and no party learns which users do.
     key_bits : int
         Length of the Paillier modulus.
     coordinates_per_plaintext : int, optional
-        As many as fit by default.
+        By default as many as fit.
     table_memory_limit : int
         Bytes that a silo may use for tables of powers.
     allow_insecure_key_size : bool
-        For tests.
+        Accept short keys. Set it in tests only.
 
     Raises
     ------
@@ -95,7 +95,7 @@ class WeightingSettings:
                 f"draw_hits={self.draw_hits!r}: expected an integer from 1 to "
                 f"draw_choices - 1 = {self.draw_choices - 1}"
             )
-        _ = self.encoding, self.noise_encoding, self.packing  # each refuses what does not fit
+        _ = self.encoding, self.noise_encoding, self.packing  # each checks its own sizes
 
     @cached_property
     def common_multiple(self) -> int:
@@ -104,7 +104,7 @@ class WeightingSettings:
         Raises
         ------
         ValueError
-            It is longer than the key.
+            The multiple has more bits than the key.
         """
         multiple = 1
         for total in self.allowed_totals or range(1, self.max_records_per_user + 1):
@@ -119,28 +119,28 @@ class WeightingSettings:
 
     @property
     def step(self) -> float:
-        """Distance of neighbouring encoded values.
+        """Distance between neighbouring encoded values.
 
-        Rounding errs by half of it for each user and each silo, and so does each silo's dither; all
-        of them together by ``precision``.
+        Rounding adds an error of at most half a step for each user and for each silo, and each
+        silo's dither adds another half. All of them together stay within ``precision``.
         """
         return 2 * self.precision / (self.users + 2 * self.silos)
 
     @cached_property
     def encoding(self) -> FixedPoint:
-        """Of updates."""
+        """Encoding of updates."""
         return FixedPoint(step=self.step, bound=self.update_bound)
 
     @cached_property
     def noise_encoding(self) -> FixedPoint:
-        """Of noise: the same step, another bound."""
+        """Encoding of noise, with the same step and its own bound."""
         return FixedPoint(step=self.step, bound=self.noise_bound)
 
     def contribution_bound(self, clipping_norm: float) -> float:
-        """Largest L2 norm by which one user moves the sum, if its updates have ``clipping_norm``.
+        """Return the largest L2 norm by which one user with ``clipping_norm`` moves the sum.
 
         Encoding moves each coordinate of an update by half a step at most. The dither amounts to
-        rounding the sum to whole steps at random, which moves each coordinate by less than one.
+        rounding the sum to whole steps at random, which moves a coordinate by less than one step.
         """
         return clipping_norm + 1.5 * math.sqrt(self.coordinates) * self.step
 
@@ -148,15 +148,15 @@ class WeightingSettings:
     def sum_bound(self) -> int:
         """Largest magnitude of a coordinate of the encoded sum.
 
-        A user's weights sum to one over the silos, so a user adds one update at most. A silo adds
-        its noise and a dither of half a step.
+        A user's weights sum to one over the silos, so a user adds at most one update. A silo adds
+        its noise and a dither of at most half a step.
         """
         users = self.users * self.encoding.largest
         return self.common_multiple * (users + self.silos * (self.noise_encoding.largest + 1))
 
     @cached_property
     def packing(self) -> Packing:
-        """How many coordinates travel in one ciphertext."""
+        """Layout of the coordinates that share one ciphertext."""
         smallest_modulus = 1 << (self.key_bits - 1)
         return Packing.fitting(self.sum_bound, smallest_modulus, self.coordinates_per_plaintext)
 
@@ -177,11 +177,14 @@ class WeightingSettings:
 
     @cached_property
     def context(self) -> bytes:
-        """Hash of all fields. Keys and masks derive from it: parties of different settings fail."""
+        """Hash of all fields.
+
+        Keys and masks derive from it, so parties with different settings cannot read one another.
+        """
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     def record_limit(self, silo: int) -> int:
-        """The most records that one user may have in ``silo``."""
+        """Return the most records that one user may have in ``silo``."""
         limits = self.silo_record_limits
         return self.max_records_per_user if limits is None else limits[silo]
 

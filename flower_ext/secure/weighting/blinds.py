@@ -1,4 +1,4 @@
-"""What the silos share and the server does not know: a factor for every user, and their order."""
+"""Secrets that the silos share and the server lacks: a factor for every user, and an order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flower_ext.secure.masks import uniform_residues
 
 
 def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
-    """A unit modulo ``modulus`` for every user, uniform to whoever does not know ``seed``."""
+    """Return a unit modulo ``modulus`` for every user, uniform to a party without ``seed``."""
 
     def blind(user: int) -> mpz:
         for attempt in count():
@@ -25,9 +25,9 @@ def user_blinds(seed: bytes, users: int, modulus: mpz) -> list[mpz]:
 
 
 def user_order(seed: bytes, users: int) -> list[int]:
-    """Users in an order that says nothing to whoever does not know ``seed``.
+    """Return the users in an order that is uniform to a party without ``seed``.
 
-    The server counts users by their place in it. So it cannot tell who it is that has no records,
-    or whom it drew.
+    The server numbers users by their place in this order. It therefore cannot tell which user has
+    no records, or which user it drew.
     """
     return sorted(range(users), key=lambda user: derive(seed, "order", user))

@@ -1,4 +1,4 @@
-"""The silos' side of a draw of users that nobody knows: they take what their seed chooses."""
+"""The silos' side of a secret draw of users: their seed chooses which ciphertexts they open."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from flower_ext.secure.weighting.oblivious import SEAL_BYTES, Receiver
 def chooser(
     settings: WeightingSettings, seed: bytes, round_number: int, public: bytes, *, workers: int
 ) -> Receiver:
-    """Return the silos' end of a round's transfers, the same at all silos.
+    """Return the receiver of a round's oblivious transfers, which is the same at all silos.
 
     Raises
     ------
     ProtocolError
         The settings have no ``draw_choices``.
     ValueError
-        ``public`` is no group element.
+        ``public`` is not a group element.
     """
     if settings.draw_choices is None:
-        raise ProtocolError("the settings have no draw_choices: expected weights of known users")
+        raise ProtocolError(
+            "the settings have no draw_choices: expected EncryptedWeights from "
+            "`WeightingServer.open_round`, and no draw"
+        )
     return Receiver(
         public,
         derive(seed, "draw", round_number),
@@ -42,13 +45,13 @@ def opened(
     ProtocolError
         The settings have no ``draw_choices``.
     ValueError
-        Malformed.
+        The message is malformed.
     """
     receiver = chooser(settings, seed, message.round_number, message.public, workers=workers)
     size, choices = settings.ciphertext_bytes + SEAL_BYTES, settings.draw_choices or 1
     if len(message.sealed) != size * choices * settings.users:
         raise InvalidValue(
-            f"sealed weights of {len(message.sealed)} bytes: expected {choices} of {size} "
+            f"sealed weights of {len(message.sealed)} bytes: expected {choices} texts of {size} "
             f"bytes for each of {settings.users} users"
         )
     texts = [message.sealed[at : at + size] for at in range(0, len(message.sealed), size)]

@@ -1,4 +1,4 @@
-"""How long a round will take, from a few operations timed on this machine."""
+"""Estimate the time of a round from a few operations timed on this machine."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class RoundEstimate:
     Attributes
     ----------
     choose, fold, tables, products, pack, rerandomise : float
-        Of one silo that has records of every user. ``fold`` and ``tables`` fall away in later
-        rounds when no users are drawn. ``choose``: oblivious transfer of the weights of drawn
-        users, by the silo that answers for all; the others take a third less.
+        Seconds of one silo. When all users take part, later rounds need neither ``fold`` nor
+        ``tables``. ``choose`` is the oblivious transfer of the weights of drawn users, at the silo
+        that answers for all; the other silos take a third less.
     encrypt, decrypt : float
-        Of the server, for all silos together.
+        Seconds of the server, for all silos together.
     prepare : float
-        Of one silo, once: `WeightingSilo.prepare`. Zero where there is none.
+        Seconds of one silo, once, for `WeightingSilo.prepare`; zero if silos do not call it.
     download_bytes, upload_bytes : int
-        Of one silo.
+        Bytes of one silo.
     """
 
     choose: float
@@ -52,26 +52,26 @@ class RoundEstimate:
 
     @property
     def silo(self) -> float:
-        """Seconds of one silo."""
+        """Seconds of one silo in a round."""
         return self.choose + self.fold + self.tables + self.products + self.pack + self.rerandomise
 
     @property
     def server(self) -> float:
-        """Seconds of the server."""
+        """Seconds of the server in a round."""
         return self.encrypt + self.decrypt
 
 
 def estimate_round(
     settings: WeightingSettings, *, users_per_silo: int | None = None, prepared: bool = True
 ) -> RoundEstimate:
-    """Estimate a round of ``settings`` in less than a second of measuring.
+    """Estimate a round under ``settings``. The measurement takes less than a second.
 
     Parameters
     ----------
     users_per_silo : int, optional
-        Users that have records in a silo; all by default.
+        Number of users with records in a silo; by default all.
     prepared : bool
-        Whether silos call `WeightingSilo.prepare`.
+        True if silos call `WeightingSilo.prepare`.
     """
     bits = settings.key_bits
     users = settings.users if users_per_silo is None else users_per_silo
@@ -129,7 +129,7 @@ def _multiplication_seconds(modulus: mpz) -> float:
 
 
 def _seconds(work: Callable[..., object], *arguments: object) -> float:
-    """The fastest of a few calls."""
+    """Return the seconds of the fastest of a few calls."""
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()

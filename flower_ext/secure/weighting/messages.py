@@ -1,4 +1,4 @@
-"""What parties send. Numbers travel as big-endian bytes, all of one length in a message."""
+"""Messages between the parties. A message holds big-endian numbers of one length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SiloKey:
 
 @dataclass(frozen=True, kw_only=True)
 class SealedSeed:
-    """The seed that silos share, from silo 0, for one silo; the server cannot open it."""
+    """The silos' shared seed, sealed by silo 0 for one silo; the server cannot open it."""
 
     receiver: int
     sealed: bytes
@@ -30,7 +30,7 @@ class SealedSeed:
 
 @dataclass(frozen=True, kw_only=True)
 class BlindedCounts:
-    """A silo's record counts under a factor and a mask for each user; for the server."""
+    """A silo's record counts for the server, hidden by a factor and a mask for each user."""
 
     silo: int
     counts: bytes
@@ -38,7 +38,7 @@ class BlindedCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class EncryptedWeights:
-    """One ciphertext a user, for all silos: of zero for users that take no part."""
+    """One ciphertext per user, for all silos. It encrypts zero for a user that takes no part."""
 
     round_number: int
     weights: bytes
@@ -46,7 +46,7 @@ class EncryptedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOffer:
-    """The server begins to draw users whom it will not know; for the silo that answers."""
+    """The server's offer to draw users in secret, for the silo that answers."""
 
     round_number: int
     public: bytes
@@ -54,7 +54,7 @@ class DrawOffer:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawAnswer:
-    """The silos' choices, one for each user, which the server cannot read."""
+    """The silos' choices, one per user, for the server, which cannot read them."""
 
     round_number: int
     answer: bytes
@@ -62,7 +62,7 @@ class DrawAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SealedWeights:
-    """P sealed ciphertexts for each user, for all silos, which can open one of each P."""
+    """P sealed ciphertexts per user, for all silos. The silos can open one of each P."""
 
     round_number: int
     public: bytes
@@ -71,7 +71,7 @@ class SealedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSum:
-    """A silo's weighted, noised and masked updates; for the server."""
+    """A silo's weighted, noised and masked sum of updates, for the server."""
 
     round_number: int
     silo: int
@@ -79,7 +79,7 @@ class MaskedSum:
 
 
 def to_bytes(numbers: Sequence[mpz], size: int) -> bytes:
-    """Numbers of ``size`` bytes each, one after the other."""
+    """Return the numbers, joined, in ``size`` bytes each."""
     return b"".join(int(number).to_bytes(size, "big") for number in numbers)
 
 
@@ -89,7 +89,7 @@ def from_bytes(data: bytes, size: int, count: int, *, name: str) -> list[mpz]:
     Raises
     ------
     ValueError
-        Not ``count`` numbers of ``size`` bytes; the error names the message ``name``.
+        ``data`` does not hold ``count`` numbers of ``size`` bytes; the message names ``name``.
     """
     if len(data) != size * count:
         raise InvalidValue(f"{name} of {len(data)} bytes: expected {count} numbers of {size} bytes")
@@ -99,12 +99,12 @@ def from_bytes(data: bytes, size: int, count: int, *, name: str) -> list[mpz]:
 def ciphertexts_from(
     data: bytes, settings: WeightingSettings, public: PublicKey, *, count: int | None = None
 ) -> list[mpz]:
-    """Ciphertexts under ``public``: as many as a silo uploads, or ``count``.
+    """Return ciphertexts under ``public``: ``count``, or by default as many as a silo uploads.
 
     Raises
     ------
     ValueError
-        A wrong length, or something that is no ciphertext.
+        The length is wrong, or a number is not a ciphertext.
     """
     expected = settings.ciphertexts if count is None else count
     ciphertexts = from_bytes(data, settings.ciphertext_bytes, expected, name="ciphertexts")
@@ -114,22 +114,22 @@ def ciphertexts_from(
 
 
 def check_senders(found: Sequence[int], expected: range) -> None:
-    """Refuse anything but one message of each expected silo."""
+    """Raise a ValueError unless each expected silo sent exactly one message."""
     if sorted(found) != list(expected):
         raise InvalidValue(
-            f"messages of silos {sorted(found)}: expected one each of {list(expected)}"
+            f"messages of silos {sorted(found)}: expected one each from {list(expected)}"
         )
 
 
 def check_all_there(found: Sequence[int], silos: int) -> None:
-    """Refuse fewer than all silos' messages (`IncompleteRound`), and more."""
+    """Raise IncompleteRound if a silo sent nothing, and ValueError for surplus messages."""
     missing = sorted(set(range(silos)) - set(found))
     if missing:
-        raise IncompleteRound(f"silos {missing} sent nothing: expected all {silos}")
+        raise IncompleteRound(f"silos {missing} sent nothing: expected messages from all {silos}")
     check_senders(found, range(silos))
 
 
 def check_later(round_number: int, last: int) -> None:
-    """Refuse a round number that does not rise."""
+    """Raise a ProtocolError unless the round number is above the last one."""
     if round_number <= last:
         raise ProtocolError(f"round {round_number}: expected a number above {last}")

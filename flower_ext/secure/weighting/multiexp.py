@@ -1,9 +1,9 @@
-"""Products of powers, many of them over the same bases: the hot path of private weighting.
+"""Many products of powers over the same bases: the hot path of private weighting.
 
-Wanted are Π_u b_u^{x_uj} for every column j of a matrix of short signed exponents. As the bases
-are the same for all columns, each base has a table of its small powers. An exponent is then a few
-signed digits, each of them one look-up and one multiplication, into a numerator or a denominator.
-Squarings are shared by all bases of a column, inversions by many columns.
+This module computes Π_u b_u^{x_uj} for every column j of a matrix of short signed exponents. All
+columns have the same bases, so each base gets a table of its small powers. An exponent then becomes
+a few signed digits. Each digit costs one look-up and one multiplication, into a numerator or a
+denominator. All bases of a column share squarings, and many columns share inversions.
 
 With U bases, d columns, exponents of b bits, digits of w bits and v tables a base, there are
 k = ⌈b/w⌉ digits and g = ⌈k/v⌉ steps, and the number of modular multiplications is about
@@ -30,42 +30,42 @@ from flower_ext.secure.inverses import invert_all
 from flower_ext.secure.threads import Progress, map_slices
 
 DEFAULT_TABLE_MEMORY = 512 * 2**20
-"""Bytes."""
+"""Bytes that tables may use by default."""
 
 LARGEST_EXPONENT = 2**61
-"""Digits are taken from 64-bit integers."""
+"""Largest magnitude of an exponent, because digits are taken from 64-bit integers."""
 
 _LARGEST_WIDTH = 16
-_OBJECT_BYTES = 64  # an mpz and its place in a list, beside its limbs
-_SETTLING = 5  # multiplications a column and step, for numerator, denominator and its inverse
+_OBJECT_BYTES = 64  # an mpz and its place in a list, besides its limbs
+_SETTLING = 5  # multiplications per column and step: numerator, denominator and its inverse
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How exponents are cut: digits of ``width`` bits, ``steps`` of them for each of ``tables``."""
+    """Division of an exponent: ``tables`` times ``steps`` digits of ``width`` bits each."""
 
     width: int
     tables: int
     steps: int
 
     def cover(self, lowest: int, highest: int) -> bool:
-        """Whether digits from -2^(w-1) to 2^(w-1) - 1 reach from ``lowest`` to ``highest``."""
+        """Return True if digits from -2^(w-1) to 2^(w-1) - 1 reach ``lowest`` and ``highest``."""
         digits, half = self.tables * self.steps, 1 << (self.width - 1)
         ones = ((1 << digits * self.width) - 1) // ((1 << self.width) - 1)
         return -half * ones <= lowest and highest <= (half - 1) * ones
 
     def table_multiplications(self, bases: int) -> int:
-        """Modular multiplications that the tables of ``bases`` bases take."""
+        """Return the number of modular multiplications for the tables of ``bases`` bases."""
         powers = self.tables * ((1 << (self.width - 1)) - 1)
         return bases * (powers + (self.tables - 1) * self.steps * self.width)
 
     def column_multiplications(self, bases: int) -> int:
-        """Modular multiplications that one product takes."""
+        """Return the number of modular multiplications for one product over ``bases`` bases."""
         squarings = (self.steps - 1) * self.width
         return bases * self.tables * self.steps + squarings + _SETTLING * self.steps
 
     def table_bytes(self, bases: int, modulus_bits: int) -> int:
-        """Memory of the tables."""
+        """Return the memory of the tables in bytes."""
         powers = (1 << (self.width - 1)) + 1
         return bases * self.tables * powers * (modulus_bits // 8 + _OBJECT_BYTES)
 
@@ -79,7 +79,7 @@ def choose_windows(
     modulus_bits: int,
     table_memory_limit: int = DEFAULT_TABLE_MEMORY,
 ) -> Windows:
-    """The windows with the fewest multiplications whose tables fit the memory.
+    """Return the windows with the fewest multiplications whose tables fit the memory.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def choose_windows(
     Raises
     ------
     ValueError
-        Even the smallest tables do not fit.
+        Even the smallest tables exceed ``table_memory_limit``.
     """
     candidates = []
     for width in range(2, _LARGEST_WIDTH + 1):
@@ -114,7 +114,7 @@ def choose_windows(
 
 
 class FixedBaseProducts:
-    """Π_u bases[u]^x_u modulo ``modulus``, for many vectors x.
+    """Products Π_u bases[u]^x_u modulo ``modulus``, for many vectors x.
 
     Parameters
     ----------
@@ -123,9 +123,9 @@ class FixedBaseProducts:
     lowest, highest : int
         Range of exponents.
     expected_products : int
-        How many products will be asked for; it decides on the tables.
+        Estimate of the number of products that callers will ask for. It decides on the tables.
     table_memory_limit : int
-        Bytes.
+        Most bytes that the tables may use.
 
     Raises
     ------
@@ -169,12 +169,12 @@ class FixedBaseProducts:
         workers: int = 1,
         progress: Progress | None = None,
     ) -> list[mpz]:
-        """One product for each column of ``exponents``, of shape (bases, products).
+        """Return one product for each column of ``exponents``, of shape (bases, products).
 
         Raises
         ------
         ValueError
-            Wrong shape, or an exponent is out of range.
+            The shape is wrong, or an exponent is out of range.
         """
         if exponents.ndim != 2 or len(exponents) != self._bases:
             raise InvalidValue(
@@ -183,7 +183,9 @@ class FixedBaseProducts:
         if exponents.size and not self._lowest <= exponents.min() <= exponents.max() <= (
             self._highest
         ):
-            raise InvalidValue(f"exponents: expected {self._lowest} to {self._highest}")
+            raise InvalidValue(
+                f"exponents: expected integers from {self._lowest} to {self._highest}"
+            )
 
         def multiply(columns: Sequence[int]) -> list[mpz]:
             return self._columns(exponents[:, columns[0] : columns[-1] + 1])
@@ -191,7 +193,7 @@ class FixedBaseProducts:
         return map_slices(multiply, range(exponents.shape[1]), workers=workers, progress=progress)
 
     def _build(self, bases: Sequence[mpz]) -> list[list[list[mpz]]]:
-        """Tables of some bases: of b, b^(2^gw), b^(2^2gw), …, the powers 0 to 2^(w-1) each."""
+        """Return for each base b the powers 0 to 2^(w-1) of b, b^(2^gw), b^(2^2gw) and so on."""
         modulus, windows = self._modulus, self.windows
         apart = 1 << (windows.steps * windows.width)
         built = []
@@ -231,7 +233,7 @@ class FixedBaseProducts:
         return totals
 
     def _digits(self, exponents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Signed digits, lowest first, of shape (digits, bases, products)."""
+        """Return signed digits, lowest first, of shape (digits, bases, products)."""
         half = 1 << (self.windows.width - 1)
         digits = []
         rest = exponents

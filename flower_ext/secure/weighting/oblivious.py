@@ -1,4 +1,4 @@
-"""1-out-of-P oblivious transfer: one text of P is taken, and the sender does not learn which.
+"""1-out-of-P oblivious transfer: the receiver opens one of P texts; the sender learns not which.
 
 Source: Chou and Orlandi, "The Simplest Protocol for Oblivious Transfer" (LATINCRYPT 2015), for
 honest-but-curious parties, in the group of squares modulo the 3072-bit prime of RFC 3526.
@@ -10,10 +10,10 @@ sender                k_j = H((B · A^-j)^a) for every j, and each text sealed u
 receiver              k_c = H(A^b)
 ====================  =====================================================================
 
-B is uniform whatever c is. The receiver would need g^(a²) for another key.
+B is uniform for every c. To compute a second key, the receiver would need g^(a²).
 
-All of the receiver's randomness comes from a key. So several parties that share it are one
-receiver: one of them answers, and all of them open the same texts.
+All of the receiver's randomness comes from one key. Several parties that share this key therefore
+act as one receiver: one of them answers, and all of them open the same texts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from flower_ext.secure.masks import uniform_residues
 from flower_ext.secure.threads import map_slices
 
 ELEMENT_BYTES = 384
-"""Length of a group element."""
+"""Length of a group element in bytes."""
 KEY_BYTES = 32
-"""Length of a key of a place."""
+"""Length in bytes of the key of one place."""
 SEAL_BYTES = 16
-"""By how much a sealed text is longer."""
+"""Bytes that sealing adds to a text."""
 
 _NONCE = bytes(12)  # every key seals one text
 _GENERATOR = mpz(2)
 
 
 def _rfc_3526_prime() -> mpz:
-    """Group 15: p and (p - 1)/2 are prime."""
+    """Return the modulus p of group 15; p and (p - 1)/2 are prime."""
     with gmpy2.context(precision=3200):
         digits = mpz(gmpy2.floor(gmpy2.const_pi() * mpz(2) ** 2942))
     return mpz(2) ** 3072 - mpz(2) ** 3008 - 1 + mpz(2) ** 64 * (digits + 1690314)
@@ -63,30 +63,30 @@ class Sender:
 
     @property
     def exponent(self) -> int:
-        """Return the secret a: for durable storage at the sender only."""
+        """Return the secret a. Store it at the sender only, and never send it."""
         return int(self._exponent)
 
     @property
     def public(self) -> bytes:
-        """A, for the receiver."""
+        """Return A, for the receiver."""
         return _to_bytes(self._public)
 
     def seal(
         self, answer: bytes, texts: Sequence[Sequence[bytes]], *, workers: int = 1
     ) -> list[list[bytes]]:
-        """Texts of all transfers, each under the key of its place.
+        """Return the texts of all transfers, each sealed under the key of its place.
 
         Parameters
         ----------
         answer : bytes
             `Receiver.answer`.
         texts : Sequence[Sequence[bytes]]
-            For each transfer its P texts.
+            The P texts of each transfer.
 
         Raises
         ------
         ValueError
-            Not an element of the group for each transfer.
+            ``answer`` does not hold one group element for each transfer.
         """
         keys = self.keys(answer, [len(own) for own in texts], workers=workers)
         return [
@@ -98,7 +98,7 @@ class Sender:
         ]
 
     def keys(self, answer: bytes, choices: Sequence[int], *, workers: int = 1) -> list[bytes]:
-        """Return the P keys of each transfer, joined: the receiver can compute one of each P.
+        """Return the P keys of each transfer, joined. The receiver can compute one of each P.
 
         Parameters
         ----------
@@ -110,7 +110,7 @@ class Sender:
         Raises
         ------
         ValueError
-            Not an element of the group for each transfer.
+            ``answer`` does not hold one group element for each transfer.
         """
         answers = _elements(answer, len(choices), name="answer")
         step = gmpy2.invert(_power(self._public, self._exponent), PRIME)
@@ -138,15 +138,15 @@ class Receiver:
     public : bytes
         `Sender.public`.
     key : bytes
-        32 bytes that the sender does not know and that serve no other purpose. Choices derive from
-        it and from ``public``, uniformly, so that one key gives independent ones for every sender.
+        32 bytes that the sender does not know and that serve no other purpose. Uniform choices
+        derive from it and from ``public``, so that choices for different senders are independent.
     transfers, choices : int
-        How many there are, and P.
+        Number of transfers, and P.
 
     Raises
     ------
     ValueError
-        ``public`` is no element of the group.
+        ``public`` is not a group element.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Receiver:
 
     @property
     def answer(self) -> bytes:
-        """B of every transfer, for the sender."""
+        """Return B of every transfer, for the sender."""
 
         def blind(transfers: Sequence[int]) -> list[mpz]:
             return [
@@ -195,12 +195,12 @@ class Receiver:
         return map_slices(derived, range(len(self._choices)), workers=self._workers)
 
     def open(self, sealed: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """The chosen text of each transfer.
+        """Return the chosen text of each transfer.
 
         Raises
         ------
         ValueError
-            Sealed for another answer, or changed on the way.
+            A text was sealed for another answer, or somebody changed it.
         """
         try:
             return [

@@ -16,7 +16,7 @@ _SPARE_BITS = 64
 class Packing:
     """``slots`` signed coordinates of ``slot_bits`` bits each.
 
-    Exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
+    Packing is exact as long as every coordinate of the *sum* is at most ``bound`` in magnitude.
 
     Parameters
     ----------
@@ -35,20 +35,20 @@ class Packing:
 
     @classmethod
     def fitting(cls, bound: int, modulus_floor: int, slots: int | None = None) -> Packing:
-        """As many slots as fit, or ``slots`` of them.
+        """Return a packing of ``slots`` slots, or by default of as many as fit.
 
-        Where there are two or more, 64 bits of a plaintext stay empty: a sum that is out of bounds
-        shows there, except with probability 2⁻⁶⁴.
+        With two or more slots, 64 bits of a plaintext stay empty. A sum out of bounds fills them,
+        except with probability 2⁻⁶⁴, and `unpack` then refuses it.
 
         Parameters
         ----------
         modulus_floor : int
-            The modulus, or a lower bound of it.
+            The modulus, or a lower bound on it.
 
         Raises
         ------
         ValueError
-            They do not fit: a sum could reach half the modulus.
+            The slots do not fit, because a sum could reach half the modulus.
         """
         most = int(2 * bound < modulus_floor)
         while most and cls(bound=bound, slots=most + 1).largest << _SPARE_BITS + 1 < modulus_floor:
@@ -67,7 +67,7 @@ class Packing:
 
     @property
     def slot_bits(self) -> int:
-        """Width of a slot: magnitude and sign."""
+        """Width of a slot in bits: magnitude and sign."""
         return self.bound.bit_length() + 1
 
     @property
@@ -76,11 +76,11 @@ class Packing:
         return self.bound * ((1 << self.slots * self.slot_bits) - 1) // ((1 << self.slot_bits) - 1)
 
     def plaintexts(self, coordinates: int) -> int:
-        """How many plaintexts ``coordinates`` take."""
+        """Return the number of plaintexts that hold ``coordinates`` coordinates."""
         return -(-coordinates // self.slots)
 
     def pack(self, coordinates: Sequence[int]) -> list[mpz]:
-        """Signed plaintexts; a last one that is not full is filled with zeros."""
+        """Return signed plaintexts; zeros fill up the last one."""
         packed = []
         for start in range(0, len(coordinates), self.slots):
             total = mpz(0)
@@ -90,12 +90,12 @@ class Packing:
         return packed
 
     def unpack(self, plaintexts: Sequence[mpz], coordinates: int) -> list[mpz]:
-        """Undo `pack`, of one list or of sums of lists.
+        """Undo `pack`, for one list of plaintexts or for a sum of lists.
 
         Raises
         ------
         OverflowError
-            A coordinate is above ``bound``: what was summed was not what the bound allows.
+            A coordinate's magnitude exceeds ``bound``, so some summand broke the agreed limits.
         """
         half, mask = mpz(1) << (self.slot_bits - 1), (mpz(1) << self.slot_bits) - 1
         found: list[mpz] = []

@@ -1,10 +1,10 @@
-"""Paillier encryption with generator n + 1, and fast paths for whoever holds the secret key.
+"""Paillier encryption with generator n + 1, and fast paths for the holder of the secret key.
 
 Source: Paillier, "Public-Key Cryptosystems Based on Composite Degree Residuosity Classes"
 (EUROCRYPT 1999). Keys and ciphertexts are those of the `phe` package.
 
-Arithmetic is GMP's, whose running time depends on its operands: nobody may time a party from
-within its machine.
+GMP does the arithmetic, and its running time depends on its operands. Run no untrusted program on a
+party's machine, because it could time the party.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _HALF_DIGIT = 1 << (_DIGIT_BITS - 1)
 
 
 def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
-    """Refuse a key size below 3072 bits unless it is a test's, and one that takes days.
+    """Refuse a key below 3072 bits outside tests, and a key so long that a run would take days.
 
     Raises
     ------
     ValueError
-        Names the size and what would be accepted.
+        The size is refused; the message names the accepted sizes.
     """
     if key_bits % 2 or not 64 <= key_bits <= _LARGEST_KEY_BITS:
         raise InvalidValue(
@@ -55,7 +55,7 @@ def check_key_bits(key_bits: int, *, allow_insecure_key_size: bool) -> None:
 
 @dataclass(frozen=True)
 class PublicKey:
-    """The modulus n, and what anybody can do with it."""
+    """The modulus n, and the operations that need no secret."""
 
     n: mpz
 
@@ -70,18 +70,19 @@ class PublicKey:
         return int(self.n.bit_length())
 
     def check(self, key_bits: int, *, coprime_to: int) -> None:
-        """Refuse a modulus that no key of ``key_bits`` bits has.
+        """Refuse a modulus that cannot belong to a key of ``key_bits`` bits.
 
         Parameters
         ----------
         coprime_to : int
-            The largest number that is blinded: r times it is uniform only if it is a unit modulo n.
+            Largest number that is blinded. A factor r blinds a number only if the number is a unit
+            modulo n.
 
         Raises
         ------
         ValueError
-            Wrong length, even, prime, a square, or it shares a factor with a number up to
-            ``coprime_to``.
+            The modulus has a wrong length; is even, a prime or a square; or shares a factor with a
+            number up to ``coprime_to``.
         """
         if self.bits != key_bits:
             raise InvalidValue(f"public key of {self.bits} bits: expected {key_bits}")
@@ -89,31 +90,34 @@ class PublicKey:
             raise InvalidValue("public key: expected the product of two large primes")
         if gmpy2.gcd(self.n, gmpy2.primorial(coprime_to)) != 1:
             raise InvalidValue(
-                f"public key: it has a factor of {coprime_to} or less, expected the product of "
-                "two large primes"
+                f"public key with a factor of {coprime_to} or less: expected the product of two "
+                "large primes"
             )
 
     def check_ciphertext(self, ciphertext: mpz) -> None:
-        """Refuse what is not in Z*_{n²}.
+        """Refuse a number that is not in Z*_{n²}.
 
         Raises
         ------
         ValueError
-            Out of range, or shares a factor with n.
+            The number is out of range or shares a factor with n.
         """
         if not 0 < ciphertext < self.n_squared or gmpy2.gcd(ciphertext, self.n) != 1:
             raise InvalidValue("ciphertext: expected a unit modulo n², between 0 and n²")
 
     def plain(self, message: mpz) -> mpz:
-        """``message`` as a ciphertext that hides nothing, to be multiplied into one that does."""
+        """Return ``message`` as a ciphertext that hides nothing.
+
+        Multiply it into a ciphertext that hides its message to add ``message`` to it.
+        """
         return (1 + self.n * (message % self.n)) % self.n_squared
 
     def zeros(self, count: int, *, workers: int = 1, progress: Progress | None = None) -> list[mpz]:
-        """Fresh ciphertexts of zero: r^n for a uniform unit r. One full exponentiation each.
+        """Return fresh ciphertexts of zero: r^n for a uniform unit r. Each takes an exponentiation.
 
-        Multiplied by one, a ciphertext has the same message under fresh randomness. The key holder
-        can read the randomness of a ciphertext; if it was computed from its own ciphertexts, that
-        shows it what was computed.
+        Multiply a ciphertext by one of them to keep its message and give it fresh randomness. This
+        matters because the key holder can read the randomness of a ciphertext. If the ciphertext
+        was computed from the key holder's own, the randomness would reveal the computation.
         """
 
         def draw(slice_: Sequence[int]) -> list[mpz]:
@@ -124,7 +128,7 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """The primes p and q of equal length with n = pq. Never shown, never sent."""
+    """The primes p and q of equal length with n = pq. The repr hides them; never send them."""
 
     p: mpz = field(repr=False)
     q: mpz = field(repr=False)
@@ -135,16 +139,16 @@ class PrivateKey:
 
     @cached_property
     def public(self) -> PublicKey:
-        """What everybody may know."""
+        """The public key, which everybody may know."""
         return PublicKey(self.p * self.q)
 
     def encrypt(
         self, messages: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
     ) -> list[mpz]:
-        """Fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
+        """Return fresh ciphertexts, distributed as with `PublicKey.zeros`, about 3.5 times as fast.
 
-        r^n modulo p² is s^p, where s = r^q modulo p; and s is uniform where r is, because taking
-        the q-th power permutes the units modulo p. So s is drawn instead of r.
+        Modulo p², r^n equals s^p, where s = r^q modulo p. If r is uniform, so is s, because taking
+        the q-th power permutes the units modulo p. This method therefore draws s instead of r.
         """
 
         def encrypt(slice_: Sequence[mpz]) -> list[mpz]:
@@ -163,12 +167,12 @@ class PrivateKey:
     def decrypt(
         self, ciphertexts: Sequence[mpz], *, workers: int = 1, progress: Progress | None = None
     ) -> list[mpz]:
-        """Messages in [0, n).
+        """Return messages in [0, n).
 
         Raises
         ------
         ValueError
-            Something is not a ciphertext.
+            A number is not a ciphertext.
         """
         for ciphertext in ciphertexts:
             self.public.check_ciphertext(ciphertext)
@@ -217,7 +221,7 @@ class PrivateKey:
 def generate_key(
     key_bits: int = SECURE_KEY_BITS, *, allow_insecure_key_size: bool = False
 ) -> PrivateKey:
-    """A key of two random primes, drawn by `phe` from the operating system's randomness.
+    """Return a key of two random primes that `phe` draws from the operating system's randomness.
 
     Raises
     ------
@@ -233,19 +237,20 @@ def generate_key(
 
 
 class ZeroPool:
-    """Fresh encryptions of zero at an eleventh of their price, after a set-up.
+    """Fresh encryptions of zero at an eleventh of their cost, after a set-up.
 
-    Set-up draws k encryptions of zero, honestly and once. Each further one is a product of all k to
-    powers that are drawn uniformly from -512 to 511. By the leftover hash lemma it is within 2⁻¹²⁸
-    of fresh, even to a key holder who knows the k: the powers carry 10k ≥ log₂ n + 256 bits of
-    entropy, and two vectors of powers meet in one product with probability (1 + 2⁻³⁰⁰) / φ(n),
-    because a prime divides all k differences of powers with probability 2⁻ᵏ at most.
+    The set-up draws k encryptions of zero, once. Each further encryption is the product of all k,
+    raised to powers that are drawn uniformly from -512 to 511. By the leftover hash lemma it is
+    within 2⁻¹²⁸ of fresh, even to a key holder who knows the k encryptions. The powers carry
+    10k ≥ log₂ n + 256 bits of entropy. Two vectors of powers yield the same product with a
+    probability of (1 + 2⁻³⁰⁰) / φ(n), because a prime divides all k differences of powers with
+    probability at most 2⁻ᵏ.
 
     Parameters
     ----------
     public : PublicKey
     workers : int
-        Threads of the set-up.
+        Number of threads of the set-up.
     """
 
     def __init__(
@@ -259,22 +264,22 @@ class ZeroPool:
             public.n_squared,
             lowest=-_HALF_DIGIT,
             highest=_HALF_DIGIT - 1,
-            expected_products=2**20,  # so many that a table of one whole digit pays
+            expected_products=2**20,  # large enough that a table of a whole digit pays off
             workers=workers,
         )
 
     @staticmethod
     def size(key_bits: int) -> int:
-        """How many encryptions the set-up makes for a key of ``key_bits`` bits."""
+        """Return the number of encryptions that the set-up makes for a key of ``key_bits`` bits."""
         return math.ceil((key_bits + 2 * _STATISTICAL_BITS) / _DIGIT_BITS)
 
     @staticmethod
     def table_multiplications(key_bits: int) -> int:
-        """Modular multiplications of the set-up, beside its encryptions."""
+        """Return the number of modular multiplications of the set-up, besides its encryptions."""
         return ZeroPool.size(key_bits) * (_HALF_DIGIT - 1)
 
     def take(self, count: int, *, workers: int = 1) -> list[mpz]:
-        """``count`` encryptions of zero."""
+        """Return ``count`` encryptions of zero."""
         drawn = np.frombuffer(secrets.token_bytes(2 * self._size * count), dtype=np.uint16)
         digits = (drawn.astype(np.int64) % (2 * _HALF_DIGIT)) - _HALF_DIGIT
         return self._products.of(digits.reshape(self._size, count), workers=workers)

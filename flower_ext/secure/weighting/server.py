@@ -1,4 +1,4 @@
-"""The server's side of private weighting; the protocol is in `flower_ext.secure`."""
+"""The server's side of private weighting; `flower_ext.secure.weighting` describes the protocol."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from flower_ext.secure.weighting.paillier import PrivateKey, generate_key
 
 
 class WeightingServer:
-    """The party that relays, inverts blinded totals, and decrypts the sum. It holds the secret key.
+    """The party with the secret key: it relays messages, inverts blinded totals, decrypts sums.
 
     Call `public_key`, `relay_keys`, `relay_seed`, `receive_counts` once, in this order, then
-    `open_round` and `close_round` for every round. Where the settings draw users whom nobody knows,
-    a round opens with `offer_draw` and `open_drawn_round`.
+    `open_round` and `close_round` for every round. If the settings have ``draw_choices``, open a
+    round with `offer_draw` and `open_drawn_round` instead.
 
     Parameters
     ----------
     settings : WeightingSettings
     key : PrivateKey, optional
-        Fresh by default, of ``settings.key_bits`` bits.
+        By default a fresh key of ``settings.key_bits`` bits.
     workers : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(
@@ -71,34 +71,34 @@ class WeightingServer:
 
     @property
     def public_key(self) -> bytes:
-        """The Paillier modulus, for all silos."""
+        """Paillier modulus, for all silos."""
         return to_bytes([self._key.public.n], self.settings.residue_bytes)
 
     def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
-        """Silos' public keys, for all silos.
+        """Return the silos' public keys, for all silos.
 
         Raises
         ------
         ProtocolError
-            Relayed before.
+            The keys were relayed before.
         ValueError
-            Not one key from each silo.
+            There is not exactly one key from each silo.
         """
         if self._keys_relayed:
-            raise ProtocolError("public keys were relayed before")
+            raise ProtocolError("public keys were relayed before: expected relay_keys to run once")
         check_senders([key.silo for key in keys], range(self.settings.silos))
         self._keys_relayed = True
         return tuple(sorted(keys, key=lambda key: key.silo))
 
     def relay_seed(self, seeds: Sequence[SealedSeed]) -> tuple[SealedSeed, ...]:
-        """Silo 0's sealed seeds, each for its receiver.
+        """Return silo 0's sealed seeds, each for its receiver.
 
         Raises
         ------
         ProtocolError
-            Before the public keys, or a second time.
+            The public keys were not relayed yet, or the seed was relayed before.
         ValueError
-            Not one seed for each silo but silo 0.
+            There is not exactly one seed for each silo except silo 0.
         """
         if not self._keys_relayed or self._seed_relayed:
             raise ProtocolError("the seed is relayed once, after the public keys")
@@ -112,11 +112,12 @@ class WeightingServer:
         Raises
         ------
         ProtocolError
-            Before the seed, or a second time.
+            The seed was not relayed yet, or counts were received before.
         IncompleteRound
             A silo's counts are missing.
         ValueError
-            Malformed, from no silo of this run, or sent twice.
+            A message is malformed, comes from a silo that the run does not have, or was sent twice;
+            or no user has a record.
         """
         if not self._seed_relayed or self._inverses is not None:
             raise ProtocolError("counts are received once, after the seed was relayed")
@@ -132,7 +133,7 @@ class WeightingServer:
             totals = [(t + count) % n for t, count in zip(totals, counts, strict=True)]
         if not any(totals):
             raise InvalidValue("counts: expected at least one user with a record")
-        # A user without records adds zero whatever the weight.
+        # A user without records contributes zero under every weight.
         self._inverses = [gmpy2.invert(total, n) if total else mpz(0) for total in totals]
 
     def open_round(
@@ -142,30 +143,33 @@ class WeightingServer:
         sampled: Collection[int] | None = None,
         progress: Progress | None = None,
     ) -> EncryptedWeights:
-        """Encryptions of the users' inverse totals, for all silos.
+        """Return encryptions of the users' inverse totals, for all silos.
 
-        An earlier round that is still open is given up.
+        The server abandons an earlier round that is still open.
 
         Parameters
         ----------
         round_number : int
-            Above that of every earlier round.
+            Higher than the number of every earlier round.
         sampled : Collection of int, optional
-            Who takes part, as places from 0 to users - 1 in the silos' secret order. The others
-            get an encryption of zero, and all encryptions are fresh. By default all take part, and
-            every round sends the same encryptions.
+            Users that take part, as places from 0 to users - 1 in the silos' secret order. The
+            other users get an encryption of zero, and all encryptions are fresh. By default all
+            users take part, and every round sends the same encryptions.
 
         Raises
         ------
         ProtocolError
-            Before the counts, the round is not above the last, or the settings have users drawn by
-            `open_drawn_round`.
+            The counts have not arrived, the round number is not above the last, or the settings
+            have ``draw_choices``.
         ValueError
-            ``sampled`` names no user.
+            ``sampled`` holds a place outside the range.
         """
         inverses = self._ready_for(round_number)
         if self.settings.draw_choices is not None:
-            raise ProtocolError("open_round: the settings' draw_choices ask for open_drawn_round")
+            raise ProtocolError(
+                "open_round under settings with draw_choices: call offer_draw and "
+                "open_drawn_round instead"
+            )
         everyone = range(self.settings.users)
         drawn = set(everyone if sampled is None else sampled)
         if not drawn <= set(everyone):
@@ -181,17 +185,18 @@ class WeightingServer:
         return EncryptedWeights(round_number=round_number, weights=weights)
 
     def offer_draw(self, round_number: int) -> DrawOffer:
-        """Begin a round whose users nobody will know; for the silo that answers.
+        """Begin a round with a secret draw of users. Send the offer to the silo that answers.
 
         Raises
         ------
         ProtocolError
-            As `open_round`, or the settings have no ``draw_choices``.
+            The counts have not arrived, the round number is not above the last, or the settings
+            have no ``draw_choices``.
         """
         self._ready_for(round_number)
         if self.settings.draw_choices is None:
             raise ProtocolError(
-                "offer_draw: the settings have no draw_choices; open_round draws users"
+                "offer_draw: the settings have no draw_choices; call open_round instead"
             )
         sender = Sender()
         self._drawing = round_number, sender
@@ -200,20 +205,22 @@ class WeightingServer:
     def open_drawn_round(
         self, message: DrawAnswer, *, progress: Progress | None = None
     ) -> SealedWeights:
-        """P fresh encryptions for each user, k of its inverse total and the others of zero.
+        """Return P sealed fresh encryptions per user: k of its inverse total, the others of zero.
 
-        They lie in an order that only the server knows; the silos open the one of their choice, so
-        that neither knows whether it is one of the k.
+        Only the server knows their order, and only the silos know which one they open. No party
+        therefore learns whether the opened one is among the k.
 
         Raises
         ------
         ProtocolError
-            The round was not offered last, or opened before.
+            The last `offer_draw` was for another round, or this round was opened before.
         ValueError
             The answer is malformed.
         """
         if self._drawing is None or self._drawing[0] != message.round_number:
-            raise ProtocolError(f"draw of round {message.round_number}: expected an offer before")
+            raise ProtocolError(
+                f"draw of round {message.round_number}: expected offer_draw for this round first"
+            )
         (number, sender), self._drawing = self._drawing, None
         inverses, choices = self._ready_for(number), self.settings.draw_choices or 1
         self._last_round = self._open_round = number
@@ -231,27 +238,27 @@ class WeightingServer:
     def close_round(
         self, messages: Sequence[MaskedSum], *, progress: Progress | None = None
     ) -> NDArray[np.float64]:
-        """The weighted, noised sum over all silos.
+        """Return the weighted, noised sum over all silos, of shape (coordinates,).
 
         Raises
         ------
         IncompleteRound
             A silo's sum is missing; the round stays open.
         ProtocolError
-            No round is open, or a message is of another round.
+            No round is open, or a message belongs to another round.
         ValueError
-            Malformed, from no silo of this run, or sent twice.
+            A message is malformed, comes from a silo that the run does not have, or was sent twice.
         OverflowError
-            The sum is out of bounds: some user has more than ``max_records_per_user`` records, or
-            a number of them that is not allowed. Such a total makes the sum about uniform modulo
-            n, so it goes unseen only by chance: 2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. A
-            server that tries totals on such a sum may find the user's. ``silo_record_limits`` rule
-            it out.
+            The sum is out of bounds, because some user has more than ``max_records_per_user``
+            records or a total that is not allowed. Such a total makes the sum about uniform modulo
+            n. It goes unnoticed with probability 2 · ``sum_bound`` / n, or 2⁻⁶⁴ with packing. A
+            server that tries totals on such a sum may find the user's total; set
+            ``silo_record_limits`` to rule this out.
         """
         for message in messages:
             self._check_round(message)
         if self._open_round is None:
-            raise ProtocolError("no round is open")
+            raise ProtocolError("no round is open: open one and send its weights to the silos")
         check_all_there([message.silo for message in messages], self.settings.silos)
         public = self._key.public
         totals = [mpz(1)] * self.settings.ciphertexts
@@ -278,27 +285,27 @@ class WeightingServer:
         return self.settings.encoding.decode(coordinates, scale=self.settings.common_multiple)
 
     def check_sum(self, message: MaskedSum) -> None:
-        """Refuse a silo's sum by itself, before others are there.
+        """Check one silo's sum as soon as it arrives, before the other silos have answered.
 
         Raises
         ------
         ProtocolError
-            No round is open, or the message is of another round.
+            No round is open, or the message belongs to another round.
         ValueError
-            Malformed: a wrong length, or something that is no ciphertext.
+            The length is wrong, or a number is not a ciphertext.
         """
         self._check_round(message)
         ciphertexts_from(message.ciphertexts, self.settings, self._key.public)
 
     def _ready_for(self, round_number: int) -> list[mpz]:
         if self._inverses is None:
-            raise ProtocolError("a round opens after the counts of all silos arrived")
+            raise ProtocolError("a round needs the counts of all silos: call receive_counts first")
         check_later(round_number, self._last_round)
         return self._inverses
 
     def _check_round(self, message: MaskedSum) -> None:
         if self._open_round is None:
-            raise ProtocolError("no round is open")
+            raise ProtocolError("no round is open: open one and send its weights to the silos")
         if message.round_number != self._open_round:
             raise ProtocolError(
                 f"sum of round {message.round_number}: expected round {self._open_round}"

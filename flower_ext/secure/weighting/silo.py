@@ -1,4 +1,4 @@
-"""A silo's side of private weighting; the protocol is in `flower_ext.secure`."""
+"""A silo's side of private weighting; `flower_ext.secure.weighting` describes the protocol."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _SEEDING_SILO = 0
 
 
 class WeightingSilo:
-    """One silo. Everything it holds is secret but what its methods return.
+    """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `key`, `receive_keys`, then `seal_seed` (silo 0) or `open_seed` (the others), then
-    `blind_counts`, and `weigh` for every round. Where the settings draw users whom nobody knows,
-    one silo calls `answer_draw` before all of them weigh.
+    `blind_counts`, and `weigh` for every round. If the settings have ``draw_choices``, one silo
+    calls `answer_draw` before all silos call `weigh`.
 
     Parameters
     ----------
     settings : WeightingSettings
     index : int
-        Its place among the silos, from zero.
+        Number of this silo, from zero.
     save : callable, optional
-        Stores `export_state` durably. It is called before anything leaves that must not leave
-        twice, so that a silo that restarts from what was stored never uses a mask again.
+        Stores `export_state` durably. The silo calls it before it returns a message that must not
+        be made twice, so that a silo restored from the stored state never uses a mask again.
     workers : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class WeightingSilo:
 
     @property
     def key(self) -> SiloKey:
-        """Its X25519 public key, for the other silos."""
+        """X25519 public key of this silo, for the other silos."""
         return SiloKey(silo=self.index, public=self._pairs.public)
 
     @property
     def fingerprint(self) -> str:
-        """Equal at all silos, unless the server swapped keys on the way or has several itself."""
+        """Hash of all public keys, equal at all silos unless the server swapped keys."""
         return self._pairs.fingerprint
 
     def receive_keys(self, server_key: bytes, silo_keys: Sequence[SiloKey]) -> None:
@@ -103,9 +103,9 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            A second time.
+            This silo received the keys before.
         ValueError
-            A key is missing or unfit.
+            A key is missing or invalid.
         """
         self._expect(Stage.NEW)
         (n,) = from_bytes(server_key, self.settings.residue_bytes, 1, name="public key")
@@ -124,11 +124,13 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            Out of order, or not silo 0.
+            The keys have not arrived, the seed is known already, or this is not silo 0.
         """
         self._expect(Stage.KEYED)
         if self.index != _SEEDING_SILO:
-            raise ProtocolError(f"silo {self.index} opens a seed; silo {_SEEDING_SILO} seals it")
+            raise ProtocolError(
+                f"seal_seed at silo {self.index}: expected silo {_SEEDING_SILO}; call open_seed"
+            )
         self._set_seed(secrets.token_bytes(32))
         return [
             SealedSeed(receiver=silo, sealed=self._pairs.seal(silo, _SEED, self._seed))
@@ -141,13 +143,15 @@ class WeightingSilo:
         Raises
         ------
         ProtocolError
-            Out of order, or this is silo 0.
+            The keys have not arrived, the seed is known already, or this is silo 0.
         ValueError
-            For another silo, or not sealed by silo 0 in this run.
+            The message is for another silo, or silo 0 did not seal it in this run.
         """
         self._expect(Stage.KEYED)
         if self.index == _SEEDING_SILO:
-            raise ProtocolError(f"silo {_SEEDING_SILO} seals the seed; it opens none")
+            raise ProtocolError(
+                f"open_seed at silo {_SEEDING_SILO}: expected another silo; call seal_seed"
+            )
         if message.receiver != self.index:
             raise InvalidValue(f"seed for silo {message.receiver}: expected one for {self.index}")
         seed = self._pairs.open(_SEEDING_SILO, _SEED, message.sealed)
@@ -156,21 +160,22 @@ class WeightingSilo:
         self._set_seed(seed)
 
     def blind_counts(self, counts: Sequence[int]) -> BlindedCounts:
-        """How many records of each user are here, blinded and masked.
+        """Return the number of records of each user in this silo, blinded and masked.
 
         Parameters
         ----------
         counts : Sequence of int
-            One a user, in the order of users that all silos share; zero where there is none.
+            One number per user, in the order of users that all silos share; zero for a user
+            without records here.
 
         Raises
         ------
         ProtocolError
-            Out of order.
+            The seed has not arrived, or counts were blinded before.
         TypeError
-            A count is no integer.
+            A count is not an integer.
         ValueError
-            Wrong length, negative, or above this silo's limit.
+            The length is wrong, or a count is negative or above this silo's limit.
         """
         self._expect(Stage.SEEDED)
         counts = [operator.index(count) for count in counts]
@@ -193,20 +198,24 @@ class WeightingSilo:
     def prepare(
         self, pool: ZeroPool | None = None, *, progress: Progress | None = None
     ) -> ZeroPool:
-        """Set up a `ZeroPool`, so that re-randomising costs an eleventh. Any time after the keys.
+        """Set up a `ZeroPool`, so that re-randomising costs an eleventh.
 
-        It takes `ZeroPool.size` full exponentiations and pays off after somewhat more ciphertexts
-        than that. Silos of one process may share a pool of this server's key.
+        Call it any time after `receive_keys`. It takes `ZeroPool.size` full exponentiations and
+        pays off after somewhat more ciphertexts than that. Silos of one process may share a pool
+        for the key of this server.
         """
         return self._sums.prepare(pool, progress)
 
     def answer_draw(self, message: DrawOffer) -> DrawAnswer:
-        """The silos' choices, which all silos derive from their seed; the server cannot read them.
+        """Return the silos' choices, which all silos derive from their seed.
+
+        The server cannot read them.
 
         Raises
         ------
         ProtocolError
-            Out of order, the settings have no ``draw_choices``, or the round is not above the last.
+            The counts were not blinded yet, the settings have no ``draw_choices``, or the round
+            number is not above the last.
         ValueError
             The offer is malformed.
         """
@@ -224,27 +233,28 @@ class WeightingSilo:
         *,
         progress: Progress | None = None,
     ) -> MaskedSum:
-        """Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
+        """Return Σ_u (n_su / N_u) Δ_su + z_s under encryption, masked and re-randomised.
 
         Parameters
         ----------
         updates : Mapping[int, ArrayLike]
-            Clipped update of every user that has records here, by user; each of shape
-            (coordinates,) and within ``settings.update_bound``.
+            Clipped update of every user with records in this silo, by user. Each has shape
+            (coordinates,) and lies within ``settings.update_bound``.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
         progress : callable, optional
-            Counts coordinates.
+            Called with the number of finished coordinates.
 
         Raises
         ------
         ProtocolError
-            Out of order, the round is not above the last, or weights are sealed where the
-            settings have no ``draw_choices``, or the other way round.
+            The counts were not blinded yet, the round number is not above the last, weights are
+            sealed although the settings have no ``draw_choices``, or they are not sealed although
+            the settings have them.
         ValueError
-            Malformed weights; updates of other users than those with records here; wrong shapes;
-            values that are not finite or out of bounds. Nothing has left then, and the round can be
-            tried again.
+            Weights are malformed; updates belong to other users than those with records here;
+            shapes are wrong; or values are not finite or out of bounds. Nothing has left the silo
+            then, so call `weigh` again for the same round.
         """
         self._expect(Stage.COUNTED)
         check_later(message.round_number, self._last_round)
@@ -265,9 +275,9 @@ class WeightingSilo:
         )
 
     def export_state(self) -> bytes:
-        """All that a restart needs, at any stage.
+        """Return the state that a restart needs, at any stage.
 
-        Holds secrets in the clear: store it where others cannot read, and send it nowhere.
+        It holds secrets in the clear. Store it where nobody else can read it, and never send it.
         """
         received = self._received
         state = SiloState(
@@ -291,12 +301,12 @@ class WeightingSilo:
         save: Callable[[bytes], None] | None = None,
         workers: int = 1,
     ) -> WeightingSilo:
-        """A silo as it was exported, at the same stage. Rounds up to its last one stay used.
+        """Return a silo at the stage of the exported one. Rounds up to its last one stay used.
 
         Raises
         ------
         ValueError
-            Not a state of these settings.
+            ``state`` is malformed or was exported under other settings.
         """
         kept = SiloState.decode(state, settings)
         silo = cls(settings, kept.index, workers=workers)
@@ -316,14 +326,14 @@ class WeightingSilo:
         return silo
 
     def adopt(self, earlier: WeightingSilo) -> None:
-        """Take over the tables and the pool of this very silo, as it was earlier in this process.
+        """Take over tables and pool from an earlier object for this silo in the same process.
 
-        They spare work and decide nothing: a silo without them sends the same.
+        They only save time: without them the silo sends messages of the same distribution.
 
         Raises
         ------
         ValueError
-            Another silo, or one that holds other records.
+            ``earlier`` is another silo, or its seed, counts or server key differ.
         """
         if (self.index, self._seed, self._counts, self._sums.public) != (
             earlier.index,
@@ -336,13 +346,13 @@ class WeightingSilo:
 
     @property
     def prepared(self) -> bool:
-        """Whether `prepare` was called."""
+        """Return True once `prepare` was called."""
         return self._sums.zeros is not None
 
     @property
     def _sums(self) -> EncryptedSums:
         if self._received is None:
-            raise ProtocolError("the server's public key has not arrived")
+            raise ProtocolError("the server's public key is missing: call receive_keys first")
         return self._received
 
     def _expect(self, stage: Stage) -> None:
@@ -363,15 +373,17 @@ class WeightingSilo:
         self._stage = Stage.SEEDED
 
     def _opened(self, message: EncryptedWeights | SealedWeights) -> bytes:
-        """One ciphertext a user, by place in the secret order."""
+        """Return one ciphertext per user, by place in the secret order."""
         if isinstance(message, EncryptedWeights):
             if self.settings.draw_choices is not None:
-                raise ProtocolError("weights of drawn users: expected them to be sealed")
+                raise ProtocolError(
+                    "EncryptedWeights under settings with draw_choices: expected SealedWeights"
+                )
             return message.weights
         return draw.opened(self.settings, self._seed, message, workers=self._workers)
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
-        """n_su · r_u · C_LCM of each of ``users``, by the user's place in the secret order."""
+        """Return n_su · r_u · C_LCM of each of ``users``, by place in the secret order."""
         n, multiple = self._sums.public.n, self.settings.common_multiple
         place = {user: at for at, user in enumerate(self._order)}
         return {
@@ -379,13 +391,13 @@ class WeightingSilo:
         }
 
     def _mask(self, ciphertexts: list[mpz], round_number: int) -> None:
-        """Multiply, in place, by what multiplies to one over the silos."""
+        """Multiply, in place, by masks whose product over the silos is one."""
         n_squared = self._sums.public.n_squared
         masks = self._pairs.multiplicative_masks(_SUM, round_number, len(ciphertexts), n_squared)
         for at, mask in enumerate(masks):
             ciphertexts[at] = ciphertexts[at] * mask % n_squared
 
     def _rerandomise_share(self, ciphertexts: list[mpz], round_number: int) -> None:
-        """Re-randomise, in place, the ciphertexts that are this silo's turn in this round."""
+        """Re-randomise, in place, the ciphertexts whose turn falls on this silo in this round."""
         first = (self.index - round_number) % self.settings.silos
         self._sums.rerandomise(ciphertexts, range(first, len(ciphertexts), self.settings.silos))

@@ -1,4 +1,4 @@
-"""State that a silo stores: a restart goes on at the same stage and uses no mask twice."""
+"""State of a silo, stored so that a restart continues at the same stage and reuses no mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flower_ext.secure.weighting.agreement import WeightingSettings
 
 
 class Stage(Enum):
-    """How far a silo's set-up has come."""
+    """Progress of a silo's set-up."""
 
     NEW = auto()
     KEYED = auto()
@@ -21,7 +21,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SiloState:
-    """All that a restart needs, at any stage. Holds secrets in the clear."""
+    """State that a restart needs, at any stage. It holds secrets in the clear."""
 
     index: int
     stage: Stage
@@ -54,7 +54,7 @@ class SiloState:
         Raises
         ------
         ValueError
-            Not a state, or not one of these settings.
+            ``state`` is malformed or was exported under other settings.
         """
         try:
             facts = json.loads(state)

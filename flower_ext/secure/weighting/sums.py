@@ -1,4 +1,4 @@
-"""Sums under encryption: what a silo computes on ciphertexts, and where its time goes."""
+"""Sums under encryption: a silo's computations on ciphertexts, which take most of its time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
 
 
 class EncryptedSums:
-    """Tables of powers and a pool of zeros, which spare work and decide nothing.
+    """A silo's sums under the server's key, with tables of powers and a pool of zeros.
+
+    Tables and pool only save time.
 
     Parameters
     ----------
     settings : WeightingSettings
     public : PublicKey
-        The server's.
+        The server's public key.
     workers : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(self, settings: WeightingSettings, public: PublicKey, *, workers: int = 1) -> None:
@@ -40,29 +42,30 @@ class EncryptedSums:
         self._powers: FixedBaseProducts | None = None
 
     def prepare(self, pool: ZeroPool | None, progress: Progress | None) -> ZeroPool:
-        """Take ``pool``, or set one up."""
+        """Keep ``pool``, or set one up, and return it."""
         if pool is None:
             pool = ZeroPool(self.public, workers=self._workers, progress=progress)
         if pool.public != self.public:
-            raise InvalidValue("pool: expected one of this server's key")
+            raise InvalidValue("pool: expected a pool of this server's key")
         self.zeros = pool
         return pool
 
     def encode_updates(
         self, updates: Mapping[int, ArrayLike], users: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Fixed-point updates of ``users``, of shape (users, coordinates).
+        """Return the updates of ``users`` in fixed point, of shape (users, coordinates).
 
         Raises
         ------
         ValueError
-            Updates of other users, of wrong shape, not finite, or out of bounds.
+            Updates belong to other users, or have a wrong shape or values that are not finite or
+            out of bounds.
         """
         if set(updates) != set(users):
             wrong = sorted(set(updates) ^ set(users))
             raise InvalidValue(
-                f"updates of users {wrong[:10]}: expected one of every user with records here, "
-                "and of no other"
+                f"updates of users {wrong[:10]} are missing or surplus: expected one update for "
+                "every user with records in this silo, and for no other"
             )
         encoded = np.zeros((len(users), self.settings.coordinates), dtype=np.int64)
         for row, user in enumerate(users):
@@ -70,25 +73,26 @@ class EncryptedSums:
         return encoded
 
     def encode_noise(self, noise: ArrayLike) -> NDArray[np.int64]:
-        """Fixed-point noise, of shape (coordinates,).
+        """Return the noise in fixed point, of shape (coordinates,).
 
         Raises
         ------
         ValueError
-            Of wrong shape, not finite, or out of bounds.
+            The shape is wrong, or a value is not finite or out of bounds.
         """
         return self._encode("noise", self.settings.noise_encoding, noise)
 
     def fold(self, weights: bytes, factors: Mapping[int, mpz]) -> FixedBaseProducts:
-        """The ciphertext at each place to the power of its factor, ready to be raised further.
+        """Raise the ciphertext at each place to its factor, and return them as bases of products.
 
-        Everything of a user that is the same for all coordinates goes in here: one full
-        exponentiation a user instead of one a user and coordinate. The last result is kept.
+        The factor holds everything that is the same for all coordinates of a user. This saves work:
+        each user takes one full exponentiation, instead of one for each coordinate. The last result
+        is kept for the same weights and factors.
 
         Raises
         ------
         ValueError
-            Something in ``weights`` is no ciphertext.
+            A number in ``weights`` is not a ciphertext.
         """
         if self._powers is not None and (weights, factors) == self._folded:
             return self._powers
@@ -117,7 +121,7 @@ class EncryptedSums:
         noise: NDArray[np.int64],
         progress: Progress | None,
     ) -> list[mpz]:
-        """Ciphertexts of the weighted sum of encoded ``updates``, plus noise and dither."""
+        """Return ciphertexts of the weighted sum of encoded ``updates``, plus noise and dither."""
         products = powers.of(updates, workers=self._workers, progress=progress)
         noises = self.settings.packing.pack([self.dithered(int(value)) for value in noise])
         n_squared = self.public.n_squared
@@ -127,12 +131,12 @@ class EncryptedSums:
         ]
 
     def dithered(self, encoded: int) -> int:
-        """Encoded noise times C_LCM, moved by less than half a step, uniformly."""
+        """Return encoded noise times C_LCM, plus a uniform dither of at most half a step."""
         multiple = self.settings.common_multiple
         return encoded * multiple + secrets.randbelow(multiple) - multiple // 2
 
     def rerandomise(self, ciphertexts: list[mpz], share: range) -> None:
-        """Re-randomise some of ``ciphertexts``, in place."""
+        """Re-randomise the ciphertexts at the places ``share``, in place."""
         draw = self.public.zeros if self.zeros is None else self.zeros.take
         zeros = draw(len(share), workers=self._workers)
         for at, zero in zip(share, zeros, strict=True):
@@ -147,7 +151,7 @@ class EncryptedSums:
         return encoded
 
     def _pack(self, products: Sequence[mpz]) -> list[mpz]:
-        """Ciphertexts of packed plaintexts from ciphertexts of single coordinates."""
+        """Combine ciphertexts of single coordinates into ciphertexts of packed plaintexts."""
         packing, n_squared = self.settings.packing, self.public.n_squared
         shift = mpz(1) << packing.slot_bits
 

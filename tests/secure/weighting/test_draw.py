@@ -144,10 +144,10 @@ def test_a_draw_of_another_round_or_a_second_one_is_refused(rng):
     offer = world.server.offer_draw(1)
     answer = world.silos[0].answer_draw(offer)
     other = dataclasses.replace(answer, round_number=2)
-    with pytest.raises(ProtocolError, match="draw of round 2: expected an offer before"):
+    with pytest.raises(ProtocolError, match="draw of round 2: expected offer_draw"):
         world.server.open_drawn_round(other)
     message = world.server.open_drawn_round(answer)
-    with pytest.raises(ProtocolError, match="expected an offer before"):
+    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
         world.server.open_drawn_round(answer)
     updates, noise = world.draw(rng)
     world.server.close_round(world.weigh(message, updates, noise))
@@ -179,17 +179,17 @@ def test_settings_with_and_without_a_hidden_draw_do_not_mix(rng):
         World(facts(), np.ones((3, 5), int)),
         World(weighting_settings(users=5), np.ones((3, 5), int)),
     )
-    with pytest.raises(ProtocolError, match="ask for open_drawn_round"):
+    with pytest.raises(ProtocolError, match="call offer_draw and open_drawn_round"):
         hidden.server.open_round(1)
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.server.offer_draw(1)
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer_draw(DrawOffer(round_number=1, public=b""))
-    with pytest.raises(ProtocolError, match="expected an offer before"):
+    with pytest.raises(ProtocolError, match="expected offer_draw for this round"):
         known.server.open_drawn_round(DrawAnswer(round_number=1, answer=b""))
     updates, noise = hidden.draw(rng)
     for world, message, said in (
-        (hidden, known.server.open_round(1), "expected them to be sealed"),
+        (hidden, known.server.open_round(1), "expected SealedWeights"),
         (known, SealedWeights(round_number=1, public=b"", sealed=b""), "no draw_choices"),
     ):
         with pytest.raises(ProtocolError, match=said):

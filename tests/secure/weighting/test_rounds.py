@@ -331,9 +331,9 @@ def test_only_silo_0_seals_and_it_opens_nothing(rng):
     relayed = server.relay_keys([silo.key for silo in silos])
     for silo in silos:
         silo.receive_keys(server.public_key, relayed)
-    with pytest.raises(ProtocolError, match="silo 0 seals"):
+    with pytest.raises(ProtocolError, match="seal_seed at silo 1: expected silo 0"):
         silos[1].seal_seed()
-    with pytest.raises(ProtocolError, match="it opens none"):
+    with pytest.raises(ProtocolError, match="expected another silo; call seal_seed"):
         silos[0].open_seed(SealedSeed(receiver=0, sealed=b""))
     with pytest.raises(ValueError, match="index=3"):
         WeightingSilo(facts, 3)

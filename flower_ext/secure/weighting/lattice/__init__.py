@@ -1,14 +1,14 @@
-"""Private weighting for large models, over ring-LWE. Experimental: nobody outside has reviewed it.
+"""Private weighting for large models, over ring-LWE. Experimental: no outsider has reviewed it.
 
-The server learns Σ_s Σ_u (n_su / N_u) Δ_su + z_s and nothing else of the records; silos learn
-nothing of one another. The protocol is this package's own. It answers what Kato et al., "Uldp-FL"
+The server learns Σ_s Σ_u (n_su / N_u) Δ_su + z_s and nothing else about the records. Silos learn
+nothing about one another. This package defines the protocol, for a case that Kato et al., "Uldp-FL"
 (PVLDB 2024), leave open: models of a million parameters. Protocol 1 of that paper, over Paillier,
 is in `flower_ext.secure.weighting` and remains the default.
 
-Protocol 1 inverts blinded totals, for which a plaintext must hold lcm(1, …, N_max). Here the
-inverse is looked up. Silos share a secret shift ρ_u for each user; the server learns only
+Protocol 1 inverts blinded totals, so a plaintext must hold lcm(1, …, N_max). This protocol looks
+the inverse up instead. The silos share a secret shift ρ_u for each user. The server learns only
 x_u = N_u + ρ_u modulo M, and offers encryptions of ⌊2^k / j⌋ for all j, rotated by x_u. The silos
-can open one of them, at ρ_u.
+can open only the one at ρ_u.
 
 =========================  ================================================================
 specification              here
@@ -34,7 +34,7 @@ step     call                                                message
          ``silo0.answer_transfer()``                         TransferAnswer, to the server
 4        ``server.relay_seed(seeds)``                        each SealedSeed to its receiver
          ``server.receive_answer(answer)``
-         ``silo.open_seed(seed)`` but for silo 0
+         ``silo.open_seed(seed)``, not at silo 0
 5        ``silo.mask_counts(counts)``                        MaskedCounts, to the server
          ``server.receive_counts(messages)``
 epoch    ``server.open_epoch(sampled=None)``                 LatticeWeights, to all silos
@@ -44,15 +44,17 @@ round    ``server.open_round(round_number)``                 RoundOpening, to al
          ``server.close_round(sums)``                        the sum, float64 (coordinates,)
 =======  ==================================================  ==============================
 
-An epoch lasts until other users are drawn. Every new draw takes a new epoch, and so does a server
-that restarted. A silo that restarted takes the weights of its last epoch again, if they are the
-same to the last bit. Instead of ``weigh``, a silo may call ``begin(opening)`` and, on the result,
-``add(updates)`` for a few users at a time and then ``finish(noise)``: it then never holds all
-users' updates at once.
+An epoch lasts until other users are drawn. Every new draw and every restart of the server begin a
+new epoch. A silo that restarted accepts the weights of its last epoch again if they are the same to
+the last bit.
 
-The transport must be confidential and authenticated between each silo and the server: whoever
-reads what one silo receives, and colludes with all other silos, learns its record counts.
+Instead of ``weigh``, a silo may call ``begin(opening)``, then on the result ``add(updates)`` for a
+few users at a time, and last ``finish(noise)``. It then never holds all users' updates at once.
 
-`LatticeServer` and `LatticeSilo` are the parties. Nothing here knows torch or Flower. Needs the
-extra ``weighting``; with ``fast`` (Numba) it is some fifty times as fast and sends the same.
+The transport must be confidential and authenticated between each silo and the server. Otherwise an
+eavesdropper on one silo that colludes with all other silos learns this silo's record counts.
+
+`LatticeServer` and `LatticeSilo` are the parties. This package uses neither torch nor Flower. It
+needs the extra ``weighting``. The extra ``fast`` (Numba) makes it some fifty times as fast and
+changes no result.
 """

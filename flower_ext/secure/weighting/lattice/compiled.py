@@ -1,15 +1,15 @@
 """Products of polynomials as loops that Numba compiles; `plain` computes the same with NumPy.
 
-Residues modulo a prime q below 2^48 are whole numbers in float64, lazily reduced: anything up to
-2^53 in magnitude. `_times` multiplies without integers of 128 bits, because a fused multiply-add
-gives the low half of a product exactly.
+Residues modulo a prime q below 2^48 are whole numbers in float64. They are reduced lazily and may
+reach 2^53 in magnitude. `_times` needs no integers of 128 bits, because a fused multiply-add gives
+the low half of a product exactly.
 
 Eight polynomials are transformed at once. Their coefficients alternate, ``x[8 * i + lane]``, so
-that every operation works on eight neighbours, whichever coefficients it combines.
+that every operation works on eight neighbouring numbers.
 
-Growth: a product is at most 0.79 q in magnitude, if its first factor is at most 10 q and its second
-q / 2. A transform starts from at most q / 2 and adds one product in each of its 12 stages, so it
-stays below 10 q, which is less than 2^52.
+Growth: a product is at most 0.79 q in magnitude if its first factor is at most 10 q and its second
+at most q / 2. A transform starts from at most q / 2 and adds one product in each of its 12 stages.
+It therefore stays below 10 q, which is less than 2^52.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from numba.extending import intrinsic
 from flower_ext.secure.weighting.lattice.layout import DEGREE, LANES
 
 _ROUND = 1.5 * 2.0**52
-"""Adding and subtracting it rounds a number below 2^51 to a whole one."""
+"""To round a number below 2^51 in magnitude, add this constant and subtract it again."""
 _ROWS = 64
 _COLUMNS = DEGREE // _ROWS
 _ROW = _COLUMNS * LANES
-"""Numbers that the last six stages combine; they fit the nearest cache."""
+"""Count of numbers that the last six stages combine. They fit the first-level cache."""
 
 
 def _fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
@@ -47,13 +47,13 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 def _fast(loop: Loop) -> Loop:
-    """Compile a loop once on a machine. Other threads go on while it runs."""
+    """Compile a loop, once per machine, so that it runs without Python's lock."""
     made: Any = njit(error_model="numpy", nogil=True, cache=True)(loop)
     return made  # type: ignore[no-any-return]
 
 
 def _inline(function: Loop) -> Loop:
-    """Compile into the loops that call it."""
+    """Compile a function into the loops that call it."""
     made: Any = njit(error_model="numpy", nogil=True, inline="always")(function)
     return made  # type: ignore[no-any-return]
 
@@ -69,7 +69,7 @@ def _times(x: Any, w: Any, q: Any, inverse: Any) -> Any:
 
 @_inline
 def _reduced(x: Any, q: Any, inverse: Any) -> Any:
-    """Return x modulo q, of magnitude up to q / 2 and a little."""
+    """Return x modulo q, of magnitude barely above q / 2 at most."""
     return x - (_fma(x, inverse, _ROUND) - _ROUND) * q
 
 
@@ -82,7 +82,7 @@ def _canonical(x: Any, q: Any, inverse: Any) -> Any:
 
 
 def _splat(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Store ``value`` in eight neighbours: as a loop, it would take as long as a product."""
+    """Store ``value`` in eight neighbours. A loop would take as long as a product."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -146,14 +146,15 @@ def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any, spread: Any
         Eight polynomials of coefficients up to q / 2 in magnitude, lane by lane. Overwritten with
         their transforms.
     keys : float64 (parts, 4096)
-        Transformed, of magnitude up to q / 2; every part is multiplied with all eight.
+        Transformed, of magnitude up to q / 2. Every part is multiplied with all eight polynomials.
     totals : float64 (parts, 32768)
-        Transformed. Each call adds 0.79 q in magnitude at most.
+        Transformed. Each call adds at most 0.79 q in magnitude.
     roots : float64 (4096,)
-        Powers of the root of unity, see `ring`.
+        Powers of the root of unity; see `ring`.
     q : float
+        The prime.
     spread : float64 (512,)
-        Room for the work.
+        Scratch memory.
     """
     for stage in (1, 4, 16):
         _two_stages(x, roots, stage, stage, q)
@@ -176,12 +177,12 @@ def reduce(x: Any, q: Any) -> None:
 
 @_fast
 def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
-    """Undo the transform of eight polynomials in place; residues are from 0 to q - 1 then.
+    """Undo the transform of eight polynomials in place; residues end up from 0 to q - 1.
 
     Parameters
     ----------
     x : float64 (32768,)
-        Of magnitude up to 2^52.
+        Transforms of magnitude up to 2^52.
     back : float64 (4096,)
         Inverses of the powers of the root.
     q, scale : float
@@ -209,7 +210,7 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
 def encode(values: Any, scale: Any, count: Any, x: Any, squares: Any) -> None:
     """Set x to count · rint(scale · values), and add the squares of scale · values to ``squares``.
 
-    ``squares`` holds 512 sums, so that additions do not wait for one another.
+    ``squares`` holds 512 partial sums, so that additions do not wait for one another.
     """
     step = squares.shape[0]
     for start in range(0, values.shape[0], step):
@@ -222,16 +223,16 @@ def encode(values: Any, scale: Any, count: Any, x: Any, squares: Any) -> None:
 
 @_fast
 def switch(one: Any, two: Any, high: Any, low: Any, facts: Any, words: Any) -> None:
-    """Add 2^56 · high + low, and round what results from modulus q1 · q2 to words of 64 bits.
+    """Add 2^56 · high + low modulo q1 · q2, and round the result to words of 64 bits.
 
     Parameters
     ----------
     one, two : float64 (count,)
-        Residues modulo q1 and q2, from 0.
+        Nonnegative residues modulo q1 and q2.
     high : float64 (count,)
         Whole numbers of magnitude up to 2^50.
     low : int64 (count,)
-        Of magnitude up to 2^56.
+        Numbers of magnitude up to 2^56.
     facts : float64 (2, 5)
         For each prime: q; 2^56 and 2^28 modulo q; the inverse of the other prime modulo q; and
         2^16 (2^48 - q) / q.
@@ -253,7 +254,7 @@ def switch(one: Any, two: Any, high: Any, low: Any, facts: Any, words: Any) -> N
 
 @_fast
 def split(words: Any, q: Any, x: Any) -> None:
-    """Set x to words modulo q, read as signed numbers; of magnitude up to q."""
+    """Set x to signed words modulo q, of magnitude up to q."""
     p = 1.0 / q
     for i in range(words.shape[0]):
         word = words[i]
@@ -263,14 +264,14 @@ def split(words: Any, q: Any, x: Any) -> None:
 
 @_fast
 def join(one: Any, two: Any, inverse: Any, q: Any, other: Any, words: Any) -> None:
-    """Add to words (int64) the signed number that has residues ``one`` and ``two``.
+    """Add to words (int64) the signed number with residues ``one`` and ``two``.
 
     Parameters
     ----------
     one, two : float64 (count,)
-        Modulo ``q`` and ``other``, from 0.
+        Nonnegative residues modulo ``q`` and ``other``.
     inverse : float
-        Of q modulo ``other``.
+        Inverse of q modulo ``other``.
     q, other : int
     words : int64 (count,)
         Sums are modulo 2^64.

@@ -12,7 +12,7 @@ from flower_ext.secure.weighting.lattice.samplers import Stream, public_polynomi
 
 
 class SecretKey:
-    """A ternary polynomial s, by its transforms; ``seed`` (32 bytes) determines it."""
+    """The transforms of a ternary polynomial s that ``seed`` (32 bytes) determines."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -22,7 +22,7 @@ class SecretKey:
         )
 
     def encryptions(self, masks: Reals, errors: Reals) -> Reals:
-        """Return errors - masks · s, from 0.
+        """Return errors - masks · s as nonnegative residues, float64 (2, count, DEGREE).
 
         Parameters
         ----------
@@ -49,7 +49,7 @@ def public_key(public_seed: bytes, words: bytes) -> Reals:
     Raises
     ------
     ValueError
-        Words that are not below their primes.
+        A word is not below its prime.
     """
     first = ring.from_words(words, (2, 1, DEGREE), name="public key")
     pair: Reals = key_pairs(first, public_polynomial(public_seed, "key")[:, None])[0]

@@ -1,8 +1,8 @@
-"""Sizes that the ring and both of its implementations share; nothing else is imported for them."""
+"""Sizes that the ring and both of its implementations share. This module imports nothing."""
 
 DEGREE = 4096
 """n: coefficients of a polynomial."""
 LANES = 8
-"""Polynomials that are transformed together. Their coefficients alternate in memory."""
+"""Number of polynomials that are transformed together. Their coefficients alternate in memory."""
 GROUP = DEGREE * LANES
-"""Numbers of so many polynomials."""
+"""Coefficients of the polynomials that are transformed together."""

@@ -1,7 +1,7 @@
 """Messages between the server and the silos of private weighting over ring-LWE, and their bytes.
 
 Every message begins with four letters that name its kind, followed by integers of eight bytes
-(big-endian) and a body whose length the settings determine. Words of polynomials lie in the body
+(big-endian) and a body whose length the settings determine. The body holds words of polynomials
 as little-endian numbers of 6 bytes (residues, first parts of a sum) or 8 bytes (second parts).
 """
 
@@ -23,16 +23,16 @@ from flower_ext.secure.weighting.messages import check_later
 from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES
 
 SEED_BYTES = 32
-"""Length of seeds, of nonces and of X25519 keys."""
+"""Length in bytes of seeds, nonces and X25519 keys."""
 COUNT_BYTES = 4
-"""Length of a masked count."""
+"""Length in bytes of a masked count."""
 _SEALED_SEED_BYTES = 12 + SEED_BYTES + 16  # nonce, seed, tag
 
 
 class _Message:
     """A frozen dataclass of integers, followed by one or more fields of bytes.
 
-    Subclasses name their kind, and give the lengths of their fields of bytes in order.
+    Subclasses name their kind and define the lengths of their fields of bytes, in order.
     """
 
     kind: ClassVar[bytes]
@@ -44,7 +44,7 @@ class _Message:
         raise NotImplementedError
 
     def to_bytes(self) -> bytes:
-        """Return the message as it travels."""
+        """Return the message's bytes."""
         head = struct.pack(f">{len(self.integers)}Q", *(getattr(self, i) for i in self.integers))
         return b"".join([self.kind, head, *(getattr(self, part) for part in self.parts)])
 
@@ -55,8 +55,8 @@ class _Message:
         Raises
         ------
         ValueError
-            Not a message of this kind and these settings: a wrong length, or a number of a silo
-            that the run does not have.
+            The bytes are not a message of this kind under these settings: a length is wrong, or a
+            silo's number is out of range.
         """
         name, lengths = cls.__name__, cls._lengths(settings)
         start = len(cls.kind) + 8 * len(cls.integers)
@@ -75,12 +75,12 @@ class _Message:
         return message
 
     def check(self, settings: LatticeSettings) -> None:
-        """Refuse a message that does not fit ``settings``: parties call it on all they receive.
+        """Refuse a message that does not fit ``settings``. Parties check every received message.
 
         Raises
         ------
         ValueError
-            A field has a wrong length, or names a silo that the run does not have.
+            A field has a wrong length, or a silo's number is out of range.
         """
         for part, length in zip(self.parts, self._lengths(settings), strict=True):
             if len(getattr(self, part)) != length:
@@ -100,8 +100,8 @@ class _Message:
 class ServerKey(_Message):
     """The server's public facts, for all silos.
 
-    ``public_seed`` determines pk1 and every a_u, ``nonce`` enters the silos' seed, ``transfer`` is
-    the sender's element of the oblivious transfer, and ``words`` are those of pk0.
+    ``public_seed`` determines pk1 and every a_u. ``nonce`` enters the silos' seed. ``transfer`` is
+    the sender's element of the oblivious transfer. ``words`` holds the words of pk0.
     """
 
     kind = b"LWsk"
@@ -135,7 +135,7 @@ class SiloKey(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SealedSeed(_Message):
-    """Silo 0's part of the seed that silos share, for one silo; the server cannot open it."""
+    """Silo 0's part of the silos' seed, sealed for one silo; the server cannot open it."""
 
     kind = b"LWse"
     integers = ("receiver",)
@@ -151,7 +151,7 @@ class SealedSeed(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferAnswer(_Message):
-    """The silos' choices ρ_u, one group element for each user; the server cannot read them."""
+    """The silos' choices ρ_u, one group element per user; the server cannot read them."""
 
     kind = b"LWta"
     parts = ("answer",)
@@ -165,7 +165,7 @@ class TransferAnswer(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedCounts(_Message):
-    """A silo's record counts modulo M under masks; silo 0's carry ρ_u as well. For the server."""
+    """A silo's record counts modulo M under masks, for the server; silo 0 also adds ρ_u."""
 
     kind = b"LWmc"
     integers = ("silo",)
@@ -183,8 +183,8 @@ class MaskedCounts(_Message):
 class LatticeWeights(_Message):
     """One epoch's encrypted weights, for all silos.
 
-    ``words`` holds all words of b_u but the constant one; ``sealed`` holds, for each user, M
-    candidates for that word, of which the silos can open one.
+    ``words`` holds all words of b_u except the constant one. ``sealed`` holds, for each user, M
+    candidates for that word; the silos can open one of them.
     """
 
     kind = b"LWew"
@@ -206,7 +206,7 @@ class LatticeWeights(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOpening(_Message):
-    """The server asks for the sums of one round under the weights of one epoch."""
+    """The server's request for the sums of one round under the weights of one epoch."""
 
     kind = b"LWro"
     integers = ("round_number", "epoch")
@@ -222,10 +222,10 @@ class RoundOpening(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeSum(_Message):
-    """A silo's weighted, noised and masked updates; for the server.
+    """A silo's weighted, noised and masked sum of updates, for the server.
 
     ``first`` holds a word of c0 for each coordinate, and none for the padding of the last block.
-    ``second`` holds all words of c1: a coordinate depends on all of its block's.
+    ``second`` holds all words of c1, because a coordinate depends on all words of its block.
     """
 
     kind = b"LWsu"
@@ -247,12 +247,12 @@ class LatticeSum(_Message):
 
 
 def check_round_number(round_number: int, last: int, settings: LatticeSettings) -> None:
-    """Refuse a round that does not rise, or that is beyond those that the settings count.
+    """Refuse a round number that is not above the last one, or above the settings' ``rounds``.
 
     Raises
     ------
     ProtocolError
-        Either of them.
+        The round number is refused.
     """
     check_later(round_number, last)
     if round_number > settings.rounds:

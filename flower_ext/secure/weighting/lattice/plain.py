@@ -1,6 +1,6 @@
-"""The functions of `compiled` with NumPy alone: slower by far, and equal to the last bit of a word.
+"""The functions of `compiled` with NumPy alone: far slower, with the same words to the last bit.
 
-Residues may differ from those of `compiled` by multiples of q until they are reduced to 0 to q - 1.
+Residues may differ from `compiled` by multiples of q until they are reduced to 0 to q - 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _LOW = (1 << 28) - 1
 
 
 def _times(x: Reals, w: Any, q: float) -> Reals:
-    """Return x · w modulo q, of magnitude up to 1.5 q: products wrap modulo 2^64, twice alike."""
+    """Return x · w modulo q, of magnitude up to 1.5 q.
+
+    Both products wrap modulo 2^64, so their difference is exact.
+    """
     quotient = np.rint(x * (w / q)).astype(np.int64)
     wrapped = x.astype(np.int64) * np.asarray(w).astype(np.int64) - quotient * np.int64(q)
     return _reduced(wrapped.astype(np.float64), q)

@@ -1,11 +1,12 @@
 """Polynomials of R_q = Z_q[X]/(X^4096 + 1), q = q1 · q2, by their residues modulo q1 and q2.
 
-A product modulo X^n + 1 is a product of numbers after a transform at the roots of X^n + 1: the
-number-theoretic transform, with butterflies as in Longa and Naehrig, "Speeding up the Number
-Theoretic Transform for Faster Ideal Lattice-Based Cryptography" (CANS 2016). `compiled` does the
-work where Numba is installed, otherwise `plain` does.
+The number-theoretic transform evaluates a polynomial at the roots of X^n + 1, and turns a product
+modulo X^n + 1 into products of numbers. Its butterflies follow Longa and Naehrig, "Speeding up the
+Number Theoretic Transform for Faster Ideal Lattice-Based Cryptography" (CANS 2016). `compiled` does
+the work if Numba is installed, and `plain` otherwise.
 
-Arrays of residues are float64 of whole numbers. Words are residues of six bytes, little-endian.
+Arrays of residues are whole numbers in float64. Words are residues as little-endian numbers of six
+bytes.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ class Prime:
         return float(self.value)
 
     def balanced(self, number: int) -> float:
-        """Return ``number`` modulo the prime, of magnitude up to half of it."""
+        """Return ``number`` modulo the prime, of magnitude up to half the prime."""
         rest = number % self.value
         return float(rest - self.value if 2 * rest > self.value else rest)
 
     @cached_property
     def _root(self) -> int:
-        """A number whose n-th power is -1."""
+        """Return a number whose n-th power is -1."""
         for base in range(2, 100):
             root = pow(base, (self.value - 1) // (2 * DEGREE), self.value)
             if pow(root, DEGREE, self.value) == self.value - 1:
@@ -70,7 +71,7 @@ class Prime:
 
     @cached_property
     def roots(self) -> Reals:
-        """Powers of the root; the one at j is the power of j with its 12 bits reversed."""
+        """Powers of the root. The power at j has the exponent j with its 12 bits reversed."""
         return self._powers(self._root)
 
     @cached_property
@@ -94,7 +95,7 @@ class Prime:
 PRIMES = Prime(281474976694273), Prime(281474976636929)
 MODULUS = PRIMES[0].value * PRIMES[1].value
 ROOM = 32
-"""Products that may be added up before totals are `reduce`d: each is 0.79 q at most."""
+"""Number of products that a total may sum before `reduce`. Each product is at most 0.79 q."""
 
 
 def _switching(prime: Prime, other: Prime) -> list[float]:
@@ -108,16 +109,16 @@ _JOINING = PRIMES[1].balanced(pow(PRIMES[0].value, -1, PRIMES[1].value))
 
 
 def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
-    """Add the products of eight polynomials with one polynomial a part to ``totals``.
+    """Add the products of eight polynomials with each part's polynomial to ``totals``.
 
     Parameters
     ----------
     x : float64 (GROUP,)
-        Coefficients up to 2^47 in magnitude, alternating. Overwritten with the transform.
+        Alternating coefficients of magnitude up to 2^47. Overwritten with the transform.
     keys : float64 (parts, DEGREE)
-        `transformed` polynomials.
+        Polynomials from `transformed`.
     totals : float64 (parts, GROUP)
-        Transformed; `reduce` them after `ROOM` calls.
+        Transforms. Call `reduce` on them after `ROOM` calls.
     prime : int
         0 or 1.
     """
@@ -147,7 +148,7 @@ def transformed(polynomials: Reals, prime: int) -> Reals:
 
 
 def inverted(transforms: Reals, prime: int) -> Reals:
-    """Return the polynomials, with coefficients from 0, of transforms (count, DEGREE)."""
+    """Return the polynomials of transforms (count, DEGREE), as nonnegative residues."""
     found = np.empty(transforms.shape)
     for start in range(0, len(transforms), LANES):
         part = transforms[start : start + LANES]
@@ -158,7 +159,7 @@ def inverted(transforms: Reals, prime: int) -> Reals:
 
 
 def invert(x: Reals, prime: int) -> None:
-    """Undo the transform of eight alternating polynomials in place; residues are from 0 then."""
+    """Undo the transform of eight alternating polynomials in place, to nonnegative residues."""
     own = PRIMES[prime]
     work.invert(x, own.back, own.q, own.scale)
 
@@ -169,7 +170,7 @@ def reduce(x: Reals, prime: int) -> None:
 
 
 def multiplied(x: Reals, y: Reals, prime: int) -> Reals:
-    """Return products, from 0, of residues below 2^50 and below q / 2 in magnitude."""
+    """Return x · y as nonnegative residues, for x below 2^50 and y below q / 2 in magnitude."""
     q = PRIMES[prime].value
     quotient = np.rint(x * (y / q)).astype(np.int64)
     return ((x.astype(np.int64) * y.astype(np.int64) - quotient * q) % q).astype(np.float64)
@@ -181,16 +182,17 @@ def switch(residues: Reals, high: Reals, low: NDArray[np.int64]) -> NDArray[np.u
     Parameters
     ----------
     residues : float64 (2, count)
-        From 0.
+        Nonnegative residues.
     high : float64 (count,)
         Whole numbers up to 2^50 in magnitude.
     low : int64 (count,)
-        Up to 2^56 in magnitude.
+        Numbers up to 2^56 in magnitude.
 
     Returns
     -------
     uint64 (count,)
-        rint(c · 2^64 / q), or a neighbour of it where c · 2^64 / q is within 2^-20 of a half.
+        rint(c · 2^64 / q). If c · 2^64 / q is within 2^-20 of a half, the result may be the
+        neighbour.
     """
     words = np.empty(residues.shape[1], np.uint64)
     work.switch(residues[0], residues[1], high, low, _SWITCHING, words)
@@ -211,7 +213,7 @@ def add_joined(words: NDArray[np.int64], residues: Reals) -> None:
 
 
 def to_words(residues: Reals) -> bytes:
-    """Return residues, from 0, of any shape as words."""
+    """Return nonnegative residues of any shape as words."""
     raw = np.ascontiguousarray(residues.astype("<u8")).view(np.uint8)
     return raw.reshape(-1, 8)[:, :RESIDUE_BYTES].tobytes()
 

@@ -26,17 +26,16 @@ class Stream:
     Parameters
     ----------
     key : bytes
-        32 bytes. Secret streams take `fresh` keys of the operating system; a known key determines
-        what is sampled.
+        32 bytes. Use `fresh` for secret streams, because a known key determines every sample.
     """
 
     def __init__(self, key: bytes) -> None:
-        # Counter and nonce start at zero, because every key is used once.
+        # A counter and nonce of zero are safe, because every key is used once.
         self._cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 
     @classmethod
     def fresh(cls) -> Stream:
-        """Return a stream under a key of the operating system."""
+        """Return a stream under a new key from the operating system."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     def octets(self, count: int) -> NDArray[np.uint8]:
@@ -52,7 +51,10 @@ class Stream:
         return (self.words(count) >> np.uint64(64 - bits)).astype(np.int64)
 
     def ternary(self, count: int) -> Reals:
-        """Return ``count`` numbers that are uniform on -1, 0 and 1: a byte modulo 3, unless 255."""
+        """Return ``count`` numbers that are uniform on -1, 0 and 1.
+
+        Each is a byte modulo 3; bytes of 255 are skipped.
+        """
         found = np.empty(0, np.uint8)
         while len(found) < count:
             drawn = self.octets(count - len(found) + count // 200 + 16)
@@ -62,14 +64,17 @@ class Stream:
     def errors(self, count: int) -> NDArray[np.int64]:
         """Return ``count`` numbers of the centred binomial distribution, of variance 21/2.
 
-        Each is the number of ones in 21 bits, less that in 21 others.
+        Each is the number of ones in 21 bits minus the number of ones in 21 others.
         """
         drawn = self.words(count)
         ones = _ones(drawn & _ERROR_MASK)
         return ones - _ones(drawn >> np.uint64(ERROR_BOUND) & _ERROR_MASK)
 
     def uniform(self, count: int, prime: int) -> Reals:
-        """Return ``count`` residues that are uniform modulo a prime: 48 bits, if below it."""
+        """Return ``count`` residues that are uniform modulo a prime.
+
+        Draws of 48 bits that are not below the prime are skipped.
+        """
         found = np.empty(0)
         while len(found) < count:
             raw = np.zeros((count - len(found) + 4, 8), np.uint8)
@@ -80,7 +85,7 @@ class Stream:
 
 
 def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return how many bits of each word are set."""
+    """Return the number of set bits in each word."""
     if hasattr(np, "bitwise_count"):  # from NumPy 2.0 on
         ones: NDArray[np.int64] = np.bitwise_count(words).astype(np.int64)
     else:
@@ -91,7 +96,7 @@ def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
 def public_polynomial(seed: bytes, *label: str | int) -> Reals:
     """Return the residues (2, DEGREE) of a uniform polynomial that all parties can compute.
 
-    They are taken as its transform, which is uniform as well.
+    Use them as the polynomial's transform, which is uniform as well.
     """
     return np.stack(
         [

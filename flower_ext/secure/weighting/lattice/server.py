@@ -1,4 +1,4 @@
-"""The server's side of private weighting over ring-LWE; the protocol is in the package."""
+"""The server's side of private weighting over ring-LWE; the package describes the protocol."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from flower_ext.secure.weighting.oblivious import Sender
 
 
 class LatticeServer:
-    """The party that relays, encrypts weights that it does not know, and decrypts the sum.
+    """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
     Call `public_key`, `relay_keys`, `relay_seed`, `receive_answer` and `receive_counts` once, in
     this order, then `open_epoch` whenever users are drawn, and `open_round` and `close_round` for
@@ -44,11 +44,11 @@ class LatticeServer:
     ----------
     settings : LatticeSettings
     save : callable, optional
-        Stores `export_state` durably. It is called before a message leaves that must not leave
-        twice in another form, so that a server that restarts from what was stored never uses an
-        epoch or a round again.
+        Stores `export_state` durably. The server calls it before it returns a message that must not
+        be sent again in another form, so that a server restored from the stored state never reuses
+        an epoch or a round.
     workers : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LatticeServer:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch whose weights the silos hold, or None before the first and after a restart."""
+        """Number of the open epoch; None before the first epoch and after a restart."""
         return self._epoch
 
     def relay_keys(self, keys: Sequence[SiloKey]) -> tuple[SiloKey, ...]:
@@ -98,9 +98,9 @@ class LatticeServer:
         Raises
         ------
         ProtocolError
-            Relayed before.
+            The keys were relayed before.
         ValueError
-            Not one key from each silo.
+            There is not exactly one key from each silo.
         """
         self._expect(ServerStage.NEW)
         for key in keys:
@@ -115,9 +115,9 @@ class LatticeServer:
         Raises
         ------
         ProtocolError
-            Before the public keys, or a second time.
+            The public keys were not relayed yet, or the seed was relayed before.
         ValueError
-            Not one seed for each silo but silo 0.
+            There is not exactly one seed for each silo except silo 0.
         """
         self._expect(ServerStage.KEYS_RELAYED)
         for seed in seeds:
@@ -127,14 +127,14 @@ class LatticeServer:
         return tuple(sorted(seeds, key=lambda seed: seed.receiver))
 
     def receive_answer(self, message: TransferAnswer) -> None:
-        """Take the silos' choices, and compute the keys of all places. Takes seconds.
+        """Take the silos' choices and compute the keys of all places, which takes seconds.
 
         Raises
         ------
         ProtocolError
-            Before the seed, or a second time.
+            The seed was not relayed yet, or the choices were received before.
         ValueError
-            Malformed.
+            The message is malformed.
         """
         self._expect(ServerStage.SEED_RELAYED)
         message.check(self.settings)
@@ -148,11 +148,11 @@ class LatticeServer:
         Raises
         ------
         ProtocolError
-            Before the silos' choices, or a second time.
+            The silos' choices have not arrived, or the counts were received before.
         IncompleteRound
             A silo's counts are missing.
         ValueError
-            Malformed, from no silo of this run, or sent twice.
+            A message is malformed, comes from a silo that the run does not have, or was sent twice.
         """
         self._expect(ServerStage.ANSWERED)
         check_all_there([message.silo for message in messages], self.settings.silos)
@@ -170,20 +170,20 @@ class LatticeServer:
     def open_epoch(self, *, sampled: Collection[int] | None = None) -> LatticeWeights:
         """Return fresh encryptions of the users' weights, for all silos.
 
-        A round that is still open is given up.
+        The server abandons a round that is still open.
 
         Parameters
         ----------
         sampled : Collection of int, optional
-            Who takes part, as places from 0 to users - 1 in the silos' secret order. The others
-            get an encryption of zero. By default all take part.
+            Users that take part, as places from 0 to users - 1 in the silos' secret order. The
+            other users get an encryption of zero. By default all users take part.
 
         Raises
         ------
         ProtocolError
-            Before the counts.
+            The counts have not arrived.
         ValueError
-            ``sampled`` names no user.
+            ``sampled`` holds a place outside the range.
         """
         self._expect(ServerStage.COUNTED)
         everyone = range(self.settings.users)
@@ -210,22 +210,22 @@ class LatticeServer:
     def open_round(self, round_number: int) -> RoundOpening:
         """Begin a round under the weights of the last epoch, for all silos.
 
-        An earlier round that is still open is given up.
+        The server abandons an earlier round that is still open.
 
         Parameters
         ----------
         round_number : int
-            Above that of every earlier round.
+            Higher than the number of every earlier round.
 
         Raises
         ------
         ProtocolError
-            No epoch was opened since the start of this process, or the round is not above the last
-            or above the ``rounds`` of the settings.
+            The server opened no epoch since its start, or the round number is not above the last
+            one or is above the settings' ``rounds``.
         """
         self._expect(ServerStage.COUNTED)
         if self._epoch is None:
-            raise ProtocolError("open_round: expected open_epoch before, also after a restart")
+            raise ProtocolError("open_round: expected open_epoch before it, also after a restart")
         check_round_number(round_number, self._last_round, self.settings)
         self._last_round = round_number
         self._store()
@@ -233,17 +233,19 @@ class LatticeServer:
         return RoundOpening(round_number=round_number, epoch=self._epoch)
 
     def check_sum(self, message: LatticeSum) -> None:
-        """Refuse a silo's sum by itself, before others are there.
+        """Check one silo's sum as soon as it arrives, before the other silos have answered.
 
         Raises
         ------
         ProtocolError
-            No round is open, or the message is of another round or epoch.
+            No round is open, or the message belongs to another round or epoch.
         ValueError
-            Malformed, or from no silo of this run.
+            The message is malformed, or comes from a silo that the run does not have.
         """
         if self._open_round is None:
-            raise ProtocolError("no round is open")
+            raise ProtocolError(
+                "no round is open: call open_round and send its message to the silos"
+            )
         if (message.round_number, message.epoch) != (self._open_round, self._epoch):
             raise ProtocolError(
                 f"sum of round {message.round_number} and epoch {message.epoch}: expected "
@@ -261,14 +263,16 @@ class LatticeServer:
         IncompleteRound
             A silo's sum is missing; the round stays open.
         ProtocolError
-            No round is open, or a message is of another round or epoch.
+            No round is open, or a message belongs to another round or epoch.
         ValueError
-            Malformed, from no silo of this run, or sent twice.
+            A message is malformed, comes from a silo that the run does not have, or was sent twice.
         """
         for message in messages:
             self.check_sum(message)
         if self._open_round is None:
-            raise ProtocolError("no round is open")
+            raise ProtocolError(
+                "no round is open: call open_round and send its message to the silos"
+            )
         check_all_there([message.silo for message in messages], self.settings.silos)
         self._open_round = None
         return decrypted(
@@ -276,9 +280,9 @@ class LatticeServer:
         )
 
     def export_state(self) -> bytes:
-        """Return all that a restart needs, at any stage.
+        """Return the state that a restart needs, at any stage.
 
-        Holds the secret key in the clear: store it where others cannot read.
+        It holds the secret key in the clear. Store it where nobody else can read it.
         """
         state = ServerState(
             stage=self._stage,
@@ -302,15 +306,15 @@ class LatticeServer:
         save: Callable[[bytes], None] | None = None,
         workers: int = 1,
     ) -> LatticeServer:
-        """Return a server as it was exported, at the same stage.
+        """Return a server at the stage of the exported one.
 
-        Epochs and rounds up to its last ones stay used: open an epoch first. The keys of the
-        transfer are computed again then, which takes seconds.
+        Its epochs and rounds stay used, so call `open_epoch` first. That computes the keys of the
+        transfer again, which takes seconds.
 
         Raises
         ------
         ValueError
-            Not a state of these settings.
+            ``state`` is malformed or was exported under other settings.
         """
         kept = ServerState.decode(state, settings)
         server = cls(settings, workers=workers)

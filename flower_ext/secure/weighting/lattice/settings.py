@@ -1,4 +1,4 @@
-"""Public facts of one run of private weighting over ring-LWE, and what follows from them."""
+"""Public settings of a run of private weighting over ring-LWE, with sizes and error bounds."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ERROR_BOUND = 21
 """Largest magnitude of a sample of the centred binomial distribution, of variance 21/2."""
 ERROR_VARIANCE = ERROR_BOUND / 2
 SUM_LIMIT = 512
-"""The sum of a coordinate is exact below this many clipping norms, and wraps above."""
+"""Largest sum of a coordinate in clipping norms; larger sums wrap."""
 CLIPPING_SLACK = 2.0**-20
 """Relative excess over the clipping norm that a silo accepts, and that the sensitivity counts."""
 
 SECOND_WORD_BYTES = 8
-"""Length of a word of c1."""
+"""Length in bytes of a word of c1."""
 FIRST_WORD_BYTES = 6
-"""Length of a word of c0: the two lowest bytes of a masked word of eight stay with the silo."""
+"""Length in bytes of a word of c0. A masked word has eight bytes; the silo drops the lowest two."""
 STEP_BITS = 64 + WEIGHT_BITS - 96
 """A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, which has 96 bits."""
 
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
-"""Up to it an update times its count stays far below the primes."""
+"""With fewer choices than this, an update times its count stays far below the primes."""
 _NOISE_ROOM = 16.0
-"""Standard deviations of noise that are accepted: a Gaussian exceeds them once in 10⁵⁷."""
+"""Largest accepted noise in standard deviations; a Gaussian exceeds it once in 10⁵⁷ draws."""
 _LARGEST_ADDED_DELTA = 1e-7
 
 
@@ -47,24 +47,24 @@ class LatticeSettings:
     Parameters
     ----------
     run : str
-        Name of the run, never used before: masks belong to it.
+        Name of the run. Choose one that was never used, because masks derive from it.
     users, silos, coordinates : int
-        |U|, |S| (two at least), and the length d of an update.
+        |U|, |S| (at least two), and the length d of an update.
     silo_record_limits : sequence of int
-        The most records of one user in each silo. Mandatory, because a user with more records than
-        all limits together would get another user's weight without anybody noticing.
+        The most records of one user in each silo. They are mandatory: a user with more records than
+        all limits together would get a wrong weight, and nobody would notice.
     clipping_norm : float
         C: largest L2 norm of an update.
     noise_stddev : float
         Standard deviation of one silo's share of the noise, in each coordinate.
     rounds : int
-        The most rounds that the run will have: statistical distances add up over them.
+        The most rounds that the run will have. Statistical distances add up over rounds.
 
     Raises
     ------
     ValueError
-        A field is out of range, the noise is too small to hide what the protocol adds to the sum
-        (see `added_delta`), or so large that it alone could wrap a sum.
+        A field is out of range, the noise is too small to hide the protocol's own errors in the sum
+        (see `added_delta`), or the noise is so large that it alone could wrap a sum.
     """
 
     run: str
@@ -100,40 +100,41 @@ class LatticeSettings:
 
     @property
     def blocks(self) -> int:
-        """Polynomials that hold an update."""
+        """Number of polynomials that hold an update."""
         return -(-self.coordinates // DEGREE)
 
     @property
     def step(self) -> float:
-        """Distance of neighbouring encoded values."""
+        """Distance between neighbouring encoded values."""
         return math.ldexp(self.clipping_norm, -FRACTION_BITS)
 
     @property
     def noise_bound(self) -> float:
-        """Largest magnitude of one silo's noise in a coordinate that is accepted."""
+        """Largest accepted magnitude of one silo's noise in a coordinate."""
         return _NOISE_ROOM * self.noise_stddev
 
     @property
     def sum_limit(self) -> float:
-        """A coordinate of the sum wraps at this magnitude: the result is useless then, not unsafe.
+        """Magnitude at which a coordinate of the sum wraps: 512 C.
 
-        It is 512 C. The sum of a coordinate is at most C times the number of users plus the noise.
+        A wrapped sum is useless, but not unsafe. The sum of a coordinate is at most C times the
+        number of users, plus the noise.
         """
         return SUM_LIMIT * self.clipping_norm
 
     @property
     def can_wrap(self) -> bool:
-        """Return True where users and noise could reach `sum_limit`, all of them aligned."""
+        """True if users and noise could reach `sum_limit` when all of them add up."""
         largest = self.users * self.clipping_norm + self.silos * self.noise_bound
         return largest >= self.sum_limit
 
     def contribution_bound(self, clipping_norm: float) -> float:
-        """Largest L2 norm by which one user who was drawn moves the sum.
+        """Return the largest L2 norm by which one user who was drawn moves the sum.
 
-        It is ``clipping_norm`` with the slack of clipping, and
+        It is the sum of ``clipping_norm`` with the slack of clipping and
 
-        * 1.5 · √d steps: encoding moves a coordinate by half a step, and what the weighted sum has
-          below a step changes the carry of the dither by one at most;
+        * 1.5 · √d steps: encoding moves a coordinate by at most half a step, and the fraction of a
+          step in the weighted sum changes the carry of the dither by at most one;
         * `error_bound`, for the errors e_u.
         """
         encoding = 1.5 * math.sqrt(self.coordinates) * self.step
@@ -141,10 +142,10 @@ class LatticeSettings:
 
     @property
     def error_bound(self) -> float:
-        """Largest L2 norm by which the errors e_u let a user move the sum, drawn or not.
+        """Largest L2 norm by which a user, drawn or not, moves the sum through the errors e_u.
 
-        A product with e_u is at most 4096 · 21 times as long as its other factor, which is at most
-        N_max · (C + √d steps) long, and counts in units of 2⁻ᵏ.
+        A product with e_u is at most 4096 · 21 times as long as its other factor. That factor is at
+        most N_max · (C + √d / 2 steps) long. The product counts in units of 2⁻ᵏ.
         """
         encoded = self.clipping_norm * (1 + CLIPPING_SLACK)
         encoded += 0.5 * math.sqrt(self.coordinates) * self.step
@@ -152,12 +153,12 @@ class LatticeSettings:
 
     @cached_property
     def rerandomising_delta(self) -> float:
-        """Distance of the server's view from one without the errors of re-randomising.
+        """Statistical distance of the server's view from one without the errors of re-randomising.
 
-        A silo adds r·e + e2·s, of a standard deviation of 240 units of 2⁻ᵏ steps. On top of it lie
-        a dither that is uniform over one step and the silo's noise, so an error of t steps is at a
-        total variation distance of t / (√(2π) σ) from none, where σ counts steps. Errors add up
-        over coordinates and rounds.
+        A silo adds the error r·e + e2·s, with a standard deviation of 240 · 2⁻ᵏ steps. It also adds
+        its noise and a dither that is uniform over one step. An error of t steps therefore moves
+        the distribution by a total variation distance of t / (√(2π) σ), where σ counts steps.
+        Distances add up over coordinates and rounds.
         """
         variance = DEGREE * 2 * _TERNARY_VARIANCE * ERROR_VARIANCE
         steps = math.ldexp(math.sqrt(variance), -WEIGHT_BITS)
@@ -166,12 +167,12 @@ class LatticeSettings:
 
     @cached_property
     def hint_delta(self) -> float:
-        """Distance of the rounded results from results that do not depend on the server's secrets.
+        """Statistical distance by which the server's secrets move the rounded results.
 
-        What rounding c1 to words adds (ρ·s), the errors of re-randomising, and Σ V·e_u move a
-        result by a fraction of a step, which one silo's noise hides. The Kullback-Leibler
-        divergence of a rounded result is t² / (2 σ²); it adds up over coordinates and rounds.
-        Counts all users at N_max with updates of full norm.
+        The rounding error of c1 (ρ·s), the errors of re-randomising and Σ V·e_u move a result by a
+        fraction t of a step, which one silo's noise hides. The Kullback-Leibler divergence of a
+        rounded result is t² / (2 σ²), and adds up over coordinates and rounds. The bound assumes
+        that all users have N_max records and updates of full norm.
         """
         rounding = self.silos * DEGREE * _TERNARY_VARIANCE / 12
         words = math.ldexp(rounding, -2 * STEP_BITS)
@@ -182,27 +183,30 @@ class LatticeSettings:
 
     @cached_property
     def undrawn_delta(self) -> float:
-        """Distance, to who sees the rounded results, by which a user who is never drawn counts."""
+        """Statistical distance by which a user who is never drawn moves the rounded results."""
         return math.sqrt(self.rounds * self._user_error) / (2 * self._noise_steps)
 
     @property
     def added_delta(self) -> float:
-        """Sum of all statistical distances of the run: add it to δ."""
+        """Sum of all statistical distances of the run. Add it to δ."""
         return self.rerandomising_delta + self.hint_delta + self.undrawn_delta
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of a silo's sum, but for a head of 28."""
+        """Bytes of a silo's sum, without its header of 28 bytes."""
         return FIRST_WORD_BYTES * self.coordinates + SECOND_WORD_BYTES * DEGREE * self.blocks
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes that each silo receives in every epoch, but for a head of 12."""
+        """Bytes that each silo receives in every epoch, without the header of 12 bytes."""
         return 12 * self.users * (DEGREE - 1 + self.choices)
 
     @cached_property
     def context(self) -> bytes:
-        """Hash of all fields. Keys and masks derive from it: parties of different settings fail."""
+        """Hash of all fields.
+
+        Keys and masks derive from it, so parties with different settings cannot read one another.
+        """
         facts = json.dumps(["lattice weighting 1", asdict(self)], sort_keys=True)
         return hashlib.sha256(facts.encode()).digest()
 
@@ -231,8 +235,7 @@ class LatticeSettings:
         object.__setattr__(self, "silo_record_limits", tuple(limits))
         if not 1 <= sum(limits) < _MOST_CHOICES:
             raise InvalidValue(
-                f"silo_record_limits={limits!r}: expected them to sum to 1 at least and "
-                f"{_MOST_CHOICES - 1} at most"
+                f"silo_record_limits={limits!r}: expected a sum from 1 to {_MOST_CHOICES - 1}"
             )
 
     def _check_noise(self) -> None:
@@ -244,6 +247,7 @@ class LatticeSettings:
             )
         if 10 * math.sqrt(self.silos) * self.noise_stddev >= self.sum_limit:
             raise InvalidValue(
-                f"noise_stddev={self.noise_stddev!r} of {self.silos} silos: expected ten standard "
-                f"deviations of their sum below {SUM_LIMIT} clipping norms, where a sum wraps"
+                f"noise_stddev={self.noise_stddev!r} at {self.silos} silos: expected ten standard "
+                f"deviations of the summed noise below {SUM_LIMIT} clipping norms, where sums "
+                "wrap; use less noise or a larger clipping_norm"
             )

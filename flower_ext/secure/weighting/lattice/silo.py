@@ -1,4 +1,4 @@
-"""A silo's side of private weighting over ring-LWE; the protocol is in the package."""
+"""A silo's side of private weighting over ring-LWE; the package describes the protocol."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SEEDING_SILO = 0
 
 
 class LatticeSilo:
-    """One silo. Everything it holds is secret but what its methods return.
+    """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `key`, `receive_keys`, then `seal_seed` and `answer_transfer` (silo 0) or `open_seed` (the
     others), then `mask_counts`, `receive_weights` in every epoch, and `weigh` in every round.
@@ -55,12 +55,12 @@ class LatticeSilo:
     ----------
     settings : LatticeSettings
     index : int
-        Its place among the silos, from zero.
+        Number of this silo, from zero.
     save : callable, optional
-        Stores `export_state` durably. It is called before an epoch or a round is used, so that a
-        silo that restarts from what was stored uses none again.
+        Stores `export_state` durably. The silo calls it before it uses an epoch or a round, so that
+        a silo restored from the stored state reuses none.
     workers : int
-        Threads.
+        Number of threads.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class LatticeSilo:
 
     @property
     def key(self) -> SiloKey:
-        """Its X25519 public key, for the other silos."""
+        """X25519 public key of this silo, for the other silos."""
         self._store()
         return SiloKey(silo=self.index, public=self._pairs.public)
 
     @property
     def fingerprint(self) -> str:
-        """Equal at all silos, unless the server swapped keys on the way or has several itself."""
+        """Hash of all public keys, equal at all silos unless the server swapped keys."""
         return self._pairs.fingerprint
 
     @property
@@ -115,9 +115,9 @@ class LatticeSilo:
         Raises
         ------
         ProtocolError
-            A second time.
+            This silo received the keys before.
         ValueError
-            A key is missing or unfit.
+            A key is missing or invalid.
         """
         self._expect(SiloStage.NEW)
         for message in (server_key, *silo_keys):
@@ -135,11 +135,13 @@ class LatticeSilo:
         Raises
         ------
         ProtocolError
-            Out of order, or not silo 0.
+            The keys have not arrived, the seed is known already, or this is not silo 0.
         """
         self._expect(SiloStage.KEYED)
         if self.index != _SEEDING_SILO:
-            raise ProtocolError(f"silo {self.index} opens a seed; silo {_SEEDING_SILO} seals it")
+            raise ProtocolError(
+                f"seal_seed at silo {self.index}: expected silo {_SEEDING_SILO}; call open_seed"
+            )
         part = secrets.token_bytes(SEED_BYTES)
         sealed = [
             SealedSeed(receiver=silo, sealed=self._pairs.seal(silo, _SEED, part))
@@ -155,14 +157,16 @@ class LatticeSilo:
         Raises
         ------
         ProtocolError
-            Out of order, or this is silo 0.
+            The keys have not arrived, the seed is known already, or this is silo 0.
         ValueError
-            For another silo, or not sealed by silo 0 in this run.
+            The message is for another silo, or silo 0 did not seal it in this run.
         """
         self._expect(SiloStage.KEYED)
         message.check(self.settings)
         if self.index == _SEEDING_SILO:
-            raise ProtocolError(f"silo {_SEEDING_SILO} seals the seed; it opens none")
+            raise ProtocolError(
+                f"open_seed at silo {_SEEDING_SILO}: expected another silo; call seal_seed"
+            )
         if message.receiver != self.index:
             raise InvalidValue(f"seed for silo {message.receiver}: expected one for {self.index}")
         self._set_seed(self._pairs.open(_SEEDING_SILO, _SEED, message.sealed))
@@ -174,29 +178,32 @@ class LatticeSilo:
         Raises
         ------
         ProtocolError
-            Before the seed, or not silo 0.
+            The seed is not known yet, or this is not silo 0.
         """
         self._expect(SiloStage.SEEDED)
         if self.index != _SEEDING_SILO:
-            raise ProtocolError(f"silo {self.index} answers nothing; silo {_SEEDING_SILO} does")
+            raise ProtocolError(
+                f"answer_transfer at silo {self.index}: expected silo {_SEEDING_SILO}"
+            )
         return TransferAnswer(answer=self._receiver.answer)
 
     def mask_counts(self, counts: Sequence[int]) -> MaskedCounts:
-        """Return how many records of each user are here, masked modulo M; silo 0 adds ρ_u.
+        """Return the number of records of each user here, masked modulo M; silo 0 adds ρ_u.
 
         Parameters
         ----------
         counts : Sequence of int
-            One a user, in the order of users that all silos share; zero where there is none.
+            One number per user, in the order of users that all silos share; zero for a user
+            without records here.
 
         Raises
         ------
         ProtocolError
-            Out of order.
+            The seed is not known yet, or the counts were masked before.
         TypeError
-            A count is no integer.
+            A count is not an integer.
         ValueError
-            Wrong length, negative, or above this silo's limit.
+            The length is wrong, or a count is negative or above this silo's limit.
         """
         self._expect(SiloStage.SEEDED)
         counts = [operator.index(count) for count in counts]
@@ -218,18 +225,18 @@ class LatticeSilo:
         return MaskedCounts(silo=self.index, counts=packed)
 
     def receive_weights(self, message: LatticeWeights) -> None:
-        """Take an epoch's weights. The epoch counts as used before anything is opened.
+        """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
 
-        After a restart, or at any time, the weights of the last epoch are taken again if they are
-        the same to the last bit.
+        The silo accepts the weights of its last epoch again, for example after a restart, if they
+        are the same to the last bit.
 
         Raises
         ------
         ProtocolError
-            Out of order; the epoch is below the last, or the same with other weights. These would
-            show N_u.
+            The counts were not masked yet, the epoch is below the last one, or it is the last one
+            with other weights. Other weights would reveal N_u.
         ValueError
-            Malformed.
+            The message is malformed.
         """
         self._expect(SiloStage.COUNTED)
         message.check(self.settings)
@@ -251,16 +258,17 @@ class LatticeSilo:
             )
 
     def begin(self, opening: RoundOpening) -> Weighing:
-        """Begin a round, to which users' updates are then added a few at a time.
+        """Begin a round. Add users' updates to the result, a few at a time.
 
         Raises
         ------
         ProtocolError
-            Out of order, the round is not above the last, or its weights are not here.
+            The counts were not masked yet, the round number is not above the last one, or the silo
+            does not hold the weights of the round's epoch.
         """
         self._check_round(opening)
         counts = {user: count for user, count in enumerate(self._counts) if count}
-        assert self._weights is not None  # the round is of its epoch
+        assert self._weights is not None  # the round belongs to its epoch
         return Weighing(
             self.settings,
             opening,
@@ -285,21 +293,21 @@ class LatticeSilo:
         Parameters
         ----------
         updates : Mapping[int, ArrayLike]
-            Clipped update of every user that has records here, by user; each of shape
-            (coordinates,) and an L2 norm of at most C. Memory-mapped arrays will do.
+            Clipped update of every user with records in this silo, by user. Each has shape
+            (coordinates,) and an L2 norm of at most C. Arrays may be memory-mapped.
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
         progress : callable, optional
-            Counts groups of 32,768 coordinates.
+            Called with the number of finished groups of 32,768 coordinates.
 
         Raises
         ------
         ProtocolError
-            Out of order, the round is not above the last, or its weights are not here.
+            As `begin`.
         ValueError
-            Updates of other users than those with records here; wrong shapes; values that are not
-            finite or out of bounds; noise that is too small. Nothing has left then, and the round
-            can be tried again.
+            Updates belong to other users than those with records here; shapes are wrong; values are
+            not finite or out of bounds; or the noise is too small. Nothing has left the silo then,
+            so call `weigh` again for the same round.
         """
         weighing = self.begin(opening)
         weighing.check_noise(noise)
@@ -307,9 +315,9 @@ class LatticeSilo:
         return weighing.finish(noise)
 
     def export_state(self) -> bytes:
-        """Return all that a restart needs, at any stage.
+        """Return the state that a restart needs, at any stage.
 
-        Holds secrets in the clear: store it where others cannot read, and send it nowhere.
+        It holds secrets in the clear. Store it where nobody else can read it, and never send it.
         """
         state = SiloState(
             index=self.index,
@@ -334,14 +342,14 @@ class LatticeSilo:
         save: Callable[[bytes], None] | None = None,
         workers: int = 1,
     ) -> LatticeSilo:
-        """Return a silo as it was exported, at the same stage.
+        """Return a silo at the stage of the exported one.
 
-        Epochs and rounds up to its last ones stay used. It needs the weights of the epoch again.
+        Its epochs and rounds stay used. It needs the weights of its epoch again.
 
         Raises
         ------
         ValueError
-            Not a state of these settings.
+            ``state`` is malformed or was exported under other settings.
         """
         kept = SiloState.decode(state, settings)
         silo = cls(settings, kept.index, workers=workers)
@@ -386,7 +394,7 @@ class LatticeSilo:
     def _set_seed(self, part: bytes) -> None:
         if len(part) != SEED_BYTES:
             raise InvalidValue(f"seed of {len(part)} bytes: expected {SEED_BYTES}")
-        # The server's part keeps silo 0 from choosing the seed, and silo 0's hides it.
+        # The server's nonce keeps silo 0 from choosing the seed; silo 0's part keeps it secret.
         self._seed = derive(part, "seed", self._told.nonce, self.settings.context)
         self._order = user_order(self._seed, self.settings.users)
 

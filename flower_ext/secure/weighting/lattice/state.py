@@ -1,4 +1,4 @@
-"""State that parties store: a restart goes on at the same stage, and nothing is used twice."""
+"""State of the parties, stored so that a restart continues at the same stage and reuses nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 
 
 class SiloStage(Enum):
-    """How far a silo's set-up has come."""
+    """Progress of a silo's set-up."""
 
     NEW = auto()
     KEYED = auto()
@@ -22,7 +22,7 @@ class SiloStage(Enum):
 
 
 class ServerStage(Enum):
-    """How far the server's set-up has come."""
+    """Progress of the server's set-up."""
 
     NEW = auto()
     KEYS_RELAYED = auto()
@@ -40,7 +40,7 @@ def _stored(value: Any) -> Any:
 
 
 class _State:
-    """Fields of bytes are stored in hexadecimal, stages by name, and others as JSON has them."""
+    """A party's state as JSON, with bytes in hexadecimal and stages by name."""
 
     def encode(self, settings: LatticeSettings) -> bytes:
         """Return JSON that names the settings it belongs to."""
@@ -55,7 +55,7 @@ class _State:
         Raises
         ------
         ValueError
-            Not a state of this party, or not one of these settings.
+            ``state`` is malformed, or belongs to another party or to other settings.
         """
         try:
             facts = json.loads(state)
@@ -73,7 +73,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class SiloState(_State):
-    """All that a silo needs after a restart, at any stage. Holds secrets in the clear."""
+    """State that a silo needs after a restart, at any stage. It holds secrets in the clear."""
 
     index: int
     stage: SiloStage
@@ -89,7 +89,7 @@ class SiloState(_State):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState(_State):
-    """All that the server needs after a restart, at any stage. Holds secrets in the clear."""
+    """State that the server needs after a restart, at any stage. It holds secrets in the clear."""
 
     stage: ServerStage
     key_seed: bytes

@@ -1,4 +1,4 @@
-"""A silo's encrypted sum, block after block, and the server's decryption of all silos' sums.
+"""A silo's encrypted sum, block by block, and the server's decryption of all silos' sums.
 
 Eight blocks form a group, whose coefficients alternate: coordinate ``8 * i + lane`` of a group is
 coefficient i of its block ``lane``. The last group may have fewer blocks.
@@ -32,11 +32,11 @@ _CUT_BITS = 64 - 8 * FIRST_WORD_BYTES
 _SQUARES = 512
 _HALF_STEP = 2 ** (STEP_BITS - 1)
 _EXCESS = 1 - MODULUS / 2**96
-"""Words are multiples of q / 2^64, and a step of them is that much more than 2^24."""
+"""Relative excess of a step over 2^24 words, because a word is worth q / 2^64."""
 
 
 class Group:
-    """Eight blocks, or fewer at the end: where their words and coordinates lie."""
+    """Places of the words and coordinates of eight blocks, or of fewer at the end."""
 
     def __init__(self, settings: LatticeSettings, number: int) -> None:
         self.number = number
@@ -56,7 +56,7 @@ class Group:
         return spread.reshape(-1)
 
     def flat(self, spread: NDArray[Any]) -> NDArray[Any]:
-        """Undo `spread`, but for the zeros."""
+        """Undo `spread`, and drop the zeros."""
         if self.lanes == LANES:
             return spread
         return spread.reshape(DEGREE, LANES)[:, : self.lanes].reshape(-1)
@@ -67,9 +67,9 @@ def _groups(settings: LatticeSettings) -> list[Group]:
 
 
 class EncryptedSum:
-    """Σ_u V_su · (b_u, a_u) over the users that were added; then noised, masked and rounded.
+    """The sum Σ_u V_su · (b_u, a_u) over added users, and its noised, masked and rounded words.
 
-    Takes 32 bytes a coordinate.
+    It takes 32 bytes of memory per coordinate.
 
     Parameters
     ----------
@@ -137,13 +137,13 @@ class EncryptedSum:
     ) -> tuple[bytes, bytes]:
         """Return the words of c0 and of c1 with noise, dither, fresh randomness and masks.
 
-        Call it once: the totals are used up.
+        Call it once, because it overwrites the totals.
 
         Parameters
         ----------
         noise : float (coordinates,)
         masks : Sequence of (bytes, bool)
-            `PairKeys.mask_keys`.
+            Keys from `PairKeys.mask_keys`.
         """
         facts = self._settings
         first = np.empty((facts.coordinates, FIRST_WORD_BYTES), np.uint8)
@@ -195,12 +195,12 @@ def decrypted(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> NDArray[np.float64]:
-    """Return the sum of all silos, rounded to whole steps: nothing finer may be published."""
+    """Return the sum of all silos, rounded to whole steps. Never publish a finer value."""
     first = np.zeros(settings.coordinates, np.uint64)
     second = np.zeros(settings.blocks * DEGREE, np.uint64)
     sums = list(messages)
     result = np.empty(settings.coordinates)
-    # The middle of a dither, and of what silos cut from their words.
+    # The mean of the dithers and of the bytes that silos drop from their words.
     middle = len(sums) * (_HALF_STEP + 2 ** (_CUT_BITS - 1))
 
     def work(groups: Sequence[Group]) -> list[None]:

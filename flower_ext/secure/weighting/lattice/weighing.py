@@ -1,4 +1,4 @@
-"""One round at one silo: what it refuses before anything leaves, and what leaves."""
+"""One round at one silo: it checks updates and noise, and returns the encrypted sum."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flower_ext.secure.weighting.lattice.sums import EncryptedSum
 from flower_ext.secure.weighting.lattice.weights import OpenedWeights
 
 _TOGETHER = 256
-"""Users whose encryptions are in memory at once, of 128 KB each."""
+"""Number of users whose encryptions are in memory at once, of 128 KB each."""
 _CHANCE = 1e-12
-"""How often noise of the agreed standard deviation is refused as too small."""
+"""Probability of refusing noise of the agreed standard deviation as too small."""
 
 
 class Weighing:
-    """A round that a silo has begun: `add` users' updates, then `finish` with the noise."""
+    """A round that a silo has begun: call `add` with users' updates, then `finish`."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class Weighing:
         self._missing = set(counts)
 
     def add(self, updates: Mapping[int, ArrayLike], *, progress: Progress | None = None) -> None:
-        """Add updates of users that have records here, each once.
+        """Add updates of users with records in this silo, each user once.
 
-        A few dozen users at a time are as fast as all of them.
+        Adding a few dozen users at a time is as fast as adding all of them.
 
         Parameters
         ----------
         updates : Mapping[int, ArrayLike]
-            As `LatticeSilo.weigh`, of some users.
+            Updates of some users, as for `LatticeSilo.weigh`.
         progress : callable, optional
-            Counts groups of 32,768 coordinates.
+            Called with the number of finished groups of 32,768 coordinates.
 
         Raises
         ------
         ProtocolError
-            After `finish`, or after updates were refused.
+            The round is finished, or updates were refused before.
         ValueError
-            A user without records here or added before, a wrong shape, a value that is not finite,
-            or an update that is longer than C. The round is to be begun again then.
+            A user has no records here or was added before, a shape is wrong, a value is not finite,
+            or an update is longer than C. After a refused update, begin the round again.
         """
         total = self._open()
         unknown = set(updates) - self._missing
@@ -78,7 +78,7 @@ class Weighing:
             user: self._array(update, f"update of user {user}") for user, update in updates.items()
         }
         users = list(arrays)
-        self._total = None  # unless all of them fit
+        self._total = None  # restored below if all updates are accepted
         for start in range(0, len(users), _TOGETHER):
             own = users[start : start + _TOGETHER]
             norms = total.add(
@@ -92,20 +92,20 @@ class Weighing:
         self._total = total
 
     def finish(self, noise: ArrayLike) -> LatticeSum:
-        """Return the sum, noised and masked. The round counts as used from here on.
+        """Return the sum, noised and masked. The round then counts as used.
 
         Raises
         ------
         ProtocolError
-            Called before, after updates were refused, or another round was finished meanwhile.
+            The round is finished, updates were refused, or another round was finished meanwhile.
         ValueError
-            Updates are missing, or the noise is refused: see `check_noise`. The round can go on.
+            Updates are missing, or `check_noise` refuses the noise. The round can continue.
         """
         total = self._open()
         if self._missing:
             raise InvalidValue(
-                f"updates: expected those of users {sorted(self._missing)} as well, who have "
-                "records in this silo"
+                f"updates of users {sorted(self._missing)} are missing: expected one update for "
+                "every user with records in this silo"
             )
         own = self.check_noise(noise)
         masks = self._masks(self._opening)
@@ -120,13 +120,13 @@ class Weighing:
         )
 
     def check_noise(self, noise: ArrayLike) -> NDArray[Any]:
-        """Return the noise as an array, if it can be this silo's share.
+        """Return the noise as an array, if it is plausible as this silo's share.
 
         Raises
         ------
         ValueError
-            A wrong shape; values that are not finite or beyond ``noise_bound``; or so short that
-            a Gaussian of ``noise_stddev`` is as short once in 10^12 draws.
+            The shape is wrong, a value is not finite or beyond ``noise_bound``, or the noise is so
+            short that a Gaussian of ``noise_stddev`` is as short only once in 10^12 draws.
         """
         own = self._array(noise, "noise")
         highest = float(np.abs(own).max())
@@ -139,14 +139,16 @@ class Weighing:
         if squares < chi2.ppf(_CHANCE, self._settings.coordinates):
             measured = self._settings.noise_stddev * np.sqrt(squares / self._settings.coordinates)
             raise InvalidValue(
-                f"noise of standard deviation {measured:.3g}: expected "
+                f"noise of standard deviation {measured:.3g}: expected about "
                 f"noise_stddev={self._settings.noise_stddev:g}"
             )
         return own
 
     def _open(self) -> EncryptedSum:
         if self._total is None:
-            raise ProtocolError("this round was finished, or updates were refused: begin it again")
+            raise ProtocolError(
+                "this round is finished, or its updates were refused: call begin again"
+            )
         return self._total
 
     def _array(self, values: ArrayLike, name: str) -> NDArray[Any]:
@@ -164,6 +166,6 @@ class Weighing:
         for user, norm in zip(users, norms, strict=True):
             if not norm <= longest:
                 raise InvalidValue(
-                    f"update of user {user}: expected finite numbers of an L2 norm of at most "
-                    f"clipping_norm={self._settings.clipping_norm:g}; it has {norm:g}"
+                    f"update of user {user} has an L2 norm of {norm:g}: expected finite numbers "
+                    f"and at most clipping_norm={self._settings.clipping_norm:g}"
                 )

@@ -1,8 +1,9 @@
-"""One epoch's encrypted weights: what the server sends, and what the silos open of it.
+"""One epoch's encrypted weights: the server encrypts them, and the silos open one per user.
 
-The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u. It sends b_u = e_u - a_u · s but for its
-constant word β_u, and for every i = 0, …, M - 1 the word β_u + y_u · W[x_u - i] under a key of
-which the silos hold the one at i = ρ_u = x_u - N_u. y_u is 1 if the user was drawn, otherwise 0.
+The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 if the user was drawn and
+0 otherwise. It sends b_u = e_u - a_u · s without the constant word β_u. For every i = 0, …, M - 1
+it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
+i = ρ_u = x_u - N_u.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from flower_ext.secure.weighting.oblivious import KEY_BYTES
 
 _ENTRY_BYTES = 2 * RESIDUE_BYTES
 _TOGETHER = 64
-"""Users whose polynomials are made together."""
+"""Number of users whose polynomials are made together."""
 _KEPT = 1024
-"""Users whose transforms stay in memory, of 128 KB each; those of others are made when needed."""
+"""Number of users whose transforms stay in memory, of 128 KB each. Others are made when needed."""
 
 
 def weight_table(choices: int) -> NDArray[np.int64]:
@@ -50,8 +51,8 @@ def encrypt(
     Parameters
     ----------
     epoch : int
-        Never used before: it determines the a_u, and two sets of weights under the same a_u and
-        e_u show N_u.
+        A number never used before. It determines the a_u, and two sets of weights under the same
+        a_u and e_u reveal N_u.
     shifted : Sequence of int
         x_u of every place in the silos' secret order.
     drawn : Collection of int
@@ -89,14 +90,14 @@ class OpenedWeights:
     Parameters
     ----------
     keys : Sequence of bytes
-        The key that the silos hold, of every place.
+        For every place, the key that the silos hold.
     choices : Sequence of int
         ρ_u of every place.
 
     Raises
     ------
     ValueError
-        Words that are not below their primes.
+        A word is not below its prime.
     """
 
     def __init__(
@@ -159,6 +160,6 @@ def _masks(public_seed: bytes, epoch: int, places: Sequence[int]) -> Reals:
 
 
 def _pad(settings: LatticeSettings, key: bytes, epoch: int, place: int, choice: int) -> bytes:
-    """Return what hides one entry: BLAKE2b under the entry's key, a pseudorandom function."""
+    """Return the pad that hides one entry: BLAKE2b, a pseudorandom function, under its key."""
     label = b"%s entry %d %d %d" % (settings.context, epoch, place, choice)
     return hashlib.blake2b(label, key=key, digest_size=_ENTRY_BYTES).digest()

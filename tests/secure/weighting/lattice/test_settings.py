@@ -22,14 +22,14 @@ MILLION = {"users": 100, "silos": 5, "coordinates": 10**6, "rounds": 1000}
         ({"silo_record_limits": (20, 20)}, "expected 3 integers"),
         ({"silo_record_limits": (20, 20, -1)}, "expected 3 integers >= 0"),
         ({"silo_record_limits": (20, 20, 1.5)}, "expected 3 integers"),
-        ({"silo_record_limits": (0, 0, 0)}, "sum to 1 at least"),
-        ({"silo_record_limits": (30_000, 30_000, 5_536)}, "65535 at most"),
+        ({"silo_record_limits": (0, 0, 0)}, "expected a sum from 1"),
+        ({"silo_record_limits": (30_000, 30_000, 5_536)}, "to 65535"),
         ({"clipping_norm": 0.0}, "clipping_norm=0.0"),
         ({"clipping_norm": math.nan}, "clipping_norm=nan"),
         ({"noise_stddev": 0.0}, "noise_stddev=0.0"),
         ({"noise_stddev": math.inf}, "noise_stddev=inf"),
         ({"noise_stddev": 1e-6, **MILLION, "silo_record_limits": (400,) * 5}, "more noise"),
-        ({"noise_stddev": 30.0}, "where a sum wraps"),
+        ({"noise_stddev": 30.0}, "where sums wrap"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
