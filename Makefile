@@ -5,6 +5,7 @@
 # make test-all   all cases of its grids as well, and the audits with many trials (make audits)
 # make test-slow  and those of whole deployments, minutes each
 # make mutants    plant faults in what guarantees rest on, and count those that the tests find: hours
+# make docs    build the site in site/, strictly; nothing is fetched to build or to read it
 # make check   format, lint, types, layer rules, tests: all that a contributor needs
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ export FLWR_HOME ?= $(CURDIR)/.flwr
 export FLWR_TELEMETRY_ENABLED ?= 0
 export FLWR_DISABLE_UPDATE_CHECK ?= 1
 
-.PHONY: install demo deploy quick test test-all audits test-slow mutants lint check format clean
+.PHONY: install demo deploy quick test test-all audits test-slow mutants lint docs check format clean
 
 install: $(VENV)/.installed
 
@@ -67,6 +68,13 @@ lint: install
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --clean
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 check: lint test
 
 format: install
@@ -74,4 +82,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .flwr .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) site .flwr .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

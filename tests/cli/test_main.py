@@ -549,9 +549,9 @@ def test_a_plan_that_cannot_be_made_exits_with_2_and_says_what_to_change(
     assert said in done.output
 
 
-def test_the_example_in_readme_has_a_plan_of_both_bases(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (example,) = re.findall(r"^flower-ext (plan (?:.*\\\n)*.*)", readme, re.MULTILINE)
+def test_the_example_of_the_page_on_dp_ditto_has_a_plan_of_both_bases(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/methods/dp-ditto.md").read_text()
+    (example,) = re.findall(r"^flower-ext (plan (?:.*\\\n)*.*)", page, re.MULTILINE)
     words = example.replace("\\\n", " ").split()
     done = call(*words, "--output", str(tmp_path), "--json")
     plans = json.loads(done.output)["plans"]
