@@ -41,7 +41,7 @@ _PRIVATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import private weighting when it is asked for, because it needs the extra ``weighting``."""
+    """Import private weighting at first use, because it needs the extra ``weighting``."""
     if name not in _PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("flower_ext.secure.weighting")  # names the extra if it is not installed

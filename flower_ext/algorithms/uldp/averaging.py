@@ -1,4 +1,4 @@
-"""ULDP-AVG and ULDP-SGD: every user's own update is clipped, in every silo.
+"""ULDP-AVG and ULDP-SGD: every silo clips the update of every single user.
 
 Source: Kato, Xiong, Takagi, Cao, Yoshikawa, "Uldp-FL: Federated Learning with Across-Silo
 User-Level Differential Privacy" (PVLDB 2024), Algorithms 3 and 4.
@@ -14,12 +14,12 @@ Q, η_l                ``local.epochs`` (or ``steps``), ``local.learning_rate``
 η_g                   ``server_learning_rate``; the paper's theory takes `theory_learning_rate`
 ====================  =====================================================
 
-The Flower nodes are the silos: all of them take part in every round. The plan's units are users:
-they are sampled, the same ones in every silo. A user's batches depend on that user's number and
-records alone.
+The Flower nodes are the silos, and all of them take part in every round. The plan's units are
+users; the same users are sampled in every silo. A user's batches depend only on that user's number
+and records.
 
-Under a plan with secure sums a silo rounds each user's weighted update to whole numbers of cells
-(`privacy.cells.sum_rows_in_cells`) before it adds them up; the silos are the members of the sum.
+Under a plan with secure sums, the silos are the members of the sum. A silo rounds each user's
+weighted update to whole numbers of cells (`privacy.cells.sum_rows_in_cells`) before it adds them.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ log = getLogger("flwr")
 
 CLIPPING_NORM, CELL = "clipping-norm", "cell"
 _PREPARED = 2048
-"""Users whose trainings are set up at a time."""
+"""Number of users whose trainings are set up at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiloJob(Job):
-    """Trainings of a silo's users, each on their own examples, of which only the sum is wanted.
+    """Trainings of a silo's users, each on that user's examples; only their sum is needed.
 
-    With a ``cell`` each user's part of the sum is whole numbers of cells.
+    With a ``cell``, each user's part of the sum consists of whole numbers of cells.
     """
 
     users: Mapping[int, Examples]
@@ -96,7 +96,7 @@ class SiloJob(Job):
     cell: float | None = None
 
     def of(self, user: int) -> Job:
-        """One user's training, which knows nothing of the others."""
+        """Return one user's training, which is independent of the other users."""
         return Job(
             params=self.params,
             examples=self.users[user],
@@ -107,7 +107,7 @@ class SiloJob(Job):
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 9–19 of Algorithm 3, but for the noise: Σ_u w_{s,u} clip(Δ_{s,u})."""
+    """Return Σ_u w_{s,u} clip(Δ_{s,u}): lines 9–19 of Algorithm 3 without the noise."""
     num_users = int(work.settings[USERS])
     data, weights = owned(work.data, num_users), read_weights(work)
     users = {user: own for user, own in data.by_user().items() if weights[user] > 0}
@@ -122,7 +122,7 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 def silo_job(
     work: ClientWork, users: Mapping[int, Examples], weights: Mapping[int, float]
 ) -> SiloJob:
-    """Trainings of ``users`` as the server asks for them."""
+    """Return the trainings of ``users`` that the server asks for."""
     num_users = int(work.settings[USERS])
     return SiloJob(
         params=work.received,
@@ -132,7 +132,7 @@ def silo_job(
         terms=work.terms,
         users=users,
         weights=weights,
-        # Drawn for all users, so that nobody's depends on who else is here.
+        # Draw seeds for all users, so that no seed depends on which users are in this silo.
         seeds=torch.randint(2**63 - 1, (num_users,), generator=work.generator).tolist(),
         clipping_norm=work.settings[CLIPPING_NORM],
         cell=work.settings.get(CELL),
@@ -142,7 +142,7 @@ def silo_job(
 def sums_over_users(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[BoundedSum]:
-    """Each silo's weighted sum of clipped updates; no more than one batch of models at a time."""
+    """Return each silo's weighted sum of clipped updates; hold one batch of models at a time."""
     sums = [
         {name: torch.zeros_like(p, dtype=torch.float64) for name, p in job.params.items()}
         for job in jobs
@@ -161,7 +161,7 @@ def sums_over_users(
 def cells_over_users(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> list[CellSum]:
-    """Return what `sums_over_users` does, each user's part in whole numbers of the jobs' cells."""
+    """Return sums as `sums_over_users`, with each user's part in whole numbers of cells."""
     sums = []
     for job in jobs:
         assert job.cell is not None
@@ -177,11 +177,11 @@ def cells_over_users(
 def users_updates(
     task: Task, jobs: Sequence[SiloJob], *, trained: Callable[[str], bool], memory_limit: int
 ) -> Iterator[tuple[int, list[int], Params]]:
-    """Train all users; silo, some of its users, and their updates before clipping, in rows.
+    """Train all users; yield a silo, some of its users, and their unclipped updates in rows.
 
-    No user's update depends on the others (see `train_surely`): else one could move theirs as
-    well. That of a user whose training raises or diverges is zero: an error in place of the silo's
-    sum would take out all others.
+    No user's update depends on the other users (see `train_surely`), because one user could
+    otherwise move their updates as well. If a user's training raises or diverges, the update is
+    zero. An error in place of the silo's sum would remove all users of the silo.
     """
     raised: list[Exception] = []
     everyone = [(silo, user) for silo, job in enumerate(jobs) for user in job.users]
@@ -211,23 +211,24 @@ def users_updates(
                     for name, received in jobs[silo].params.items()
                 }
                 yield silo, [chosen[group[row]][1] for row in members], _finite(updates)
-    if raised:  # for who runs the silo; the server gets to see a sum as usual
+    if raised:  # tell the silo's operator only; the server receives a sum as usual
         log.log(
             ERROR if len(raised) == len(everyone) else WARNING,
-            "the training of %d of %d users here raises (%s): their updates count as zero",
+            "training failed for %d of %d users in this silo (%s), so their updates count as zero: "
+            "check their data",
             len(raised),
             len(everyone),
             ", ".join(sorted({type(error).__name__ for error in raised})),
         )
-        log.debug("the training of a user raises", exc_info=raised[0])
+        log.debug("the training of a user failed", exc_info=raised[0])
 
 
 def _finite(rows: Params) -> Params:
-    """Zero for a user whose training diverged.
+    """Replace the update of a user whose training diverged by zero.
 
-    To refuse the round instead would tell everybody of one user's records.
+    Refusing the round instead would reveal something about one user's records.
     """
-    # A sum is finite only if all of it is, and faster to look at.
+    # A sum is finite only if all numbers in it are, and checking it is faster.
     sound = torch.stack([row.flatten(1).sum(dim=1) for row in rows.values()]).sum(dim=0).isfinite()
     if sound.all():
         return rows
@@ -235,29 +236,30 @@ def _finite(rows: Params) -> Params:
 
 
 def theory_learning_rate(*, num_silos: int, num_users: int, epochs: int) -> float:
-    """η_g = |S| √(|U| Q), with which the paper's convergence bound is that of FedAvg."""
+    """Return η_g = |S| √(|U| Q), for which the paper's convergence bound matches FedAvg's."""
     return num_silos * math.sqrt(num_users * epochs)
 
 
 class UldpAvg(OnePhase):
     """Federated averaging over silos with user-level DP.
 
-    Users count alike, whatever their records; ``weighting`` divides a user among the silos.
+    All users count alike, whatever their number of records. ``weighting`` divides a user's weight
+    among the silos.
 
     Parameters
     ----------
     plan : ReleasePlan
-        Of users: ``unit=PrivacyUnit.USER``, noise by the clients (the silos), and all users or
-        Poisson sampling.
+        A plan of users: ``unit=PrivacyUnit.USER``, noise by the clients (the silos), and all users
+        or Poisson sampling.
     num_silos : int
-        All of them are asked in every round. Where one does not answer, the plan's
-        ``dropout_policy`` says what happens.
+        Number of silos. The server asks all of them in every round. The plan's ``dropout_policy``
+        decides what happens if one does not answer.
     weighting : {"equal", "by-records"} or WeightSource
-        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos tell the server their histograms.
+        w_{s,u} = 1/|S|, or n_{s,u}/N_u, for which silos send the server their histograms.
     local : LocalTraining
-        Of the whole model on one user's records.
+        Training of the whole model on one user's records.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     plan: ReleasePlan
@@ -290,23 +292,23 @@ class UldpAvg(OnePhase):
         super().__init__(plan=plan, local=local, **options)
         self.shown = self.weights.shown
         self.apart: Mapping[int, bool] = {}
-        """By silo: True where users train one by one, since company might change them."""
+        """By silo: True if users train one by one, because a batch might change their results."""
         self._users_records: Sequence[ArrayRecord] = []
 
     @property
     def accounted(self) -> ReleasePlan:
-        """The given plan, whose units are users; secure sums are of the silos' uploads."""
+        """The given plan, whose units are users. Its secure sums add the silos' uploads."""
         return among_silos(self.plan, self.num_silos)
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """|U| and C; and how wide a cell is, where sums are secure."""
+        """|U| and C, and the width of a cell if sums are secure."""
         plan = self.plan
         own = {USERS: plan.sampling.population, CLIPPING_NORM: plan.clipping_norm}
         return own if plan.secure_aggregation is None else {**own, CELL: plan.cell}
 
     def prepare(self, grid: Grid) -> None:
-        """Ask the silos whether they can take part, and for histograms where weights need them."""
+        """Check that all silos can take part, and ask for histograms if the weights need them."""
         self.apart = ask_company(self, grid)
         counts = ask_silos(
             self, grid, self.plan.sampling.population, histogram=self.weights.needs_histogram
@@ -316,21 +318,21 @@ class UldpAvg(OnePhase):
             self._say_how_fine()
 
     def _say_how_fine(self) -> None:
-        """Warn where cells are so wide that most numbers of a user's part are rounded to zero."""
+        """Warn if cells are so wide that most numbers of a user's part are rounded to zero."""
         numbers = sum(array.size for array in self.sent.values())
         cells = self.plan.clipping_norm / self.plan.cell / self.num_silos
         if (usual := cells / math.sqrt(numbers)) < 1:
             log.warning(
                 "secure sums: a number of a user's clipped update is usually %.2g cells in a silo, "
-                "and rounded to whole cells: most of it is lost; lower the noise multiplier, or "
-                "send fewer numbers",
+                "so rounding to whole cells loses most of it: lower the noise multiplier, or send "
+                "fewer numbers",
                 usual,
             )
 
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
-        """Weigh the users of the round, whom line 5 of Algorithm 4 draws.
+        """Weigh the users of the round, which line 5 of Algorithm 4 draws.
 
-        A silo's sum has as many clipping norms as its users have weight.
+        The norm of a silo's sum is at most the clipping norm times the total weight of its users.
         """
         self._users_records = self.weigh(number, cohort.units)
         self.progress.row["users"] = len(cohort.units)
@@ -341,13 +343,13 @@ class UldpAvg(OnePhase):
         return replace(cohort, norms=norms)
 
     def weigh(self, number: int, users: Sequence[int]) -> Sequence[ArrayRecord]:
-        """What tells each silo the weights of training round ``number``."""
+        """Return the record for each silo with the weights of training round ``number``."""
         weights = self.weights.of_users(users)
         check_weights(weights, self.num_silos, users, self.weights.weighting)
         return users_records(weights, users, self.plan.sampling.population)
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """The round's users, and their weights in this silo."""
+        """Return the round's users, and their weights in this silo."""
         return {USERS: self._users_records[partition]}
 
     def next_model(
@@ -358,11 +360,11 @@ class UldpAvg(OnePhase):
         return super().next_model(base, over_silos, updates)
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
-        """Theorem 5; what is provable against each adversary, with this run's sampled users."""
+        """Return Theorem 5, and what is provable against each adversary for this run's samples."""
         in_sums = run.participations.in_sums
         in_uploads = float(max(run.participations.uploads.values(), default=0))
         if self.plan.secure_aggregation is None:
-            # Uploads that could not be used were seen; sums that lacked noise count for more.
+            # The adversary saw refused uploads too, and sums with too little noise count more.
             in_sums = in_uploads = max(in_sums, in_uploads)
         return uldp_avg_guarantees(
             self.accounted,
@@ -381,25 +383,27 @@ class UldpAvg(OnePhase):
 
     @property
     def hidden_draw(self) -> str:
-        """What hides from the server who was drawn; empty where it knows."""
+        """Assumption that hides the drawn users from the server; empty if the server draws."""
         return ""
 
 
 class UldpSgd(UldpAvg):
-    """ULDP-AVG whose users send one gradient over all their records in place of an update.
+    """ULDP-AVG with one gradient over all of a user's records in place of an update.
 
-    The gradient is clipped as it is, without a local learning rate, and the server moves against
-    it: ``server_learning_rate`` is the rate of the descent.
+    Silos clip the gradient itself, without a local learning rate. The server moves against it, so
+    ``server_learning_rate`` is the rate of the descent.
 
     Parameters
     ----------
     **options
-        Those of `UldpAvg`, but ``local``.
+        Options of `UldpAvg`, without ``local``.
     """
 
     def __init__(self, **options: Any) -> None:
         if "local" in options:
-            raise InvalidValue("local: ULDP-SGD has no local training; UldpAvg has")
-        # One step at rate 1 on everything ends where the gradient, turned around, leads.
+            raise InvalidValue(
+                "local: expected none, as ULDP-SGD has no local training; use UldpAvg"
+            )
+        # One step at rate 1 on all records yields the negative gradient as the update.
         gradient = LocalTraining(steps=1, batch_size=2**31 - 1, learning_rate=1.0)
         super().__init__(local=gradient, **options)

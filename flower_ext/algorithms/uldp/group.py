@@ -1,4 +1,4 @@
-"""ULDP-GROUP-k: DP-SGD in every silo, on at most k records a user in all silos together.
+"""ULDP-GROUP-k: DP-SGD in every silo, on at most k records per user over all silos together.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 2; DP-SGD is due to Abadi et al. (2016).
 
@@ -13,7 +13,7 @@ C, σ                  ``local.clipping_norm``, ``local.noise_multiplier``
 η_l, η_g              ``local.learning_rate``, ``server_learning_rate``
 ====================  =====================================================
 
-The silos' models are noised already: they are averaged as they are.
+The silos' models carry noise already, so the server averages them unchanged.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from flower_ext.training import (
 
 LIMITS = "limits"
 DP_SGD = "dp-sgd."
-"""Prefix of the settings that make a `DpSgdTraining`."""
+"""Prefix of the settings of a `DpSgdTraining`."""
 
 
 def local_update(work: ClientWork) -> LocalResult:
-    """Lines 9–11: DP-SGD on the records that are kept."""
+    """Train by DP-SGD on the kept records (lines 9–11)."""
     settings: dict[str, Any] = {
         name.removeprefix(DP_SGD): value
         for name, value in work.settings.items()
@@ -69,9 +69,11 @@ def local_update(work: ClientWork) -> LocalResult:
     with knowing_no_data():
         training = DpSgdTraining(**settings)
         if training.noise_multiplier == 0:
-            raise InvalidValue("noise_multiplier=0.0 in the server's message: expected above 0")
+            raise InvalidValue(
+                "noise_multiplier=0.0 in the server's message: expected a number > 0"
+            )
     drawn = secure_generator()
-    if not work.noise.is_secure:  # a simulation: this, too, is reproducible
+    if not work.noise.is_secure:  # a simulation, whose batches must be reproducible too
         seed = torch.randint(2**63 - 1, (1,), generator=work.generator)
         drawn = seeded_generator(int(seed), "records")
     trained = train_dp_sgd(
@@ -81,29 +83,30 @@ def local_update(work: ClientWork) -> LocalResult:
 
 
 def kept(work: ClientWork) -> Examples:
-    """The silo's records within the limits, the same ones in every round."""
+    """Return the silo's records within the limits, which are the same in every round."""
     data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
 
 class UldpGroup(FederatedStrategy):
-    """Record-level DP inside the silos, and group privacy for the records of a user.
+    """Record-level DP inside the silos, with group privacy for the records of a user.
 
-    In the mean all silos count alike.
+    All silos count alike in the mean.
 
-    The limits need every silo's histogram in the clear; no guarantee covers that.
+    To draw the limits, the server needs every silo's histogram in the clear. No guarantee covers
+    that.
 
     Parameters
     ----------
     num_silos, num_users : int
     group_size : int, "max" or "median"
-        k; or the most, or the median, of users' numbers of records.
+        k, or the largest or the median number of records of a user.
     local : DpSgdTraining
-        Of one round in one silo.
+        Training of one round in one silo.
     delta : float
         δ at which the run reports ε.
     **options
-        Those of `FederatedStrategy`, without a ledger: its releases are single Gaussians.
+        Options of `FederatedStrategy`, without a ledger, which cannot hold the steps of DP-SGD.
     """
 
     plan: GroupPlan
@@ -129,12 +132,12 @@ class UldpGroup(FederatedStrategy):
         require_at_least_one("num_users", num_users)
         if options.pop("secure_aggregation", None) is not None:
             raise InvalidValue(
-                "secure_aggregation: expected None, as ULDP-GROUP's noise is in every step of a "
-                "silo's DP-SGD, so that its ε holds against who sees each upload"
+                "secure_aggregation: expected None, as ULDP-GROUP adds noise in every step of a "
+                "silo's DP-SGD, so that its ε holds even against a server that sees each upload"
             )
         if options.get("ledger") is not None:
             raise InvalidValue("ledger: expected None, as it cannot hold the steps of DP-SGD")
-        size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses what is no size
+        size_of(np.ones((1, 1), dtype=np.int64), group_size)  # refuses an invalid size
         one_round = DpSgd(
             noise_multiplier=local.noise_multiplier,
             sampling_rate=local.sampling_rate,
@@ -150,12 +153,12 @@ class UldpGroup(FederatedStrategy):
 
     @property
     def training(self) -> Mapping[str, LocalTraining]:
-        """None but DP-SGD."""
+        """Empty, because DP-SGD is the only training."""
         return {}
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """|U|, and how DP-SGD trains."""
+        """|U| and the settings of DP-SGD."""
         return {USERS: self.num_users, **{DP_SGD + n: v for n, v in asdict(self.local).items()}}
 
     def prepare(self, grid: Grid) -> None:
@@ -167,19 +170,19 @@ class UldpGroup(FederatedStrategy):
         self._limits = limits.astype(np.int32)
 
     def client_state(self, partition: int) -> Mapping[str, ArrayRecord]:
-        """How many records of each user the silo may use."""
+        """Return the number of records of each user that the silo may use."""
         return {LIMITS: records.to_record({LIMITS: self._limits[partition]})}
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """The limits, and the k that they were drawn for."""
+        """Return the limits, and the k that they were drawn for."""
         return {LIMITS: {LIMITS: self._limits, "k": np.asarray(self.group_size)}}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """The limits that were drawn first are those of the whole run."""
+        """Take the limits that were drawn first, which hold for the whole run."""
         self._limits, self.group_size = state[LIMITS][LIMITS], int(state[LIMITS]["k"])
 
     @property
     def run_facts(self) -> RunFacts:
-        """With k, once it is known."""
+        """Facts of the run, with k once it is known."""
         k = self.group_size
         return replace(super().run_facts, group_size=k if isinstance(k, int) else None)

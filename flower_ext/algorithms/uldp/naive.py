@@ -1,4 +1,4 @@
-"""ULDP-NAIVE: DP-FedAvg between silos, with noise for a user who lies in all of them.
+"""ULDP-NAIVE: DP-FedAvg between silos, with noise for a user with records in all silos.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 1.
 
@@ -7,11 +7,11 @@ paper                 here
 ====================  =====================================================
 S                     ``num_silos``
 C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
-σ²C²|S|               variance of a silo's noise: the own plan's share of (σC|S|)²
+σ²C²|S|               variance of a silo's noise: its share of (σC|S|)² in the silos' plan
 Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server_learning_rate``
 ====================  =====================================================
 
-The paper prints Δ = x_t − x_s where it adds Δ; here Δ = x_s − x_t, as in its other algorithms.
+The paper prints Δ = x_t − x_s although it adds Δ; here Δ = x_s − x_t, as in its other algorithms.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from flower_ext.training import LocalTraining
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Lines 9–13: train on all records of the silo; where that fails, nothing moves."""
+    """Train on all records of the silo (lines 9–13); if that fails, leave the model unchanged."""
     return unmoved_by_errors(dp_fedavg.local_update, work)
 
 
 class UldpNaive(OnePhase):
-    """Each silo's update is clipped as a whole; its noise is scaled for users in every silo.
+    """Clip each silo's update as a whole, with noise for users with records in every silo.
 
-    In the mean all silos count alike.
+    All silos count alike in the mean.
 
-    What is provable counts 2C for what one user can do to a silo's clipped update, as is on the
-    ledger; the paper counts C (see `uldp_naive_guarantees`).
+    The provable guarantees and the ledger count 2C for the largest change that one user can make to
+    a silo's clipped update. The paper counts C (see `uldp_naive_guarantees`).
 
     Parameters
     ----------
     plan : ReleasePlan
-        Of users, as for `UldpAvg`, without sampling.
+        A plan of users, as for `UldpAvg`, without sampling.
     num_silos : int
     local : LocalTraining
-        Of the whole model on a silo's records.
+        Training of the whole model on a silo's records.
     **options
-        Those of `FederatedStrategy`.
+        Options of `FederatedStrategy`.
     """
 
     plan: ReleasePlan
@@ -84,12 +84,12 @@ class UldpNaive(OnePhase):
                 "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
             )
         self.num_silos = num_silos
-        among_silos(plan, num_silos)  # refuses silos that have no secure sum
+        among_silos(plan, num_silos)  # refuses numbers of silos without a secure sum
         super().__init__(plan=plan, local=local, **options)
 
     @property
     def accounted(self) -> ReleasePlan:
-        """The plan of the silos, whose noise together is σC|S| while a user moves each by 2C."""
+        """The silos' plan: their noise adds up to σC|S|, and a user moves each update by 2C."""
         return replace(
             among_silos(self.plan, self.num_silos),
             sampling=FullParticipation(self.num_silos),
@@ -98,7 +98,7 @@ class UldpNaive(OnePhase):
         )
 
     def claims(self, run: RunFacts) -> list[Guarantee]:
-        """Theorem 3, and what is provable against a server that sees each upload."""
+        """Return Theorem 3, and what is provable against a server that sees each upload."""
         return uldp_naive_guarantees(
             noise_multiplier=self.plan.noise_multiplier,
             rounds=run.participations.rounds,

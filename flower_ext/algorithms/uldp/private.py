@@ -1,11 +1,11 @@
-"""ULDP-AVG-w and ULDP-SGD-w with weights n_su / N_u that nobody learns.
+"""ULDP-AVG-w and ULDP-SGD-w with weights n_su / N_u that no party learns.
 
-Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024). How weights stay private is a
-`WeightingProtocol` (package `weighting`): over Paillier, as in the paper.
+Source: Protocol 1 of Kato et al., "Uldp-FL" (PVLDB 2024). A `WeightingProtocol` (package
+`weighting`) keeps the weights private: over Paillier, as in the paper, or over ring-LWE.
 
 Clipping, noise and local training are those of `UldpAvg`. The server draws users by their places in
-an order that the silos keep to themselves, or not even so, where the protocol draws them. Silos do
-not learn who was drawn: they train all their users, and those not drawn get weight zero under
+an order that only the silos know, unless the protocol itself draws them. Silos do not learn which
+users were drawn: they train all their users, and users that were not drawn have weight zero under
 encryption.
 
 The silos' side is `private_silo`.
@@ -55,22 +55,22 @@ _PROTOCOLS = {
     "paillier": (f"{_WEIGHTING}.paillier", "PrivateWeighting"),
     "lattice": (f"{_WEIGHTING}.lattice", "LatticeWeighting"),
 }
-"""Module and class of each protocol; imported when named, because a client needs neither."""
+"""Module and class of each protocol; imported only when named, because a client needs neither."""
 
 
 def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
-    """Return the protocol of a name with its default settings, or the given one.
+    """Return the protocol of that name with default settings, or the given protocol.
 
     Raises
     ------
     ValueError
-        Unknown name.
+        The name is unknown.
     """
     if isinstance(protocol, WeightingProtocol):
         return protocol
     if protocol not in _PROTOCOLS:
         raise InvalidValue(
-            f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or settings of one"
+            f"protocol={protocol!r}: expected {', '.join(_PROTOCOLS)}, or a protocol's settings"
         )
     module, name = _PROTOCOLS[protocol]
     settings: WeightingProtocol = getattr(import_module(module), name)()
@@ -78,23 +78,23 @@ def weighting_protocol(protocol: str | WeightingProtocol) -> WeightingProtocol:
 
 
 class PrivateUldpAvg(UldpAvg):
-    """`UldpAvg` weighted by records, without anyone learning how many records a user has where.
+    """`UldpAvg` weighted by records, without any party learning a user's records in other silos.
 
-    Equal to ``UldpAvg(weighting="by-records")`` within the precision of ``protocol`` in every
-    coordinate of the sum over silos. Where a silo does not answer, nothing is decrypted.
+    Each coordinate of the sum over silos equals that of ``UldpAvg(weighting="by-records")`` within
+    the precision of ``protocol``. If a silo does not answer, nothing is decrypted.
 
     Parameters
     ----------
     plan : ReleasePlan
         As for `UldpAvg`, with ``dropout_policy="discard"``.
     num_silos : int
-        Two at least.
+        Number of silos, at least two.
     protocol : {"paillier", "lattice"} or WeightingProtocol, optional
-        Settings of a protocol, `PrivateWeighting` or `LatticeWeighting`, or the name of one with
-        its defaults. The first is the default; the second is faster by orders of magnitude, and
+        Settings of a protocol, `PrivateWeighting` or `LatticeWeighting`, or its name for default
+        settings. The first is the default. The second is faster by orders of magnitude, and
         experimental.
     **options
-        Those of `UldpAvg`.
+        Options of `UldpAvg`.
     """
 
     never_repeats = True  # keys, blinds and dither are secret
@@ -105,7 +105,7 @@ class PrivateUldpAvg(UldpAvg):
         local_model=shared_model,
         memoryless=True,
         answer=answer,
-        keeps_memory=False,  # of rounds: keys and blinds are set up anew where a run goes on
+        keeps_memory=False,  # between rounds: a resumed run sets up keys and blinds anew
     )
 
     def __init__(
@@ -117,7 +117,7 @@ class PrivateUldpAvg(UldpAvg):
         **options: Any,
     ) -> None:
         if "weighting" in options:
-            raise InvalidValue("weighting: private weights are by records; UldpAvg has others")
+            raise InvalidValue("weighting: expected none, as private weights are by records")
         if plan.dropout_policy != "discard":
             raise InvalidValue(
                 f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', as a sum "
@@ -129,7 +129,7 @@ class PrivateUldpAvg(UldpAvg):
                 "sum of its own"
             )
         if options.get("diagnostics"):
-            raise InvalidValue("diagnostics=True: norms of updates stay hidden; expected False")
+            raise InvalidValue("diagnostics=True: expected False, as norms of updates stay hidden")
         self.protocol = weighting_protocol(protocol or "paillier")
         self.secure_sum = self.protocol.secure_sum
         hidden = bool(self.protocol.hidden_draw)
@@ -141,7 +141,7 @@ class PrivateUldpAvg(UldpAvg):
             population=HiddenUsers(plan.sampling, num_silos, oblivious=hidden),
             **options,
         )
-        # Refuses settings that do not fit the plan before anybody is asked.
+        # Refuse settings that do not fit the plan before the server asks a silo.
         self.protocol.server(plan, silos=num_silos, coordinates=1)
         self._server: ServerEnd | None = None
         self._not_drawn = ""
@@ -153,7 +153,7 @@ class PrivateUldpAvg(UldpAvg):
 
     @property
     def accounted(self) -> ReleasePlan:
-        """The plan with what the protocol costs beyond its noise; known once prepared."""
+        """The plan, which includes the protocol's own costs in privacy after `prepare`."""
         return replace(
             self.plan,
             sensitivity=self._costs[_SENSITIVITY],
@@ -174,7 +174,7 @@ class PrivateUldpAvg(UldpAvg):
     def begin_round(self, number: int, cohort: Cohort, grid: Grid) -> Cohort:
         """Encrypt the weights of the round's users.
 
-        All silos are asked, or none: where one does not answer for a draw that nobody knows.
+        The cohort is all silos, or empty if a silo did not answer for a secret draw.
         """
         self._not_drawn = ""
         hidden = self.protocol.hidden_draw or isinstance(self.plan.sampling, FullParticipation)
@@ -200,7 +200,7 @@ class PrivateUldpAvg(UldpAvg):
         RoundDiscarded
             A silo's sum is missing; nothing was decrypted.
         ProtocolError
-            A silo has lost its keys: no later round could be decrypted either.
+            A silo has lost its keys, so no later round could be decrypted either.
         OverflowError
             Some user has more records than ``protocol`` allows.
         """
@@ -208,7 +208,7 @@ class PrivateUldpAvg(UldpAvg):
             raise RoundDiscarded(f"no users were drawn: {self._not_drawn}")
         received = dict(updates)
         if lost := [silo for silo, update in received.items() if LOST in update.arrays]:
-            raise ProtocolError(f"silos {lost} have lost their keys: start the run anew")
+            raise ProtocolError(f"silos {lost} have lost their keys: start a new run")
         started = time.monotonic()
         try:
             total = self._connected.close_round(
@@ -223,11 +223,11 @@ class PrivateUldpAvg(UldpAvg):
         return replace(aggregate, answered=len(received))
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """Return what the protocol costs beyond the plan's noise."""
+        """Return the protocol's costs in privacy beyond the plan's noise."""
         return {_SENSITIVITY: {name: np.asarray(cost) for name, cost in self._costs.items()}}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:
-        """The set-up was made anew: places are those of a new order, the larger costs count."""
+        """Keep the larger costs. The new set-up has a new order, so old places mean nothing."""
         for name, saved in state[_SENSITIVITY].items():
             self._costs[name] = max(self._costs.get(name, 0.0), float(saved))
         self.population.forget_order()
@@ -244,16 +244,18 @@ class PrivateUldpAvg(UldpAvg):
 
     @property
     def hidden_draw(self) -> str:
-        """Assumption under which nobody knows who was drawn; empty where the server draws."""
+        """Assumption under which no party knows the drawn users; empty if the server draws."""
         return self.protocol.hidden_draw
 
     def read_update(self, reply: Message) -> records.Update:
-        """Return a silo's masked sum of this round, or its word that it has lost its keys."""
+        """Return a silo's masked sum of this round, or its notice that it has lost its keys."""
         arrays = records.read_answer(reply, records.UPDATE)
         if set(arrays) == {LOST} and records.read_bytes(arrays, LOST, 1) == b"\0":
             return records.Update(arrays, {})
         if set(arrays) != {SUM, NUMBER} or arrays[NUMBER].shape or arrays[NUMBER].dtype != np.int64:
-            raise RefusedReply(f"arrays {sorted(arrays)}: expected {SUM!r} and one {NUMBER!r}")
+            raise RefusedReply(
+                f"arrays {sorted(arrays)}: expected {SUM!r} and one number {NUMBER!r}"
+            )
         records.read_bytes(arrays, SUM, self._connected.sum_bytes)
         try:
             silo = self.exchange.partition_of(reply)
@@ -265,7 +267,7 @@ class PrivateUldpAvg(UldpAvg):
     @property
     def _connected(self) -> ServerEnd:
         if self._server is None:
-            raise ProtocolError("no round before the set-up")
+            raise ProtocolError("a round before the set-up: call prepare first")
         return self._server
 
     def _unflat(self, total: np.ndarray) -> records.Arrays:
@@ -285,5 +287,5 @@ class PrivateUldpSgd(PrivateUldpAvg, UldpSgd):
     Parameters
     ----------
     plan, num_silos, protocol, **options
-        Those of `PrivateUldpAvg`, but ``local``.
+        Options of `PrivateUldpAvg`, without ``local``.
     """

@@ -1,6 +1,6 @@
 """A silo's side of `PrivateUldpAvg`: the set-up, then training, clipping and encryption.
 
-What a protocol does in each of them is the `SiloEnd` of its module in `weighting`.
+The `SiloEnd` in a protocol's module in `weighting` defines the protocol's work in each of them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _SILOS = {"paillier": f"{_PACKAGE}.paillier_silo", "lattice": f"{_PACKAGE}.latti
 
 
 def answer(question: Question) -> Arrays:
-    """Take this silo's part of the set-up, or of a draw that nobody knows: one step a message."""
+    """Take this silo's part of the set-up, or of a secret draw: one step per message."""
     with _protocol():
         silo = resume(question.vault)
         if question.asked[STEP] == BEGIN:
             if silo is not None and silo.run == question.asked.get("run"):
-                raise ProtocolError("the set-up of this run began before")
+                raise ProtocolError("the set-up of this run began before: expected a new run")
             return _silo_protocol(str(question.asked.get(PROTOCOL, "paillier"))).begin(question)
         if silo is None:
             lost = f"silo {question.partition} has lost its keys: start the run anew"
@@ -66,7 +66,7 @@ def answer(question: Question) -> Arrays:
 
 
 def resume(vault: ClientVault) -> SiloEnd | None:
-    """Return the silo as it was stored last, under whichever protocol; None if there is none."""
+    """Return the silo as it was stored last, under any protocol; None if none was stored."""
     kept = vault.load()
     return None if kept is None else _silo_protocol(name_of(kept)).resume(vault)
 
@@ -79,7 +79,7 @@ def _silo_protocol(name: str) -> SiloProtocol:
 
 @contextmanager
 def _protocol() -> Iterator[None]:
-    """Let errors of the protocol travel: they know of steps, rounds and silos alone."""
+    """Let the server see errors of the protocol, which depend only on steps, rounds and silos."""
     try:
         yield
     except ProtocolError as error:
@@ -88,13 +88,13 @@ def _protocol() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenJob(SiloJob):
-    """Trainings of a silo's users, whose clipped updates go into one sum under encryption."""
+    """Trainings of a silo's users, whose clipped updates enter one sum under encryption."""
 
     into: Adding
 
 
 class Adding:
-    """Adds updates to an open sum; an error waits for `finish`.
+    """Open sum that takes updates, and raises an error only in `finish`.
 
     Several silos may train in one batch, and an error of one must not end the others.
     """
@@ -120,7 +120,7 @@ class Adding:
         Raises
         ------
         Exception
-            That of the first update that could not be added.
+            The error of the first update that could not be added.
         """
         if self._error is not None:
             raise self._error
@@ -131,7 +131,7 @@ class Adding:
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Weighting (b): train and clip every user of the silo; what leaves is encrypted."""
+    """Train and clip every user of the silo, and return an encrypted sum (weighting (b))."""
     bound, silo = float(work.settings[CLIPPING_NORM]), resume(work.vault)
     if silo is None:
         return LocalResult(update=HiddenSum(bound=bound, encrypt=lambda noise: _lost()))
@@ -185,7 +185,7 @@ def add_clipped(
 
 
 def flat(params: Params) -> np.ndarray:
-    """All parameters in one vector, in the order of their names."""
+    """Return all parameters in one vector, in the order of their names."""
     return np.concatenate([params[name].cpu().numpy().ravel() for name in sorted(params)])
 
 

@@ -1,4 +1,4 @@
-"""Weights that are in no party's hands."""
+"""Weights that no party knows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flower_ext.secure import ProtocolError
 
 
 class PrivateWeights:
-    """n_su / N_u, which no party can tell: there is nothing that the server could hand out."""
+    """The weights n_su / N_u, which no party knows, so the server cannot send them."""
 
     weighting: Weighting = "by-records"
     needs_histogram = False
@@ -20,8 +20,8 @@ class PrivateWeights:
         self.shown = shown
 
     def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Nothing is known."""
+        """Do nothing, because the weights stay unknown."""
 
     def of_users(self, users: Sequence[int]) -> np.ndarray:
-        """Never called: weights travel under encryption."""
-        raise ProtocolError("private weights are in no party's hands")
+        """Raise an error. Nobody calls this, because weights are sent under encryption."""
+        raise ProtocolError("private weights are known to no party: expected encrypted weights")

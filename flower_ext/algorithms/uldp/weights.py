@@ -1,16 +1,16 @@
-"""The weights of users in silos: where they come from, and the check that the guarantee rests on.
+"""The weights of users in silos: their sources, and the check that the guarantee relies on.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024), Section 4.1.
 
 ====================  =====================================================
 paper                 here
 ====================  =====================================================
-w_{s,u}               ``WeightSource.of_users``, a row a silo
+w_{s,u}               ``WeightSource.of_users``, one row per silo
 n_{s,u}, N_u          ``histogram``, its sums over silos
 ====================  =====================================================
 
-One user moves the sum over silos by Σ_s w_{s,u} clipping norms. What is sent to the silos is
-checked, in every round, whatever source it comes from.
+One user moves the sum over silos by at most Σ_s w_{s,u} clipping norms. The server checks the
+weights that it sends to the silos in every round, whatever their source.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from flower_ext.privacy.theorems.uldp import Weighting
 from flower_ext.training import Params
 
 USERS = "users"
-"""Record of a round's users and one silo's weights; also the setting that tells their number."""
+"""Record of a round's users and one silo's weights; also the setting with the number of users."""
 SAMPLED = "sampled"
 WEIGHTS = "weights"
 HISTOGRAM = "histogram"
 MOST_RECORDS = 2**40
-"""Records that one user may have in one silo: sums over silos stay exact."""
+"""Most records that one user may have in one silo, so that sums over silos stay exact."""
 MOST_USERS = 2**24
-"""Users that a silo makes room for, whatever number a server names."""
+"""Most users that a silo makes room for, whatever number a server names."""
 _ROUNDING = 1e-13
-"""Far below the room that clipping leaves for the rounding of norms."""
+"""Accepted excess of a sum of weights, far below the tolerance of clipping."""
 
 
 class WeightSource(Protocol):
-    """Where the weights come from. Another one changes nothing else.
+    """A source of weights. Replacing it changes nothing else.
 
     Attributes
     ----------
     weighting : {"equal", "by-records"}
-        How the guarantee counts single uploads.
+        Rule by which the guarantee counts single uploads.
     needs_histogram : bool
-        Whether silos tell the server how many records each user has.
+        True if silos send the server the number of records of each user.
     shown : Sequence[str]
-        What the source shows to whom, outside any guarantee.
+        Facts that the source reveals, and to whom, outside any guarantee.
     """
 
     weighting: Weighting
@@ -60,16 +60,16 @@ class WeightSource(Protocol):
     shown: Sequence[str]
 
     def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Once, before the first round; the histogram (silos, users) where it is needed."""
+        """Take the histogram (silos, users), if needed; called once, before the first round."""
         ...
 
     def of_users(self, users: Sequence[int]) -> np.ndarray:
-        """Weights (silos, users), or (silos, 1) where all users have the same."""
+        """Return weights (silos, users), or (silos, 1) if all users have the same weight."""
         ...
 
 
 class EqualWeights:
-    """w_{s,u} = 1/|S|: no silo tells anything."""
+    """Equal weights w_{s,u} = 1/|S|, for which no silo reveals anything."""
 
     weighting: Weighting = "equal"
     needs_histogram = False
@@ -79,16 +79,16 @@ class EqualWeights:
         self._num_silos = 0
 
     def prepare(self, histogram: np.ndarray | None, num_silos: int) -> None:
-        """Remember how many silos there are."""
+        """Remember the number of silos."""
         self._num_silos = num_silos
 
     def of_users(self, users: Sequence[int]) -> np.ndarray:
-        """1/|S| (silos, 1)."""
+        """Return 1/|S| for every silo, of shape (silos, 1)."""
         return np.full((self._num_silos, 1), 1 / self._num_silos)
 
 
 class WeightsByRecords:
-    """w_{s,u} = n_{s,u}/N_u, 0 for a user without records; computed by the server in the clear."""
+    """Weights n_{s,u}/N_u, 0 for a user without records, that the server computes in the clear."""
 
     weighting: Weighting = "by-records"
     needs_histogram = True
@@ -106,17 +106,17 @@ class WeightsByRecords:
         self._weights = histogram / np.maximum(histogram.sum(axis=0), 1)
 
     def of_users(self, users: Sequence[int]) -> np.ndarray:
-        """n_{s,u}/N_u (silos, users)."""
+        """Return n_{s,u}/N_u, of shape (silos, users)."""
         return self._weights[:, np.asarray(users, dtype=np.int64)]
 
 
 def weight_source(weighting: Weighting | WeightSource) -> WeightSource:
-    """The source of a name, or the given one.
+    """Return the source of that name, or the given source.
 
     Raises
     ------
     ValueError
-        Unknown name.
+        The name is unknown.
     """
     if not isinstance(weighting, str):
         return weighting
@@ -139,33 +139,33 @@ def check_weights(
 ) -> None:
     """Refuse weights by which one user could move the sum by more than the clipping norm.
 
-    Equal weights are accounted as 1/|S| in single uploads, so none of them may be larger.
+    The guarantee counts equal weights as 1/|S| in single uploads, so no weight may be larger.
 
     Raises
     ------
     ValueError
-        Another shape than (silos, users) or (silos, 1); a weight that is not in [0, 1], or above
-        1/|S| where weights are equal; or a user whose weights sum to more than 1.
+        The shape is neither (silos, users) nor (silos, 1); a weight is outside [0, 1], or above
+        1/|S| for equal weights; or a user's weights sum to more than 1.
     """
     if weights.shape not in ((num_silos, len(users)), (num_silos, 1)):
         raise InvalidValue(
-            f"weights of shape {weights.shape}: expected ({num_silos}, {len(users)}), one a silo "
-            "and user"
+            f"weights of shape {weights.shape}: expected ({num_silos}, {len(users)}), one weight "
+            "per silo and user"
         )
     if not ((weights >= 0) & (weights <= 1)).all():  # NaN is neither
         raise InvalidValue("weights: expected numbers in [0, 1]")
     if weighting == "equal" and (weights > (1 + _ROUNDING) / num_silos).any():
         raise InvalidValue(
             f"weights up to {weights.max():.6g}: expected at most 1/{num_silos}, as the source "
-            "says that they are equal, or one user moves a single upload by more than is counted"
+            "says that they are equal; a user would move an upload by more than the ε counts"
         )
     sums = weights.sum(axis=0)
     if (sums > 1 + _ROUNDING).any():
         worst = int(sums.argmax())
         whose = f"user {users[worst]}" if len(sums) == len(users) else "every user"
         raise InvalidValue(
-            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, "
-            "or one user moves the sum by more than the clipping norm"
+            f"weights of {whose} sum to {sums[worst]:.6g} over the silos: expected at most 1, as "
+            "a user would else move the sum by more than the clipping norm"
         )
 
 
@@ -173,7 +173,7 @@ def check_weights(
 
 
 def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> list[ArrayRecord]:
-    """For each silo the round's users, one bit each, and their weights in this silo."""
+    """Return, for each silo, the round's users as bits and their weights in this silo."""
     chosen = np.zeros(num_users, dtype=bool)
     chosen[np.asarray(users, dtype=np.int64)] = True
     bits = np.packbits(chosen)
@@ -181,12 +181,12 @@ def users_records(weights: np.ndarray, users: Sequence[int], num_users: int) -> 
 
 
 def read_weights(work: ClientWork) -> np.ndarray:
-    """w_{s,u} of this silo in this round for every user; 0 for those who are not sampled.
+    """Return w_{s,u} of this silo in this round for every user; 0 for a user not sampled.
 
     Raises
     ------
     ValueError
-        A weight is not in [0, 1], or there are more or fewer than sampled users.
+        A weight is outside [0, 1], or the number of weights is not the number of sampled users.
     """
     with knowing_no_data():
         num_users, sent = int(work.settings[USERS]), work.state[USERS]
@@ -201,32 +201,32 @@ def read_weights(work: ClientWork) -> np.ndarray:
 
 
 def owned(data: ClientData, num_users: int) -> SiloData:
-    """The silo's data, whose records have owners.
+    """Return the silo's data, whose records have owners.
 
     Raises
     ------
     ValueError
-        There are no owners, or one is out of range; or ``num_users`` is.
+        The data have no owners, or an owner or ``num_users`` is out of range.
     """
     if not 1 <= num_users <= MOST_USERS:
         raise tellable(InvalidValue(f"{num_users} users: expected 1 … {MOST_USERS}"))
     if not isinstance(data, SiloData):
         raise tellable(
             InvalidValue(
-                "data of the Task: expected SiloData, whose owners say which user each training "
-                "example belongs to"
+                "data of the Task: expected SiloData, whose owners name the user of each training "
+                "example"
             )
         )
     if len(data.owners) and int(data.owners.max()) >= num_users:
         raise InvalidValue(
             f"owners: expected users 0 … {num_users - 1}, as the plan's population is "
-            f"{num_users}, and one is {int(data.owners.max())}"
+            f"{num_users}; one owner is {int(data.owners.max())}"
         )
     return data
 
 
 def answer(question: Question) -> Params:
-    """How many records each user has here, where the server asks; else only that all is well."""
+    """Answer with each user's number of records if the server asks, else with a confirmation."""
     num_users = int(question.asked[USERS])
     owners = owned(question.data, num_users).owners
     if not question.asked[HISTOGRAM]:
@@ -237,12 +237,13 @@ def answer(question: Question) -> Params:
 def ask_silos(
     strategy: FederatedStrategy, grid: Grid, num_users: int, *, histogram: bool
 ) -> np.ndarray | None:
-    """Whether every silo can take part and, if asked, n_{s,u} as int64 (silos, users).
+    """Check that every silo can take part; if asked, return n_{s,u} as int64 (silos, users).
 
     Raises
     ------
     FederationNotReady
-        A silo cannot: it has no owners, or a user out of range; the message says which.
+        A silo cannot take part, because its data have no owners or an owner is out of range; the
+        message names the silo.
     """
     question = ConfigRecord({USERS: num_users, HISTOGRAM: histogram})
     if not histogram:
@@ -255,7 +256,7 @@ def ask_silos(
 
 
 def ask_company(strategy: FederatedStrategy, grid: Grid) -> dict[int, bool]:
-    """Ask each silo whether its users train one by one; the answer rests on its machine alone.
+    """Ask each silo if its users train one by one; the answer depends on its machine only.
 
     Raises
     ------
@@ -271,14 +272,14 @@ def ask_company(strategy: FederatedStrategy, grid: Grid) -> dict[int, bool]:
 def _read_company(reply: Message) -> bool:
     told = records.read_answer(reply)
     if set(told) != {records.COMPANY} or told[records.COMPANY].shape != ():
-        raise RefusedReply(f"arrays {sorted(told)}: expected {records.COMPANY!r} alone, one number")
+        raise RefusedReply(f"arrays {sorted(told)}: expected only {records.COMPANY!r}, one number")
     return bool(told[records.COMPANY])
 
 
 def _read_counts(reply: Message, num_users: int) -> np.ndarray:
     told = records.read_answer(reply)
     if set(told) != {HISTOGRAM}:
-        raise RefusedReply(f"arrays {sorted(told)}: expected {HISTOGRAM!r} alone")
+        raise RefusedReply(f"arrays {sorted(told)}: expected only {HISTOGRAM!r}")
     counts = told[HISTOGRAM]
     if counts.shape != (num_users,) or counts.dtype.kind not in "iu":
         raise RefusedReply(f"{HISTOGRAM!r}: expected {num_users} integers")

@@ -694,7 +694,7 @@ def test_a_user_whose_training_raises_moves_no_update_but_their_own(kind, raisin
             assert torch.equal(part, theirs[user][name]) if user in theirs else not part.any()
     (said,) = [r for r in caplog.records if "count as zero" in r.message]
     assert said.levelname == ("ERROR" if len(raising) == 7 else "WARNING")
-    assert f"of {len(raising)} of 7 users" in said.message
+    assert f"for {len(raising)} of 7 users" in said.message
 
 
 def test_a_user_whose_training_raises_is_encrypted_as_zero():

@@ -431,7 +431,7 @@ def test_a_checkpoint_of_an_older_version_goes_on():
         ),
         (
             lambda: make(protocol=LatticeWeighting(max_records_per_user=2**15)),
-            "expected them to sum to",
+            "expected a sum from 1",
         ),
         (lambda: lattice_of(plan={"noise_multiplier": 1e-6}), "noise_multiplier=1e-06 of the plan"),
         (lambda: lattice_of(num_silos=1), "silos=1"),

@@ -291,7 +291,7 @@ def test_what_has_no_secure_sum_over_silos_is_refused_by_name():
         UldpNaive(plan=secure(), num_silos=2)
     with pytest.raises(ValueError, match="silos=4 of the plan: expected num_silos=3"):
         UldpAvg(plan=secure(silos=4), num_silos=3)
-    with pytest.raises(ValueError, match="noise is in every step"):
+    with pytest.raises(ValueError, match="adds noise in every step"):
         UldpGroup(
             num_silos=3,
             num_users=USERS,
@@ -342,4 +342,4 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
 def test_cells_that_are_too_wide_for_so_many_numbers_are_named(logged):
     wide = secure(noise_multiplier=2.0**13)
     run(UldpAvg(plan=wide, local=LOCAL, **COMMON))
-    assert "most of it is lost" in logged.text
+    assert "rounding to whole cells loses most of it" in logged.text

@@ -1,5 +1,6 @@
-"""Protocols that weigh users by their records, privately, as the two ends speak them over Flower.
+"""Protocols that weigh users by their records in private, as server and silos run them over Flower.
 
-`protocol` says what both ends of any protocol do. `paillier` and `paillier_silo` are Protocol 1 of
-the Uldp-FL paper. The parties themselves, without transport, are in `flower_ext.secure.weighting`.
+`protocol` defines both ends of any protocol. `paillier` and `paillier_silo` are Protocol 1 of the
+Uldp-FL paper; `lattice` and `lattice_silo` are the protocol over ring-LWE. The parties, without
+transport, are in `flower_ext.secure.weighting`.
 """

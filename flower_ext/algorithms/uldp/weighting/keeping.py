@@ -1,8 +1,8 @@
-"""A silo of the private weighting between two messages, each of which may reach a fresh process.
+"""Storage of a silo of private weighting between messages, each of which may reach a new process.
 
-What counts is in the client's vault: every step begins from there, and has stored its outcome
-before anything leaves. Tables of powers and pools of zeros stay in the process, if that stays; they
-spare work and decide nothing.
+The silo's state is in the client's vault. Every step starts from the stored state, and stores its
+outcome before anything leaves. Tables of powers and pools of zeros stay in the process as long as
+it lives; they only save time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flower_ext.secure import WeightingSettings, WeightingSilo, ZeroPool
 log = getLogger("flwr")
 
 _POOL_PAYS = 2
-"""A pool is set up where a silo re-randomises this many times as many ciphertexts as it takes."""
+"""Least ratio of a round's re-randomised ciphertexts to a pool's set-up for which a pool pays."""
 _PROCESS_KEEPS = 8
-"""Silos whose tables stay; each has up to ``table_memory_limit`` bytes of them."""
+"""Number of silos whose tables stay in memory, of up to ``table_memory_limit`` bytes each."""
 _earlier: OrderedDict[tuple[bytes, int], WeightingSilo] = OrderedDict()
 _pools: OrderedDict[str, ZeroPool] = OrderedDict()
 
 
 def settings_to_facts(settings: WeightingSettings) -> dict[str, Any]:
-    """The settings of a run as plain values; what is not set is left out."""
+    """Return the settings of a run as plain values, without those that are None."""
     facts = {name: value for name, value in asdict(settings).items() if value is not None}
     return {n: list(v) if isinstance(v, tuple) else v for n, v in facts.items()}
 
@@ -49,12 +49,12 @@ def settings_from_facts(facts: dict[str, Any]) -> WeightingSettings:
 
 
 def keep(silo: WeightingSilo, vault: ClientVault) -> None:
-    """Store a silo as it is now."""
+    """Store a silo's current state."""
     _store(vault, silo.settings, silo.export_state())
 
 
 def resume(vault: ClientVault) -> WeightingSilo | None:
-    """The silo as it was kept last, which stores itself before it sends; None if there is none."""
+    """Return the silo that was stored last, or None. It stores itself before it sends."""
     kept = vault.load()
     if kept is None:
         return None
@@ -70,19 +70,19 @@ def resume(vault: ClientVault) -> WeightingSilo | None:
     if earlier is not None:
         try:
             silo.adopt(earlier)
-        except ValueError:  # set up anew since then
+        except ValueError:  # the silo was set up anew meanwhile
             del _earlier[settings.context, silo.index]
     return silo
 
 
 def pool_pays(settings: WeightingSettings) -> bool:
-    """Whether a pool of zeros pays within one round."""
+    """Return True if a pool of zeros pays off within one round."""
     share = math.ceil(settings.ciphertexts / settings.silos)
     return share >= _POOL_PAYS * ZeroPool.size(settings.key_bits)
 
 
 def prepare(silo: WeightingSilo) -> None:
-    """A pool of zeros where it pays, shared with the other silos of this process."""
+    """Set up a pool of zeros if it pays off, shared with the other silos of this process."""
     settings = silo.settings
     if silo.prepared or not pool_pays(settings):
         return
@@ -94,7 +94,7 @@ def prepare(silo: WeightingSilo) -> None:
 
 
 def remember(silo: WeightingSilo) -> None:
-    """Leave what a silo computed to its next message, if this process lives to see it."""
+    """Keep a silo's tables in this process for its next message."""
     _earlier[silo.settings.context, silo.index] = silo
     _earlier.move_to_end((silo.settings.context, silo.index))
     while len(_earlier) > _PROCESS_KEEPS:

@@ -1,6 +1,6 @@
 """Private weighting over ring-LWE: its settings, and the server's end of a run.
 
-Experimental, not externally reviewed. The protocol is in `flower_ext.secure.weighting.lattice`.
+Experimental: no outsider has reviewed it. `flower_ext.secure.weighting.lattice` has the protocol.
 
 ====================  =====================================================
 protocol              here
@@ -84,24 +84,24 @@ _CHANNELS = (
     "receives, and colludes with the other silos, learns its numbers of records"
 )
 _ROUNDED = 2.0**-7
-"""Steps, at most, by which one silo moves a coordinate: two bytes of a word of 2²⁴ a step are left
-out (2⁻⁸), words of c1 are rounded (2048 · 2⁻²⁴), and r · e + e2 · s is below 2⁻³⁷."""
+"""Most steps by which one silo's rounding moves a coordinate. A step is 2²⁴ words. The silo drops
+two bytes of a word (2⁻⁸), and rounds words of c1 (2048 · 2⁻²⁴); r · e + e2 · s is below 2⁻³⁷."""
 _LARGEST_RESIDUE = 1e-3
-"""How far all sums of a run may be from exact ones, in standard deviations of their noise."""
+"""Largest distance of all sums of a run from exact ones, in standard deviations of their noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeWeighting(WeightingProtocol):
-    """Settings of private weighting over ring-LWE. Experimental, not externally reviewed.
+    """Settings of private weighting over ring-LWE. Experimental: no outsider has reviewed it.
 
     Parameters
     ----------
     max_records_per_user : int
-        The most records of one user in any one silo, where ``silo_record_limits`` are not given.
+        The most records of one user in any one silo, if ``silo_record_limits`` is not given.
     silo_record_limits : tuple of int, optional
-        The most records of one user in each silo. Every silo checks its own, so that no user can
-        have more than their sum. Set-up and every draw of users take time in proportion to the
-        sum: give limits that are close to the data.
+        The most records of one user in each silo. Every silo checks its own records, so that no
+        user can exceed the sum of the limits. The set-up and every draw of users take time in
+        proportion to this sum, so give limits close to the data.
 
     Raises
     ------
@@ -127,11 +127,11 @@ class LatticeWeighting(WeightingProtocol):
 
     @property
     def shown(self) -> Sequence[str]:
-        """Places that were drawn, and how long a silo takes."""
+        """Revealed facts: the drawn places, and a silo's running time."""
         return SHOWN_PLACES, SHOWN_TIME
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return what a provable guarantee rests on beside ``secure_sum``."""
+        """Return the assumptions of a provable guarantee besides ``secure_sum``."""
         common = ("all silos and the server follow the protocol", _CHANNELS)
         if view is AdversaryView.SUM_ONLY:
             return common
@@ -156,7 +156,7 @@ class LatticeWeighting(WeightingProtocol):
         Raises
         ------
         ValueError
-            As `LatticeSettings`; or the plan's noise is too small to hide what the protocol adds.
+            As `LatticeSettings`; or the plan's noise is too small to hide the protocol's errors.
         """
         limits = self.silo_record_limits
         stddev = plan.client_noise_stddev(silos)
@@ -185,7 +185,7 @@ class LatticeWeighting(WeightingProtocol):
         if plan.noise_multiplier < least:
             raise InvalidValue(
                 f"noise_multiplier={plan.noise_multiplier:g} of the plan: protocol='lattice' needs "
-                f"{least:.2g} at least to hide what it adds to {plan.rounds} sums; expected more "
+                f"{least:.2g} at least to hide its errors in {plan.rounds} sums; expected more "
                 "noise, fewer rounds, smaller silo_record_limits, or protocol='paillier'"
             )
         return server
@@ -205,23 +205,23 @@ class LatticeServer(ServerEnd):
 
     @cached_property
     def party(self) -> Party:
-        """The server of `flower_ext.secure`, which makes its keys when it is first needed."""
+        """The server of `flower_ext.secure`, which makes its keys at first use."""
         return Party(self.settings, workers=cores())
 
     @property
     def sensitivity(self) -> float:
-        """By how many clipping norms one user moves a decoded sum."""
+        """Most clipping norms by which one user moves a decoded sum."""
         norm = self.settings.clipping_norm
         return self.settings.contribution_bound(norm) / norm
 
     @property
     def residue(self) -> float:
-        """By how many clipping norms a sum may be away from one that shows no secret.
+        """Most clipping norms between a sum and one that reveals no secret.
 
-        Given the dithers, an error of t steps in a coordinate moves its rounded sum by t + 1 steps
-        at most. The errors e_u come to `error_bound` for every user, drawn or not, and what silos
-        round off and re-randomise to less than 2⁻⁷ steps a silo. One silo's share of the noise has
-        to hide it all, so that the sum counts √|S| times.
+        Given the dithers, an error of t steps in a coordinate moves its rounded sum by at most
+        t + 1 steps. The errors e_u add at most `error_bound` for every user, drawn or not. Rounding
+        and re-randomising add less than 2⁻⁷ steps per silo. One silo's share of the noise must hide
+        all of this, so the sum of these errors counts √|S| times.
         """
         settings, silos = self.settings, self.settings.silos
         carries = (1 + silos * _ROUNDED) * math.sqrt(settings.coordinates) * settings.step
@@ -230,14 +230,14 @@ class LatticeServer(ServerEnd):
 
     @property
     def sum_bytes(self) -> int:
-        """Length of a silo's masked sum."""
+        """Length of a silo's masked sum in bytes."""
         return _length(LatticeSum, self.settings)
 
     def set_up(self, silos: Silos) -> None:
         """Exchange keys, transfer the keys of the weights, and receive masked counts."""
         settings, party = self.settings, self.party
         log.info(
-            "private weighting: a silo sends %.1f MB a round and receives weights of %.1f MB",
+            "private weighting: a silo sends %.1f MB per round and receives weights of %.1f MB",
             settings.upload_bytes / 1e6,
             settings.weights_bytes / 1e6,
         )
@@ -273,14 +273,14 @@ class LatticeServer(ServerEnd):
     def open_round(
         self, number: int, sampled: Sequence[int] | None, silos: Silos
     ) -> Mapping[str, bytes]:
-        """Encrypt the weights of the round's users, in a fresh epoch wherever users are drawn."""
+        """Encrypt the weights of the round's users, in a new epoch if users are drawn."""
         if self._weights is None or sampled is not None:
             self._weights = self.party.open_epoch(sampled=sampled).to_bytes()
         opening = self.party.open_round(number)
         return {WEIGHTS: self._weights, OPENING: opening.to_bytes()}
 
     def check_upload(self, silo: int, upload: Upload) -> None:
-        """Refuse what is no masked sum of this round."""
+        """Refuse an upload that is not a masked sum of this round."""
         self.party.check_sum(self._sum(silo, upload))
 
     def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
@@ -289,11 +289,11 @@ class LatticeServer(ServerEnd):
         return self.party.close_round(sums, progress=Remaining("decryption"))
 
     def _sum(self, silo: int, upload: Upload) -> LatticeSum:
-        """Return a sum of ``silo``, whatever it says: the transport knows who sent it."""
+        """Return the sum under the number of its sender, which the transport knows."""
         found = LatticeSum.from_bytes(upload.data, self.settings)
         return replace(found, silo=silo, round_number=upload.round_number)
 
 
 def _length(kind: Any, settings: LatticeSettings) -> int:
-    """Return the bytes of a message of one kind."""
+    """Return the length in bytes of a message of one kind."""
     return int(len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings)))

@@ -1,7 +1,7 @@
 """A silo's end of private weighting over ring-LWE.
 
-Every step begins from what the vault holds, and has stored its outcome there before anything
-leaves. The round's weights come with every round; a silo opens those of a known epoch anew, which
+Every step starts from the state in the vault, and stores its outcome there before anything leaves.
+The server sends the weights with every round. A silo opens weights of a known epoch again, which
 takes a fraction of a second, unless this process still holds them.
 """
 
@@ -46,7 +46,7 @@ log = getLogger("flwr")
 
 NAME = "lattice"
 KEYS, COUNT = "keys", "count"
-"""Questions after `BEGIN`."""
+"""Names of the questions after `BEGIN`."""
 KEY, SILO_KEYS, SERVER_KEY, SEALED, SEED, COUNTS = (
     "key",
     "silos",
@@ -56,11 +56,11 @@ KEY, SILO_KEYS, SERVER_KEY, SEALED, SEED, COUNTS = (
     "counts",
 )
 WEIGHTS, OPENING = "weights", "opening"
-"""Arrays."""
+"""Names of arrays in messages."""
 _PROCESS_KEEPS = 8
-"""Silos whose opened weights stay in the process."""
+"""Number of silos whose opened weights stay in the process."""
 _earlier: OrderedDict[bytes, tuple[LatticeSilo, _Keeper]] = OrderedDict()
-"""Silos by the hash of what their vault holds: a silo that went on elsewhere is not taken."""
+"""Silos by the hash of their stored state, so that a silo that continued elsewhere is not used."""
 
 
 def settings_from_facts(facts: Mapping[str, Any]) -> LatticeSettings:
@@ -103,7 +103,7 @@ def begin(question: Question) -> Arrays:
 
 
 def resume(vault: ClientVault) -> LatticeEnd | None:
-    """Return the silo as it was stored last; None if there is none."""
+    """Return the silo as it was stored last; None if none was stored."""
     kept = vault.load()
     if kept is None:
         return None
@@ -133,12 +133,12 @@ class LatticeEnd:
 
     @property
     def users(self) -> int:
-        """The number of users that the silos agreed on."""
+        """Number of users that the silos agreed on."""
         return self.silo.settings.users
 
     @property
     def index(self) -> int:
-        """The silo's place among the silos, from zero."""
+        """Number of the silo, from zero."""
         return self.silo.index
 
     def answer(self, question: Question) -> Arrays:
@@ -151,7 +151,7 @@ class LatticeEnd:
         return steps[step](question)
 
     def open_sum(self, number: int, sent: Mapping[str, bytes]) -> LatticeOpenSum:
-        """Begin this silo's sum of round ``number``, having used its epoch up."""
+        """Begin this silo's sum of round ``number``; its epoch then counts as used."""
         silo, settings = self.silo, self.silo.settings
         opening = RoundOpening.from_bytes(sent[OPENING], settings)
         if opening.round_number != number:
@@ -179,7 +179,7 @@ class LatticeEnd:
         return {COUNTS: records.to_bytes_array(masked.to_bytes())}
 
     def _remember(self) -> None:
-        """Leave the opened weights to the next round, if this process lives to see it."""
+        """Keep the opened weights in this process for the next round."""
         kept = self._keeper.vault.load()
         if kept is None:
             return
@@ -189,7 +189,7 @@ class LatticeEnd:
 
 
 class LatticeOpenSum:
-    """A silo's sum of one round, which holds no update that was added."""
+    """A silo's sum of one round. It adds updates under encryption and keeps none."""
 
     def __init__(self, weighing: Weighing, done: Callable[[], None]) -> None:
         self._weighing, self._done = weighing, done
@@ -199,7 +199,7 @@ class LatticeOpenSum:
         self._weighing.add(updates)
 
     def finish(self, noise: NDArray[np.float64]) -> bytes:
-        """Return the masked sum, having used the round up."""
+        """Return the masked sum; the round then counts as used."""
         masked = self._weighing.finish(noise)
         self._done()
         return masked.to_bytes()

@@ -71,33 +71,34 @@ log = getLogger("flwr")
 _KEY_BYTES = 32
 _SEALED_BYTES = 60
 _LARGEST_STEP = 0.25
-"""Of the encoding, in standard deviations of a silo's noise; coarser steps round noise away."""
+"""Largest step of the encoding in standard deviations of a silo's noise; larger ones lose noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateWeighting(WeightingProtocol):
-    """Settings of Protocol 1 over Paillier; refuses what could overflow before any encryption.
+    """Settings of Protocol 1 over Paillier. Sums that could overflow are refused before any run.
 
     Parameters
     ----------
     max_records_per_user : int
         N_max: the most records that one user may have over all silos.
     allowed_totals : tuple of int, optional
-        If given, every user has one of these numbers of records over all silos, or none: less work.
+        Numbers of records that a user may have over all silos, besides zero. A short list saves
+        work.
     silo_record_limits : tuple of int, optional
-        The most records of one user in each silo. Where they sum to N_max at most, no user can
-        exceed it; without them an excess ends the run when the first sum is decrypted.
+        The most records of one user in each silo, with a sum of at most N_max, so that no user can
+        exceed N_max. Without these limits, an excess ends the run when the first sum is decrypted.
     precision : float
-        P: largest error of a coordinate of the sum over silos. The method refuses one that is
-        coarse against the silos' noise.
+        P: largest rounding error of a coordinate of the sum over silos. It must be fine against the
+        silos' noise.
     draw_choices : int, optional
-        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer: no party learns
-        who takes part, so that drawing amplifies against the server as well. The plan's
-        ``sampling_rate`` has to be a multiple of 1 / ``draw_choices``.
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
+        learns which users take part, so the draw amplifies privacy against the server as well. The
+        plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
     key_bits : int
         Length of the Paillier modulus.
     allow_insecure_key_size : bool
-        For tests and simulation; silos that refuse seeded noise refuse small keys.
+        Accept short keys in tests and simulations. Silos that refuse seeded noise refuse them.
 
     Raises
     ------
@@ -127,9 +128,9 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def assumed_totals(self) -> str:
-        """What no silo can check, as it knows its own records only; empty where there is nothing.
+        """Assumption on users' totals that no silo can check by itself; empty if there is none.
 
-        A total that is not foreseen shows in a sum out of bounds, on which a server may try totals.
+        A total that breaks it makes a sum out of bounds, and a server may then try totals on it.
         """
         if self.allowed_totals is not None:
             totals = " or ".join(str(total) for total in self.allowed_totals)
@@ -144,7 +145,7 @@ class PrivateWeighting(WeightingProtocol):
         )
 
     def settings(self, **facts: Any) -> WeightingSettings:
-        """The public facts of one run.
+        """Return the protocol's settings for one run.
 
         Raises
         ------
@@ -154,12 +155,12 @@ class PrivateWeighting(WeightingProtocol):
         return WeightingSettings(**asdict(self), **facts)
 
     def draw_hits(self, plan: ReleasePlan) -> int:
-        """How many of a user's ``draw_choices`` stand for taking part.
+        """Return the number of a user's ``draw_choices`` that mean taking part.
 
         Raises
         ------
         ValueError
-            ``plan`` draws nobody, or at a rate that is no multiple of 1 / ``draw_choices``.
+            ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``draw_choices``.
         """
         choices, sampling = self.draw_choices, plan.sampling
         if choices is None:
@@ -175,7 +176,7 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def hidden_draw(self) -> str:
-        """With ``draw_choices`` not even the server learns who was drawn."""
+        """Assumption under which even the server does not learn the draw, with ``draw_choices``."""
         if self.draw_choices is None:
             return ""
         return (
@@ -186,7 +187,7 @@ class PrivateWeighting(WeightingProtocol):
 
     @property
     def shown(self) -> Sequence[str]:
-        """How many users have no records, and which places were drawn."""
+        """Revealed facts: the number of users without records, and the drawn places."""
         return (
             "how many users have no record in any silo (not which): the server",
             *(() if self.hidden_draw else (SHOWN_PLACES,)),
@@ -194,7 +195,7 @@ class PrivateWeighting(WeightingProtocol):
         )
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return what no silo can check of the users' totals."""
+        """Return the assumption on the users' totals that no silo can check."""
         return tuple(filter(None, (self.assumed_totals,)))
 
     def describe(self) -> str:
@@ -214,7 +215,7 @@ class PrivateWeighting(WeightingProtocol):
         Raises
         ------
         ValueError
-            As `WeightingSettings`; or steps of the encoding are coarse against a silo's noise.
+            As `WeightingSettings`; or the encoding's steps are coarse against a silo's noise.
         """
         stddev = plan.client_noise_stddev(silos)
         settings = self.settings(
@@ -250,20 +251,20 @@ class PaillierServer(ServerEnd):
 
     @property
     def party(self) -> WeightingServer:
-        """The server of `flower_ext.secure`, which makes its key when it is first needed."""
+        """The server of `flower_ext.secure`, which makes its key at first use."""
         if self._party is None:
             self._party = WeightingServer(self.settings, workers=cores())
         return self._party
 
     @property
     def sensitivity(self) -> float:
-        """By how many clipping norms one user moves a decoded sum."""
+        """Most clipping norms by which one user moves a decoded sum."""
         norm = self.settings.update_bound
         return self.settings.contribution_bound(norm) / norm
 
     @property
     def sum_bytes(self) -> int:
-        """Length of a silo's masked sum."""
+        """Length of a silo's masked sum in bytes."""
         return self.settings.ciphertexts * self.settings.ciphertext_bytes
 
     def set_up(self, silos: Silos) -> None:
@@ -312,7 +313,7 @@ class PaillierServer(ServerEnd):
         return {OFFER: drawn.public, WEIGHTS: drawn.sealed}
 
     def check_upload(self, silo: int, upload: Upload) -> None:
-        """Refuse what is no list of ciphertexts of this round."""
+        """Refuse an upload that is not a list of ciphertexts of this round."""
         self.party.check_sum(_masked(silo, upload))
 
     def close_round(self, uploads: Mapping[int, Upload]) -> NDArray[np.float64]:
@@ -328,8 +329,8 @@ def _masked(silo: int, upload: Upload) -> MaskedSum:
 def _log_estimate(settings: WeightingSettings) -> None:
     guess = estimate_round(settings, prepared=keeping.pool_pays(settings))
     log.info(
-        "private weighting: on one core a round takes %.0f s in a silo that has all %d users "
-        "(%.0f s less while nobody is drawn, %.0f s more in the first) and %.0f s in the "
+        "private weighting: on one core a round takes %.0f s in a silo with all %d users "
+        "(%.0f s less if all users take part, %.0f s more in the first round) and %.0f s in the "
         "server, which has %d cores; a silo sends %.1f MB and receives %.1f MB",
         guess.silo,
         settings.users,

@@ -1,6 +1,6 @@
 """A silo's end of Protocol 1 over Paillier.
 
-Every step begins from what the vault holds, and has stored its outcome there before anything leaves
+Every step starts from the state in the vault, and stores its outcome there before anything leaves
 (see `keeping`).
 """
 
@@ -37,7 +37,7 @@ from flower_ext.secure import (
 log = getLogger("flwr")
 
 KEYS, COUNT, DRAW = "keys", "count", "draw"
-"""Questions after `BEGIN`."""
+"""Names of the questions after `BEGIN`."""
 KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
     "key",
     "silos",
@@ -47,7 +47,7 @@ KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
     "counts",
 )
 OFFER, ANSWER, WEIGHTS = "offer", "answer", "weights"
-"""Arrays."""
+"""Names of arrays in messages."""
 
 
 def begin(question: Question) -> Arrays:
@@ -67,7 +67,7 @@ def begin(question: Question) -> Arrays:
 
 
 def resume(vault: ClientVault) -> PaillierSilo | None:
-    """Return the silo as it was stored last; None if there is none."""
+    """Return the silo as it was stored last; None if none was stored."""
     silo = keeping.resume(vault)
     return None if silo is None else PaillierSilo(silo)
 
@@ -85,16 +85,16 @@ class PaillierSilo:
 
     @property
     def users(self) -> int:
-        """The number of users that the silos agreed on."""
+        """Number of users that the silos agreed on."""
         return self.silo.settings.users
 
     @property
     def index(self) -> int:
-        """The silo's place among the silos, from zero."""
+        """Number of the silo, from zero."""
         return self.silo.index
 
     def answer(self, question: Question) -> Arrays:
-        """Take one step of the set-up, or of a draw that nobody knows."""
+        """Take one step of the set-up, or of a secret draw."""
         steps = {KEYS: self._take_keys, COUNT: self._count, DRAW: self._draw}
         step = str(question.asked[STEP])
         if step not in steps:
@@ -135,18 +135,18 @@ class PaillierSilo:
 
 
 class PaillierOpenSum:
-    """A silo's sum of one round: it takes all updates at once, by coordinates."""
+    """A silo's sum of one round. It needs all updates at once, because it works by coordinates."""
 
     def __init__(self, silo: WeightingSilo, weights: EncryptedWeights | SealedWeights) -> None:
         self._silo, self._weights = silo, weights
         self._updates: dict[int, NDArray[np.float64]] = {}
 
     def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
-        """Keep updates until all are there."""
+        """Keep updates until all users' updates have arrived."""
         self._updates |= updates
 
     def finish(self, noise: NDArray[np.float64]) -> bytes:
-        """Return the masked sum, having used the round up."""
+        """Return the masked sum; the round then counts as used."""
         silo, number = self._silo, self._weights.round_number
         keeping.prepare(silo)
         progress = Remaining(f"silo {silo.index}, round {number}: coordinates")

@@ -1,8 +1,7 @@
 """Interface of private weighting: settings, the server's end of a run, and a silo's end.
 
-`PrivateUldpAvg` and its silos' side speak to these classes alone, so that a protocol adds one
-module for each end and changes neither. Numbers that anybody could read anything from travel as
-arrays of bytes.
+`PrivateUldpAvg` and its silos' side use these classes only, so a new protocol adds one module for
+each end and changes neither. Secret and encrypted numbers are sent as arrays of bytes.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from flower_ext.federation import ClientVault, FederatedStrategy, Question, reco
 from flower_ext.privacy import AdversaryView, ReleasePlan
 
 STEP, BEGIN = "step", "begin"
-"""Name of a question's step, and the first step of every protocol."""
+"""Key of a question's step, and name of every protocol's first step."""
 PROTOCOL = "protocol"
-"""Name of the protocol in the question that begins it; absent, as in version 0.1.0: Paillier."""
+"""Key of the protocol's name in its first question. Version 0.1.0 sent none and meant Paillier."""
 SUM, NUMBER, LOST = "sum", "round", "lost"
-"""Arrays of an upload: a silo's masked sum and its round, or that the silo has lost its keys."""
+"""Arrays of an upload: a silo's masked sum and its round, or a notice of lost keys."""
 NOISE_ROOM = 64.0
-"""Standard deviations of a silo's noise that encoding has room for; noise never gets there."""
+"""Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
 
 SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
 SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
 _MARK = b"protocol "
-"""Begins a stored state that names its protocol."""
+"""First bytes of a stored state that names its protocol."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Silos:
-    """The silos of a run, as the server's end of a protocol asks them."""
+    """The silos of a run, to which the server's end of a protocol sends questions."""
 
     strategy: FederatedStrategy
     grid: Grid
@@ -59,27 +58,27 @@ class Silos:
         only: Sequence[int] | None = None,
         asked: Sequence[int] | None = None,
     ) -> dict[int, bytes]:
-        """Ask for one step of the protocol, and return the bytes that each silo answers.
+        """Ask for one step of the protocol, and return the bytes in each silo's answer.
 
         Parameters
         ----------
         step : str
-            Of the protocol.
+            Name of the protocol's step.
         name, length : str, int
-            Of the array that an answer has to hold.
+            Name and length of the array that an answer must hold.
         facts : Mapping[str, object], optional
-            Plain values next to the step.
+            Plain values besides the step.
         own : Mapping[int, Mapping[str, ArrayRecord]], optional
-            Records for single silos, next to the question.
+            Records for single silos, besides the question.
         only : Sequence[int], optional
-            Silos whose answer holds bytes; the other answers are empty. By default all do.
+            Silos whose answers hold bytes; the other answers are empty. By default all hold bytes.
         asked : Sequence[int], optional
-            By default all silos.
+            Silos to ask; by default all.
 
         Raises
         ------
         FederationNotReady
-            A silo does not answer, or not with such an array.
+            A silo does not answer, or its answer holds no such array.
         """
         exchange = self.strategy.exchange
         speakers = {exchange.nodes[silo] for silo in only or exchange.nodes}
@@ -103,31 +102,31 @@ class Upload:
 
 
 class ServerEnd(ABC):
-    """The server's end of one run. Call `set_up` once, then open and close every round."""
+    """The server's end of one run. Call `set_up` once, then `open_round` and `close_round`."""
 
     @property
     @abstractmethod
     def sensitivity(self) -> float:
-        """By how many clipping norms one user moves a decoded sum; above 1, as sums are rounded."""
+        """Most clipping norms by which one user moves a decoded sum; above 1 due to rounding."""
 
     @property
     def residue(self) -> float:
-        """By how many clipping norms a sum may be away from the exact one, as a plan has it."""
+        """Most clipping norms between a sum and the exact one; see `ReleasePlan.residue`."""
         return 0.0
 
     @property
     @abstractmethod
     def sum_bytes(self) -> int:
-        """Length of a silo's masked sum."""
+        """Length of a silo's masked sum in bytes."""
 
     @abstractmethod
     def set_up(self, silos: Silos) -> None:
-        """Exchange keys, and learn what every later round needs.
+        """Exchange keys, and collect the silos' counts for all later rounds.
 
         Raises
         ------
         FederationNotReady
-            A silo does not answer, or not what the protocol says.
+            A silo does not answer, or its answer breaks the protocol.
         """
 
     @abstractmethod
@@ -139,12 +138,12 @@ class ServerEnd(ABC):
         Parameters
         ----------
         number : int
-            Above that of every earlier round.
+            Higher than the number of every earlier round.
         sampled : Sequence[int], optional
-            Places, in the silos' secret order, of the users who take part; by default all take
-            part, or the protocol draws them.
+            Places, in the silos' secret order, of the users that take part. By default all users
+            take part, or the protocol draws them.
         silos : Silos
-            Whom to ask, where the protocol asks before a round.
+            Silos to ask, if the protocol asks before a round.
 
         Raises
         ------
@@ -154,14 +153,14 @@ class ServerEnd(ABC):
 
     @abstractmethod
     def check_upload(self, silo: int, upload: Upload) -> None:
-        """Refuse a silo's sum by itself, before the others are there.
+        """Check one silo's sum as soon as it arrives, before the other silos have answered.
 
         Raises
         ------
         ProtocolError
-            Of another round.
+            The sum belongs to another round.
         ValueError
-            Malformed.
+            The sum is malformed.
         """
 
     @abstractmethod
@@ -187,16 +186,16 @@ class WeightingProtocol(ABC):
 
     @property
     def hidden_draw(self) -> str:
-        """Assumption under which nobody knows who was drawn; empty where the server draws."""
+        """Assumption under which no party knows the drawn users; empty if the server draws."""
         return ""
 
     @property
     def shown(self) -> Sequence[str]:
-        """What a run shows to whom, outside any guarantee."""
+        """Facts that a run reveals, and to whom, outside any guarantee."""
         return ()
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return further assumptions of what is provable against an adversary with that view."""
+        """Return further assumptions of the provable guarantee against that adversary's view."""
         return ()
 
     @abstractmethod
@@ -210,64 +209,64 @@ class WeightingProtocol(ABC):
         Raises
         ------
         ValueError
-            The settings do not fit the plan; says what to change.
+            The settings do not fit the plan; the message says what to change.
         """
 
 
 class OpenSum(Protocol):
-    """A silo's sum of one round, to which updates are added while other users still train."""
+    """A silo's sum of one round, which takes updates while other users still train."""
 
     def add(self, updates: Mapping[int, NDArray[np.float64]]) -> None:
         """Add clipped updates (coordinates,) of users with records here, each once."""
         ...
 
     def finish(self, noise: NDArray[np.float64]) -> bytes:
-        """Return the masked sum with this silo's share of the noise, having used the round up."""
+        """Return the masked sum with this silo's share of the noise; the round is then used."""
         ...
 
 
 class SiloEnd(Protocol):
-    """A silo's end of one run, between two messages, each of which may reach a fresh process."""
+    """A silo's end of one run. Each message to it may reach a new process."""
 
     @property
     def run(self) -> str:
-        """Name of the run, which no other set-up has."""
+        """Name of the run, different for every set-up."""
         ...
 
     @property
     def users(self) -> int:
-        """The number of users that the silos agreed on."""
+        """Number of users that the silos agreed on."""
         ...
 
     @property
     def index(self) -> int:
-        """The silo's place among the silos, from zero."""
+        """Number of the silo, from zero."""
         ...
 
     def answer(self, question: Question) -> Arrays:
-        """Take one step of the protocol; what must not happen twice is stored before it returns."""
+        """Take one step of the protocol. A step that must not happen twice is stored first."""
         ...
 
     def open_sum(self, number: int, sent: Mapping[str, bytes]) -> OpenSum:
-        """Begin this silo's sum of round ``number``; the round is not used up yet.
+        """Begin this silo's sum of round ``number``. The round does not count as used yet.
 
         Parameters
         ----------
         sent : Mapping[str, bytes]
-            What `ServerEnd.open_round` returned.
+            Arrays from `ServerEnd.open_round`.
         """
         ...
 
 
 class SiloProtocol(Protocol):
-    """A silo's end of one protocol: the module that begins it and takes it up again."""
+    """A protocol's module for a silo, which begins a run's silo or restores it."""
 
     def begin(self, question: Question) -> Arrays:
         """Begin a run's set-up, and answer the first question."""
         ...
 
     def resume(self, vault: ClientVault) -> SiloEnd | None:
-        """Return the silo as it was stored last; None if there is none."""
+        """Return the silo as it was stored last; None if none was stored."""
         ...
 
 
@@ -277,31 +276,31 @@ def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
 
 
 def cores() -> int:
-    """Return how many threads this process may keep busy."""
+    """Return the number of threads that this process may keep busy."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def counts_of(data: ClientData, users: int) -> list[int]:
-    """Return how many records each user has in this silo.
+    """Return the number of records of each user in this silo.
 
     Raises
     ------
     ValueError
-        The data have no owners, or one is out of range.
+        The data have no owners, or an owner is out of range.
     """
     owners = owned(data, users).owners.cpu().long()
     return [int(count) for count in torch.bincount(owners, minlength=users)]
 
 
 def keeps(name: str, state: bytes) -> bytes:
-    """Return a silo's state under the name of its protocol, for its vault."""
+    """Return a silo's state with the name of its protocol, for its vault."""
     return _MARK + name.encode() + b"\n" + state
 
 
 def name_of(kept: bytes) -> str:
-    """Return the protocol of a stored state; one that names none is Paillier's."""
+    """Return the name of a stored state's protocol; a state without a name is Paillier's."""
     if not kept.startswith(_MARK):
         return "paillier"
     return kept[len(_MARK) : kept.index(b"\n")].decode()
