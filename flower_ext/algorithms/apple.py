@@ -77,7 +77,7 @@ class Mixture(Job):
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train the client's core model and p_i, by the gradient at its personal model."""
+    """Train the client's core model and its vector p_i, by the gradient at the personal model."""
     population = int(work.settings[POPULATION])
     others = {j: core for j in range(population) if (core := work.state.get(f"{CORE}.{j}"))}
     (own,) = set(range(population)) - set(others)

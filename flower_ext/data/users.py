@@ -164,9 +164,10 @@ def allocate(
     Parameters
     ----------
     targets : numpy.ndarray
-        One label per record; read only with ``labels_per_user``.
+        One label per record. Without ``labels_per_user`` only their number counts.
     labels_per_user : int, optional
-        Largest number of labels among one user's records. Users then own about as many records
+        The most different labels that one user's records may have. Users then own about as many
+        records
         as they would without a limit; the labels with the fewest owners so far come first.
 
     Raises

@@ -71,7 +71,7 @@ class LowerBound:
 
     @property
     def exceeds(self) -> bool:
-        """True if the promise is shown to be broken."""
+        """True if the bound is above ``printed``, the ε that the mechanism promises."""
         return self.epsilon > self.printed
 
 

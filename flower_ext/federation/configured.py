@@ -141,7 +141,8 @@ def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
 
     If the app has ``epsilon`` and no ``noise-multiplier`` above 0, the function chooses the least
     noise for ``epsilon``: by the provable bound, or by the published one if ``calibration`` asks
-    for it. ``changes`` are fields of `ReleasePlan`, except its noise, that override all settings.
+    for it. ``changes`` are fields of `ReleasePlan` that replace what the settings say;
+    ``noise_multiplier`` cannot be among them.
     """
     _refuse_weights(config)
     facts: dict[str, Any] = {
@@ -365,7 +366,7 @@ def start(
     task : Task
     strategy_of : Callable[[UserConfig, RunDirectory], Strategy]
         Function that takes the settings with which the run began, and its directory. It returns a
-        strategy of this package, or a wrapper with such a ``base``.
+        strategy of this package, or a wrapper whose ``base`` is such a strategy.
     planned_rounds : int, optional
         Number of rounds that a planner chose in place of ``rounds``; the run directory records it.
     facts : Mapping, optional

@@ -103,7 +103,7 @@ class RunLoop(Strategy):
         """Count an evaluation that was asked for, where evaluations are noised and accounted."""
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """Return the method's state on the server, in named groups; none by default."""
+        """Return what the method keeps on the server between rounds, in named groups."""
         return {}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:

@@ -67,7 +67,7 @@ class Elsewhere:
     Parameters
     ----------
     fetch : Callable[[], Sequence[ndarray]]
-        Brings the numbers of all of them.
+        Fetches the arrays of all updates from the other process, in order.
     summed : Summed, optional
         Their sum; None if it could not be taken.
     count : int

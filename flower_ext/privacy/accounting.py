@@ -15,7 +15,7 @@ Poisson                    any other                refused: no accountant cover
 fixed size                 replace-one              sub-sampled without replacement, RDP
                                                     (or unamplified, if that is smaller)
 fixed size                 replace-special          Gaussian composition, no amplification
-fixed size                 add-or-remove-one        refused: a new unit displaces another (2C)
+fixed size                 add-or-remove-one        refused: a new one takes another's place, 2C
 everyone                   any                      Gaussian composition
 =========================  =======================  ====================================
 """

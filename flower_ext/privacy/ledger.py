@@ -275,7 +275,7 @@ class Ledger:
 def chained(
     number: int, kind: str, facts: dict[str, Any], previous: str
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the entry that follows the entry with hash ``previous``, and its line."""
+    """Return a new entry that follows the entry with hash ``previous``, and its line of JSON."""
     entry = {"seq": number, "kind": kind, **facts, "prev": previous}
     entry["hash"] = _digest(entry)
     return entry, (json.dumps(entry, sort_keys=True) + "\n").encode()

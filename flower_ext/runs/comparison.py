@@ -88,7 +88,7 @@ def _settings(run: RunDirectory) -> dict[str, Any]:
 
 
 def method_name(run: RunDirectory) -> str:
-    """Return the configured method, and whether it was upcycled."""
+    """Return the method's name, with ', upcycled' behind it if it was upcycled."""
     method = str(run.config.get("method", run.path.name))
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 

@@ -197,7 +197,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Return True if a module's buffers are constants, because its parameters are frozen."""
+    """Return True if a module has parameters and none trains: its buffers are constants."""
     parameters = [*module.parameters(recurse=False)]
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 

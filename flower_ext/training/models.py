@@ -169,7 +169,9 @@ class _SentenceVector(nn.Module):
 def sent140_bilstm(
     num_classes: int = 2, *, vocabulary_size: int = sent140.VOCABULARY_SIZE
 ) -> HeadedModel:
-    """Return 300-d embeddings, a bidirectional LSTM with 256 units each way, and a linear head.
+    """Return a text classifier: 300-d embeddings, an LSTM in both directions, and a linear head.
+
+    The LSTM has 256 units each way.
 
     It reads sequences of token ids, padded with 0 at the end, and has 4,143,810 parameters with two
     classes and the default vocabulary.

@@ -133,9 +133,12 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything frozen, to compare nodes; empty if nothing is frozen.
+        """Digest of the frozen parts; empty if nothing is frozen.
 
-        It combines the model's digest and, if ``data`` has one as `Features` do, that of the data.
+        The server checks by it that each node froze the same.
+
+        If ``data`` has a fingerprint, as `Features` has of its frozen front, it is appended to the
+        model's.
         """
         parts = (self.blueprint.fingerprint, getattr(self.data, "fingerprint", ""))
         return "-".join(part for part in parts if part)

@@ -19,7 +19,8 @@ comes from ω. A client's ϖ_n begins as the first ω that it receives. With a `
 method is Ditto.
 
 In place of noise on the upload, the plan may ask for clipped gradients and noise in each local step
-(``plan.steps``). The privacy of a record then rests on its clipped gradients.
+(``plan.steps``). Then each local step clips every record's gradient and adds noise, and the upload
+gets no noise of its own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Theorems of single papers: each published claim next to what is provable."""
+"""Privacy theorems of individual papers: what each claims, next to what is provable."""

@@ -179,21 +179,24 @@ def uldp_avg_guarantees(
     company: str = "",
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """ULDP-AVG and ULDP-SGD: Theorem 5, and what is provable against each adversary.
+    """Return the guarantees of ULDP-AVG and ULDP-SGD, published and provable.
+
+    The published one is Theorem 5. There is a provable one for each adversary.
 
     * Released models: amplified by sampling users, as who was sampled stays secret.
     * Sums only: the server knows the sample, so releases compose plainly; where the draw is hidden
       from it as well, they are amplified like released models, and so are uploads.
     * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
-      answers. With equal weights a user moves each upload by C/|S|, all of them together by
-      C/√|S|: nothing is lost. With weights by records a user may lie in one silo with all its
+      answers. With equal weights a user moves each upload by C/|S|, all of them together by C/√|S|,
+      so the noise multiplier is still σ. With weights by records a user may lie in one silo with
+      all its
       weight.
 
     Parameters
     ----------
     plan : NoisedSum
-        Samples users, its noise comes from the silos, and its unit is the user. With secure sums
-        it is that of `among_silos`.
+        Samples users, its noise comes from the silos, and its unit is the user. With secure sums,
+        pass the plan that `among_silos` returns.
     num_silos : int
     rounds : int
         Releases so far, discarded ones included.
@@ -203,15 +206,18 @@ def uldp_avg_guarantees(
         silos supplied another noise σ_t; by default all rounds. In secure sums σ_t is the noise of
         honest silos alone, as `Participations` counts it.
     in_uploads : float, optional
-        The same for who sees each upload; by default as many.
+        The same count for an adversary who sees each upload; by default equal to
+        ``participations``.
     secure_noise, secure_sampling : bool
-        Whether they come from a cryptographic generator, or from a seed.
+        True if the noise (the draw of users) comes from a cryptographic generator; False if from a
+        seed.
     secure_sum : str
-        What hides single uploads from the server.
+        Assumption, in words, that hides single uploads from the server.
     hidden_draw : str
-        What hides from the server who was sampled; empty where it knows.
+        Assumption, in words, that hides the sampled users from the server; empty if it knows them.
     company : str
-        Why a user's training depends on no other user in any bit (see `company_assumption`).
+        Assumption, in words, by which no bit of a user's training depends on other users (see
+        `company_assumption`).
 
     Raises
     ------

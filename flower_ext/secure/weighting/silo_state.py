@@ -21,7 +21,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SiloState:
-    """State that a restart needs, at any stage. It holds secrets in the clear."""
+    """All that a silo needs to continue after a restart. It holds secrets in the clear."""
 
     index: int
     stage: Stage

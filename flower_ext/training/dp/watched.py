@@ -133,7 +133,7 @@ class _OutOfSight(TorchFunctionMode):
 
 @contextmanager
 def watched(features: Sequence[Tensor], model: nn.Module) -> Iterator[Watch]:
-    """Watch a model that gets these features; see `Watch`."""
+    """Raise `ReadsValues` if ``model`` reads or keeps a value of ``features`` within the block."""
     with _OutOfSight(watch := Watch(features, model)), watch:
         yield watch
 

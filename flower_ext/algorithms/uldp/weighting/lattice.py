@@ -141,7 +141,7 @@ class LatticeWeighting(WeightingProtocol):
         return _EXPERIMENTAL, *common
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Return a line for the log: the protocol, its warning and its record limits."""
         limits = self.silo_record_limits
         most = (
             f"at most {self.max_records_per_user} records of a user in a silo"

@@ -90,7 +90,7 @@ class LatticeSettings:
 
     @property
     def choices(self) -> int:
-        """M: one more than the most records that a user may have."""
+        """M = N_max + 1: how many different totals of records, 0 to N_max, a user can have."""
         return 1 + self.max_records_per_user
 
     @property
