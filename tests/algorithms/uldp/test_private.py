@@ -417,9 +417,15 @@ def stale(replies, grid):
         (with_sum(lambda told: {**told, "sum": told["sum"][:-1]}), "'sum': expected"),
         (with_sum(lambda told: {**told, "sum": told["sum"].astype(np.int16)}), "'sum': expected"),
         (with_sum(lambda told: {"sum": told["sum"]}), "expected 'sum' and one number 'round'"),
-        (with_sum(lambda told: {**told, "more": told["sum"]}), "expected 'sum' and one number 'round'"),
+        (
+            with_sum(lambda told: {**told, "more": told["sum"]}),
+            "expected 'sum' and one number 'round'",
+        ),
         (with_sum(lambda told: {**told, "round": np.array(3)}), "sum of round 3: expected round 2"),
-        (with_sum(lambda told: {**told, "round": np.array([2])}), "expected 'sum' and one number 'round'"),
+        (
+            with_sum(lambda told: {**told, "round": np.array([2])}),
+            "expected 'sum' and one number 'round'",
+        ),
         (with_first(0), "unit modulo"),
         (with_first(2**1024 - 1), "unit modulo"),
         (stale, "sum of round 1: expected round 2"),
