@@ -10,16 +10,6 @@ import pytest
 from tests.support.same_code import is_docstring
 
 ROOT = Path(__file__).parents[1]
-NOT_YET = (
-    "flower_ext/algorithms",
-    "flower_ext/auditing",
-    "flower_ext/federation",
-    "flower_ext/privacy/noised_sum.py",
-    "flower_ext/privacy/release_plan.py",
-    "flower_ext/privacy/theorems/uldp.py",
-    "flower_ext/secure/aggregation",
-)
-"""Folders whose docstrings still wait for a reader. Remove a folder once it is rewritten."""
 RIDDLE = re.compile(r"\s*(What|How|Whether|Who|Whose|That of|Those of)\b")
 
 
@@ -38,9 +28,9 @@ def openings(source: str) -> list[str]:
 
 
 def modules() -> list[Path]:
-    """Return the modules of package and apps in folders that are rewritten."""
-    every = sorted([*(ROOT / "flower_ext").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
-    return [path for path in every if not path.relative_to(ROOT).as_posix().startswith(NOT_YET)]
+    """Return the modules of package, apps and benchmarks."""
+    folders = (ROOT / "flower_ext", ROOT / "apps", ROOT / "benchmarks")
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
 @pytest.mark.parametrize("word", ["What", "How", "Whether", "Who", "Whose", "That of", "Those of"])

@@ -2,11 +2,11 @@
 
     python -m benchmarks.lattice [--large] [--users 1000] [--paillier 20000]
 
-One round in one process; every user has records in every silo, N_max = 2000. CPU seconds of all
-threads, of one silo: transforms and products of its users' updates (adding), then randomness,
-masks and words (finishing). Of all silos the one counts that took the least, as they do the same
-work. ``--large`` adds 11,181,642 parameters, the size of ResNet-18, ``--users`` a row with so many
-users, and ``--paillier`` the protocol over Paillier with so many coordinates: 20,000 of them take a
+One round runs in one process. Every user has records in every silo, and N_max = 2000. The table has
+CPU seconds of all threads of one silo: transforms and products of its users' updates (adding), then
+randomness, masks and words (finishing). All silos do the same work, so the fastest one counts.
+``--large`` adds 11,181,642 parameters, the size of ResNet-18. ``--users`` adds a row with that many
+users. ``--paillier`` adds the protocol over Paillier with that many coordinates; 20,000 take a
 quarter of an hour.
 """
 

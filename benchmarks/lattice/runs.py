@@ -1,4 +1,4 @@
-"""One run of private weighting over ring-LWE in one process, and what each party spends on it."""
+"""One run of private weighting over ring-LWE in one process, and its cost for each party."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flower_ext.secure.weighting.lattice.silo import LatticeSilo
 
 Result = TypeVar("Result")
 _TOGETHER = 16
-"""Users whose updates are in memory at once."""
+"""Number of users whose updates are in memory at once."""
 _LIMIT = 2000
 
 
 @dataclass
 class Cost:
-    """CPU seconds of all threads, and bytes."""
+    """Cost of a run: CPU seconds of all threads, and bytes."""
 
     set_up_server: float = 0.0
     set_up_silo: float = 0.0
@@ -45,14 +45,14 @@ class Cost:
 
 
 def timed(work: Callable[..., Result], *arguments: Any) -> tuple[Result, float]:
-    """Return what ``work`` returns, and its CPU seconds."""
+    """Return the result of ``work`` and its CPU seconds."""
     start = time.process_time()
     found = work(*arguments)
     return found, time.process_time() - start
 
 
 class _Updates:
-    """Updates of norm C, drawn anew whenever they are asked for."""
+    """Updates of norm C, drawn again at every request."""
 
     def __init__(self, settings: LatticeSettings) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ def set_up(
     )
     weights, cost.weights_server = timed(server.open_epoch)
     cost.down = len(weights.to_bytes())
-    # The first opening takes the silo's keys of the transfer as well, once a run.
+    # The first opening also computes the silo's keys of the transfer, once per run.
     _, spent = timed(lambda: silos[0]._transfer_keys)
     cost.set_up_silo += spent
     for silo in silos[::-1]:
@@ -137,7 +137,7 @@ def round_cost(
         message, finishing = timed(weighing.finish, noise)
         spent.append((adding, finishing, elapsed + time.perf_counter() - start))
         sums.append(message)
-    # The silo that was disturbed least: all of them do the same work.
+    # All silos do the same work, so take the one that was disturbed least.
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
     cost.up = len(sums[0].to_bytes())
     found, cost.closing = timed(server.close_round, sums)

@@ -1,1 +1,1 @@
-"""CPU time and bytes of the secure sum, beside Flower's legacy SecAgg+."""
+"""CPU time and bytes of the secure sum, compared with Flower's legacy SecAgg+."""

@@ -2,9 +2,10 @@
 
     python -m benchmarks.secure_sum
 
-Draws ``secure-sums.svg`` with its numbers beside it, and prints a table. Each point is a process:
-one round, every tenth client lost after sharing. Times are CPU seconds, a client's without its
-training. Takes half an hour; ``--most 1000000`` leaves the largest vectors out.
+Draw ``secure-sums.svg``, write its numbers next to it, and print a table. Each point is one round
+in its own process, with every tenth client lost after sharing. Times are CPU seconds; a client's
+time excludes its training. The benchmark takes half an hour. ``--most 1000000`` skips the largest
+vectors.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def measure(members: int, length: int) -> dict[str, Any]:
     from benchmarks.secure_sum import ours
 
     here = ours.round_cost(members, length)
-    from benchmarks.secure_sum import legacy  # its imports are not in our peak of memory
+    from benchmarks.secure_sum import (
+        legacy,
+    )  # after our run, whose peak of memory excludes its imports
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
@@ -59,7 +62,7 @@ def measure(members: int, length: int) -> dict[str, Any]:
 
 
 def row_of(point: dict[str, Any]) -> list[str]:
-    """Return a point as a row of the table; a computed time has a ~."""
+    """Return a point as a row of the table; computed times are marked by ~."""
     here, there, length = point["ours"], point["legacy"], point["length"]
     computed = "" if there["run"] else "~"
     return [
@@ -80,7 +83,7 @@ def row_of(point: dict[str, Any]) -> list[str]:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Draw the seconds of a client and of the server over the cohort, one line a length."""
+    """Draw the seconds of a client and of the server over the cohort, one line per length."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharex=True)
     for place, (axis, who) in enumerate(zip(axes, ("client", "server"), strict=True)):
         for color, length in zip(plt.cm.viridis(np.linspace(0, 0.85, 4)), LENGTHS, strict=True):

@@ -2,8 +2,8 @@
 """Flower's legacy SecAgg+, by its own functions.
 
 The clients take the four steps of `secaggplus_mod`, and the server those of `SecAggPlusWorkflow`.
-Where the server would take longer than `PATIENCE`, its time is that of one secret and of one mask,
-times their numbers; so is what `round_cost` compares with that to decide.
+`round_cost` first estimates the server's time from one secret and one mask, times their numbers.
+If the estimate is longer than `PATIENCE`, it is reported in place of a measurement.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from benchmarks.secure_sum.ours import MEASURED
 from flower_ext.federation._flower_private import become_server_of
 
 PATIENCE, MOST_BYTES = 120.0, 4e9
-"""Seconds that a server may take, and bytes of all uploads, which it keeps until they are added."""
+"""Most seconds of a server, and most bytes of all uploads, which it keeps until it adds them."""
 RING, TARGET, CLIPPING, EXAMPLES = 2**32, 2**22, 8.0, 1000
-# The package exports a function of the same name, so the module is found by its path.
+# The package exports a function of the same name, so import the module by its path.
 mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 
 
@@ -44,7 +44,8 @@ mod = import_module("flwr.client.mod.secure_aggregation.secaggplus_mod")
 class Cost:
     """CPU seconds of one client and of the server; bytes of a masked vector's message.
 
-    ``run`` says that the server's steps were run, and not computed from one secret and one mask.
+    ``run`` is True if the server's steps ran, and False if their time was computed from one secret
+    and one mask.
     """
 
     client: float
@@ -54,12 +55,12 @@ class Cost:
 
 
 class Clients:
-    """All clients of a round: a grid that runs them, of which one is timed.
+    """All clients of a round, as a grid that runs them and times one of them.
 
     Parameters
     ----------
     whole : bool
-        All clients mask their vectors. By default they send that of the client that is timed,
+        True if all clients mask their vectors. Otherwise they send the vector of the timed client,
         which costs the server as much.
     """
 
@@ -74,7 +75,7 @@ class Clients:
 
     @property
     def public_keys(self) -> dict[int, list[bytes]]:
-        """Both public keys of each client."""
+        """Return both public keys of each client."""
         return {n: [own[Key.PUBLIC_KEY_1], own[Key.PUBLIC_KEY_2]] for n, own in self._keys.items()}
 
     def send_and_receive(
@@ -118,7 +119,7 @@ class Clients:
         return found
 
     def _collected(self, node: int, asked: ConfigRecord) -> dict[str, Any]:
-        """Mask one client's vector, that of the client that is timed as often as ours."""
+        """Mask one client's vector; time it as often as our clients."""
         collect, before = mod._collect_masked_vectors, self.seconds
         for _ in range(MEASURED if node == 1 else 1):
             found = self._timed(node, collect, asked, EXAMPLES, self._parameters)
@@ -154,7 +155,7 @@ def round_cost(members: int, neighbours: int, threshold: int, length: int) -> Co
     whole = run and members * near * length < 3e7
     clients = Clients(config, asked, length, whole=whole)
     server, means = _served(clients, asked, near, threshold, unmask=run)
-    if whole:  # clients send ones, so that their mean is one, but for rounding to 2⁻¹⁸
+    if whole:  # clients send ones, so their mean is one, up to rounding to 2⁻¹⁸
         assert np.allclose(means[0], 1, atol=1e-4), means
     return Cost(
         client=clients.seconds,
@@ -197,7 +198,7 @@ def _served(
         state=RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({WorkflowKey.CURRENT_ROUND: 1})}),
         strategy=SimpleNamespace(aggregate_fit=aggregate_fit),
     )
-    become_server_of(1)  # without it no message can be made
+    become_server_of(1)  # needed to create messages
     clients.outside, start, grid = 0.0, time.process_time(), clients
     stages = [workflow.share_keys_stage, workflow.collect_masked_vectors_stage]
     for stage in [*stages, workflow.unmask_stage] if unmask else stages:
@@ -210,11 +211,11 @@ def _served(
 
 
 def _computed(members: int, near: int, threshold: int, length: int) -> float:
-    """Return CPU seconds of the server's secrets and masks, from one of each."""
+    """Return CPU seconds of the server's secrets and masks, computed from one of each."""
     shares = mod.create_shares(bytes(range(32)), threshold, near)
     vector = [np.zeros(length, dtype=np.int64)]
     start = time.process_time()
-    seed = combine_shares(shares[near // 10 :])  # a tenth of them is lost
+    seed = combine_shares(shares[near // 10 :])  # a tenth of the shares is lost
     of_secret = time.process_time() - start
     start = time.process_time()
     parameters_subtraction(vector, pseudo_rand_gen(seed, RING, [(length,)]))

@@ -23,9 +23,9 @@ from flower_ext.secure.aggregation import (
 from flower_ext.secure.aggregation.masks import Residues, apply_mask
 
 MEASURED = 3
-"""Clients that clip, noise and mask their whole vector, and are timed."""
+"""Number of timed clients, which clip, noise and mask their whole vector."""
 CHECKED = 1_000
-"""Numbers at the beginning of each vector that all clients mask, and that the sum is checked on."""
+"""Count of numbers at the start of each vector that all clients mask; the sum is checked there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,16 @@ class Cost:
     Parameters
     ----------
     client : float
-        Clipping, rounding, noise and all four stages, without training.
+        Seconds of clipping, rounding, noise and all four stages, without training.
     noising : float
-        Of ``client``: clipping, rounding and noise.
+        Part of ``client``: clipping, rounding and noise.
     server : float
     extra_bytes : float
-        To and from one client, beside its masked vector.
+        Bytes to and from one client, besides its masked vector.
     vector_bytes : int
-        Of a masked vector's message.
+        Bytes of a masked vector's message.
     megabytes : float
-        The process's highest memory use, of the server and all clients together.
+        Peak of the process's memory, for the server and all clients together.
     """
 
     client: float
@@ -56,7 +56,7 @@ class Cost:
 
 
 class Clock:
-    """Adds up CPU seconds of what it calls."""
+    """A sum of the CPU seconds of called steps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -70,7 +70,7 @@ class Clock:
 
 
 def plan_of(members: int) -> ReleasePlan:
-    """Return the plan whose parameters are measured: γ = δ = 0.1, σ = 1."""
+    """Return the measured plan: γ = δ = 0.1, σ = 1."""
     return ReleasePlan(
         sampling=FullParticipation(members),
         clipping_norm=1.0,
@@ -85,7 +85,7 @@ def round_cost(members: int, length: int) -> Cost:
     """Run a round in which every tenth member is lost after sharing, and check its sum.
 
     `MEASURED` clients do all their work. The others mask only the first `CHECKED` numbers, because
-    a thousand clients would take hours; the server has the same work, whatever the numbers are.
+    a thousand clients would take hours. The server's work does not depend on the numbers.
     """
     plan = plan_of(members)
     parameters = plan.sum_parameters
@@ -142,7 +142,7 @@ def round_cost(members: int, length: int) -> Cost:
 
 
 def _noising(plan: ReleasePlan, length: int) -> float:
-    """Return CPU seconds of clipping, rounding and noise, without the tables of a run's first."""
+    """Return CPU seconds of clipping, rounding and noise, without the tables of the first call."""
     update = {"w": np.random.default_rng(1).standard_normal(length).astype(np.float32)}
     protection = plan.cells_protection
     protection.released({"w": update["w"][:10]}, SecureNoise())

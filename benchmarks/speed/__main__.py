@@ -1,4 +1,4 @@
-"""How fast a round of federated averaging is, here and elsewhere, on this machine.
+"""Time of a round of federated averaging, here and elsewhere, on this machine.
 
     python -m benchmarks.speed [--pfl PYTHON] [--full] [--only lr] [--contender pfl] [--turns 2]
 

@@ -1,4 +1,4 @@
-"""How a round's cost grows with registered clients, cohort and parameters."""
+"""Growth of a round's cost with registered clients, cohort and parameters."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def no_partitions(partition: int) -> ClientData:
 
 
 def one_by_one(task: Task, waiting: list[Job]) -> None:
-    """What a batch replaces."""
+    """Train jobs one after the other, which a batch replaces."""
     for job in waiting:
         train(task, job.params, job.examples, job.training, generator=job.generator)
 
@@ -174,7 +174,7 @@ def in_batches(task: Task, waiting: list[Job], steady: bool) -> None:
 
 
 def seconds(run: Callable[..., object], *arguments: object) -> float:
-    """How long one call takes."""
+    """Return the seconds of one call."""
     started = time.perf_counter()
     run(*arguments)
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""How much memory a round takes as cohort and parameters grow: updates are made up, not trained.
+"""Memory of a round by cohort and parameters, with invented updates in place of trained ones.
 
     python -m benchmarks.speed.memory
 

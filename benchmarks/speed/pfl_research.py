@@ -34,7 +34,7 @@ from workload import (
 
 
 class Model(torch.nn.Module):
-    """What pfl asks of a module."""
+    """A module with the methods that pfl requires."""
 
     def __init__(self, build):
         super().__init__()

@@ -1,6 +1,6 @@
-"""What every contender runs: models, clients, rounds; and how it reports.
+"""The workload and the report of every contender: models, clients and rounds.
 
-Imports nothing but PyTorch, so that contenders of other environments can share it.
+This module imports only PyTorch, so that contenders in other environments can share it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Workload:
         return wide(int(width)) if name == "wide" else MODELS[name]()
 
     def arguments(self) -> list[str]:
-        """What makes `parse` return this workload."""
+        """Return the arguments for which `parse` returns this workload."""
         return [f"--{field.name}={getattr(self, field.name)}" for field in fields(self)]
 
 

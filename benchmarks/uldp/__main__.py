@@ -1,13 +1,13 @@
-"""Uldp-FL against its baselines: Figures 2, 4 to 8 and 10 of its paper, each by one command.
+"""Reproduce Figures 2, 4 to 8 and 10 of the Uldp-FL paper, each by one command.
 
     python -m benchmarks.uldp --data-folder DATA --output RESULTS --figures 4
 
-The default is scaled down: one allocation of records a data set, few rounds and local epochs, and
-rates from a short search on another seed. On one idle core that is about a quarter of an hour, most
-of it for Figures 5 and 8. ``--full`` is the paper's setting, with the rates of its authors'
-scripts. Runs that are already in the output folder are kept, so an interrupted figure continues.
-Figures 11 and 12 are ``benchmarks.uldp.protocol``, the speed of training users is
-``benchmarks.uldp.users``; Figure 13 is in the report of a run of the app.
+The default is scaled down: one allocation of records per data set, few rounds and local epochs, and
+rates from a short search on another seed. It takes about a quarter of an hour on one idle core,
+mostly for Figures 5 and 8. ``--full`` takes the paper's setting, with the rates of its authors'
+scripts. Runs in the output folder are kept, so an interrupted figure continues.
+``benchmarks.uldp.protocol`` makes Figures 11 and 12, and ``benchmarks.uldp.users`` measures the
+training of users. Figure 13 is in the report of a run of the app.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIGURES: Mapping[int, Callable[[Experiment, Scale], str]] = {
 
 
 def main() -> None:
-    """Run the figures asked for, print their tables, write ``results.md``."""
+    """Run the requested figures, print their tables, and write ``results.md``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.uldp",
         description=__doc__,
@@ -67,7 +67,7 @@ def main() -> None:
         text = FIGURES[figure](experiment, scale)
         (folder / f"figure-{figure}.md").write_text(text + "\n")
         print(f"{text}\n")
-    # Also what earlier calls left in this folder.
+    # Include the figures of earlier calls in this folder.
     found = [folder / f"figure-{figure}.md" for figure in FIGURES]
     machine = f"Machine: {platform.machine()}, {os.cpu_count()} cores; "
     machine += f"Python {platform.python_version()}."

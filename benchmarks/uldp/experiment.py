@@ -1,4 +1,4 @@
-"""What the figures of Uldp-FL share: methods, their settings, scales, and the search."""
+"""Methods, settings, scales and the search that the figures of Uldp-FL share."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ SHARED = {
     "ULDP-GROUP-median": "ULDP-GROUP-8",
     "ULDP-GROUP-max": "ULDP-GROUP-8",
 }
-"""Methods that take the settings found for another one."""
+"""Methods that use the settings found for another method."""
 NOISE_MULTIPLIER, DELTA, CLIPPING_NORM = 5.0, 1e-5, 0.1
 BATCH = 64
 SEARCH_SEED = 1001
-"""Tried settings see other allocations, initial models and noise than reported ones."""
+"""First seed of the search, which sees other allocations, models and noise than reported runs."""
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-"""Server rates that are tried for ULDP-SGD, as shares of theory's: the last of these."""
+"""Server rates to try, as shares of the theory's rate. ULDP-SGD takes the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A data set, how users share it, and how long it is trained.
+    """A data set, its allocation to users, and the length of training.
 
     Parameters
     ----------
     metric : str
-        Of the rounds' metrics, besides the loss.
+        Metric of the rounds to report besides the loss.
     records : int
-        For training, about: what a silo holds of them sets the rate of DP-SGD.
+        Approximate number of training records. A silo's part of it sets the rate of DP-SGD.
     learning_rates : tuple of float
-        Tried ones, each with two values of another setting.
+        Rates to try, each with two values of another setting.
     search_seeds : int
-        Runs whose mean loss decides between settings.
+        Number of runs whose mean loss decides between settings.
     rounds, search_rounds, epochs : int
-        Scaled down.
+        Values of the scaled-down setting.
     full_rounds, full_epochs, full_learning_rate, record_clipping_norm
-        Of the authors' scripts; ``averaging_epochs`` are those of ULDP-AVG.
+        Values of the authors' scripts; ``averaging_epochs`` holds for ULDP-AVG.
     """
 
     dataset: str
@@ -78,21 +78,21 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """In titles and folders."""
+        """Name in titles and folders."""
         labels = f"-{self.labels_per_user}-labels" if self.labels_per_user else ""
         return f"{self.dataset}-{self.users}-{self.distribution}{labels}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much of the paper's experiments is run.
+    """Part of the paper's experiments to run.
 
     Parameters
     ----------
     rounds : int
-        0 for each problem's own.
+        Number of rounds; 0 for each problem's own number.
     all_panels : bool
-        Whether a data set is shown under each of the paper's numbers of users and distributions.
+        True to show a data set under each of the paper's numbers of users and distributions.
     """
 
     full: bool
@@ -101,7 +101,7 @@ class Scale:
     all_panels: bool = False
 
     def length(self, problem: Problem) -> int:
-        """Rounds of a reported run."""
+        """Return the number of rounds of a reported run."""
         return self.rounds or (problem.full_rounds if self.full else problem.rounds)
 
 
@@ -110,7 +110,7 @@ FULL = Scale(full=True, seeds=5, all_panels=True)
 
 
 def base_config(data_folder: str) -> Config:
-    """The paper's noise and the app's defaults."""
+    """Return the paper's noise and the app's defaults."""
     return settings(APP) | {
         "data-folder": str(Path(data_folder).absolute()) if data_folder else "",
         "noise-multiplier": NOISE_MULTIPLIER,
@@ -122,7 +122,7 @@ def base_config(data_folder: str) -> Config:
 
 
 def of_problem(problem: Problem, rounds: int) -> Config:
-    """Data and length of a run; about ten evaluations."""
+    """Return data and length of a run, with about ten evaluations."""
     return {
         "dataset": problem.dataset,
         "num-silos": problem.silos,
@@ -135,10 +135,10 @@ def of_problem(problem: Problem, rounds: int) -> Config:
 
 
 def candidates(problem: Problem, label: str) -> list[Config]:
-    """As many of each method, scaled down; server rates of averages are shares of theory's.
+    """Return as many settings for each method, scaled down. Server rates are shares of theory's.
 
-    ULDP-NAIVE's noise is as large as its clipping norm whatever that is, so only how far the server
-    moves is left to choose. DP-SGD takes larger steps, as what it averages is clipped.
+    ULDP-NAIVE's noise grows with its clipping norm, so only the length of the server's step is left
+    to choose. DP-SGD takes larger steps, because it averages clipped gradients.
     """
     epochs: Config = {"local-epochs": problem.epochs}
     if label == "ULDP-SGD":
@@ -160,13 +160,13 @@ def candidates(problem: Problem, label: str) -> list[Config]:
 
 
 def averaging(problem: Problem, epochs: int, share: float) -> Config:
-    """A share of the server's learning rate in the paper's theory."""
+    """Return a share of the server's learning rate in the paper's theory."""
     rate = theory_learning_rate(num_silos=problem.silos, num_users=problem.users, epochs=epochs)
     return {"server-learning-rate": round(share * rate, 2)}
 
 
 def published(problem: Problem, label: str) -> Config:
-    """The settings of the authors' scripts; MNIST has none for ULDP-NAIVE."""
+    """Return the settings of the authors' scripts, which have none for ULDP-NAIVE on MNIST."""
     chosen: Config = {
         "learning-rate": problem.full_learning_rate,
         "local-epochs": problem.full_epochs,
@@ -184,9 +184,9 @@ def published(problem: Problem, label: str) -> Config:
 
 
 def of_method(problem: Problem, label: str) -> Config:
-    """The method, and for DP-SGD batches of 64 in expectation: rate and divisor by the group size.
+    """Return the method's settings; for DP-SGD with rate and divisor of 64 expected records.
 
-    Silos are taken for equally large, and medians and maxima for leaving all records: these
+    The rate assumes silos of equal size, and that medians and maxima keep all records. These
     numbers are public guesses, not counts.
     """
     method = METHODS[label]
@@ -202,7 +202,7 @@ def of_method(problem: Problem, label: str) -> Config:
 def choose(
     experiment: Experiment, scale: Scale, problem: Problem, labels: Sequence[str]
 ) -> dict[str, Config]:
-    """Settings of each method: as published, or those with the lowest loss in the search."""
+    """Return each method's settings: as published, or with the lowest loss in the search."""
     needed = list(dict.fromkeys(SHARED.get(label, label) for label in labels))
     if scale.full:
         found = {label: published(problem, label) for label in needed}
@@ -235,13 +235,13 @@ def _numbers(config: Config) -> list[float]:
 
 
 def last(run: RunDirectory, metric: str) -> float:
-    """Of the last evaluation; not a number where training diverged."""
+    """Return the metric of the last evaluation; NaN if training diverged."""
     values = run.series(metric)[1]
     return values[-1] if values else math.nan
 
 
 def settings_text(config: Config) -> str:
-    """Chosen settings in a table."""
+    """Return chosen settings as text for a table."""
     names = {
         "learning-rate": "η_l",
         "server-learning-rate": "η_g",
@@ -251,7 +251,7 @@ def settings_text(config: Config) -> str:
 
 
 def search_text(scale: Scale, problem: Problem) -> str:
-    """How settings were chosen."""
+    """Return text about the search for settings."""
     if scale.full:
         return "Settings: those of the authors' scripts."
     seeds = problem.search_seeds

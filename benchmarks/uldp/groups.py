@@ -1,4 +1,4 @@
-"""Figure 2: what record-level DP is worth to a group of k records, by four bounds."""
+"""Figure 2: ε of record-level DP for a group of k records, by four bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAPER = {1: 2.85, 32: 2100, 64: 11400}
 
 
 def group_conversion(experiment: Experiment, scale: Scale) -> str:
-    """ε of groups of k records at the paper's noise, rate and steps; returns the table."""
+    """Return a table of ε of groups of k records at the paper's noise, rate and steps."""
     bounds = {
         "as published": [_published(size) for size in SIZES],
         "Lemma 9, k rounded up": [_epsilon(group_loss_by_renyi, size) for size in SIZES],

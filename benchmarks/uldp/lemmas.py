@@ -1,4 +1,4 @@
-"""Lemmas 8 and 9 of Uldp-FL: from one record to a group, to compare with `group_loss`.
+"""Lemmas 8 and 9 of Uldp-FL, from one record to a group, to compare with `group_loss`.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024).
 
@@ -22,7 +22,7 @@ from flower_ext.privacy.theorems.uldp_group import largest_renyi, lemma_9
 
 
 def group_loss_by_renyi(silos: Sequence[DpSgd], *, group_size: int, delta: float) -> PrivacyLoss:
-    """Lemma 9 with ``group_size`` rounded up to a power of two.
+    """Return the loss by Lemma 9, with ``group_size`` rounded up to a power of two.
 
     (α, ρ) becomes (α/2^c, 3^c ρ) for α ≥ 2^(c+1), with c = ⌈log₂ k⌉ and the largest ρ of any silo.
 
@@ -40,10 +40,10 @@ def group_loss_by_renyi(silos: Sequence[DpSgd], *, group_size: int, delta: float
 def group_loss_by_conversion(
     silos: Sequence[DpSgd], *, group_size: int, delta: float
 ) -> PrivacyLoss:
-    """Lemma 8 at the δ of one record that makes the group's δ the target.
+    """Return the loss by Lemma 8, at the δ of one record that gives the group's target δ.
 
-    At order α a record's ε grows by 1/(α-1) with log(1/δ), so the δ to start from solves a linear
-    equation for every α > k: no search, and no underflow.
+    At order α, a record's ε grows with log(1/δ) at the rate 1/(α-1). The record's δ therefore
+    solves a linear equation for every α > k, without search and underflow.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def group_loss_by_conversion(
     log_inverse = math.log(group_size) - math.log(delta) + others * at_one
     log_inverse /= 1 - others / (orders - 1)
     epsilon = group_size * (at_one + log_inverse / (orders - 1))
-    # Only a δ below 1 is one; for others the smallest ε, 0, says what there is to say.
+    # Only a δ below 1 is valid, and ε is at least 0.
     usable = np.where(log_inverse > 0, np.maximum(epsilon, 0.0), np.inf)
     return PrivacyLoss(
         epsilon=float(usable.min()), delta=delta, accountant="RDP, (ε, δ) of one record times k"
@@ -66,6 +66,6 @@ def group_loss_by_conversion(
 
 
 def group_orders(group: int) -> list[int]:
-    """Orders α ≥ 2·group, dense where large groups have their best one."""
+    """Return orders α ≥ 2·group, dense near the best orders of large groups."""
     first = range(2 * group, 2 * group + 32)
     return sorted({*first, *(group * factor for factor in (3, 4, 5, 6, 8, 12, 16, 24, 32, 64))})

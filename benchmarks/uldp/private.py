@@ -1,13 +1,13 @@
-"""Time of ULDP-AVG with private weights as a whole: set-up, training, encryption, decryption.
+"""Time of whole runs of ULDP-AVG with private weights: set-up, training, encryption, decryption.
 
     python -m benchmarks.uldp.private heart-disease tcga-brca
     python -m benchmarks.uldp.private mnist --rounds 1
     python -m benchmarks.uldp.private mnist --protocol lattice --silo-limit 200
 
-The run is that of ``apps/uldp-fl`` in this process, silos one after the other, over Paillier with
-3072-bit keys and N_max = 2000, or over ring-LWE; data are looked for in FLOWER_EXT_DATA. Every run
-is held against ``uldp-avg-w`` with the same seeded noise. Over Paillier a fresh process for every
-message would also make the tables in every round (``sampled`` does: encryptions are fresh there).
+A run is that of ``apps/uldp-fl`` in this process, silo by silo, over Paillier with 3072-bit keys
+and N_max = 2000, or over ring-LWE. It reads data from FLOWER_EXT_DATA, and compares every run with
+``uldp-avg-w`` under the same seeded noise. Over Paillier, a new process for every message would
+make the tables in every round, as ``sampled`` does, because its encryptions are fresh.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Time the parts of whatever runs meanwhile."""
+        """Time the parts of the runs in the ``with`` block."""
         spots: tuple[tuple[Any, str, str], ...] = (
             (PrivateUldpAvg, "prepare", "set-up"),
             (WeightingServer, "open_round", "encryptions"),
@@ -85,7 +85,7 @@ class Clock:
                 setattr(owner, name, work)
 
     def timed(self, work: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """``work``, whose seconds count for ``part``."""
+        """Return ``work`` with its seconds counted for ``part``."""
 
         def watched(*args: Any, **options: Any) -> Any:
             started = self.now()
@@ -184,7 +184,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
 def timed_rounds(
     strategy: UldpAvg, task: Task, rounds: int, *, cpu: bool
 ) -> tuple[list[Sequence[object]], records.Arrays]:
-    """A row of seconds and megabytes for each round, and the final model."""
+    """Return a row of seconds and megabytes for each round, and the final model."""
     clock = Clock(time.process_time if cpu else time.perf_counter)
     rows: list[Sequence[object]] = []
     started = clock.now()
@@ -214,7 +214,7 @@ def timed_rounds(
 
 
 def task_of(dataset: str, users: int) -> Task:
-    """The data set's own model and loss, on the paper's uniform allocation."""
+    """Return the data set's model and loss, on the paper's uniform allocation."""
     info = describe_silos(dataset)
     silos = load_silos(dataset, num_users=users, seed=1)
     survival = dataset.startswith("tcga-brca")

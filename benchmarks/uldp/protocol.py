@@ -1,13 +1,14 @@
-"""Time of the private weighting protocol: the plain way with `phe` against `flower_ext.secure`.
+"""Time of the private weighting protocol: a plain version with `phe` against `flower_ext.secure`.
 
     python -m benchmarks.uldp.protocol
 
 All parties run in this process, one after the other, with a 3072-bit key and N_max = 2000. The
-plain way takes one full exponentiation for every user and coordinate; a few coordinates of one silo
-are timed and the rest is extrapolated. The default takes three minutes on two cores, with 100
-coordinates; ``--full`` takes ten, with 1,000. Every setting sums fresh encryptions of all users and
-pools of zeros that were prepared before; preparing is a line of its own, once a run. Seconds are of
-the clock and, after a slash, of the processor, which other jobs on the machine disturb less.
+plain version takes one full exponentiation for every user and coordinate. A few coordinates of one
+silo are timed, and the rest is extrapolated. The default takes three minutes on two cores, with 100
+coordinates; ``--full`` takes ten, with 1,000. Every setting sums fresh encryptions of all users,
+with pools of zeros that were prepared before. A line of its own has the time of this preparation,
+which a run needs once. Seconds are of the clock and, after a slash, of the processor, which other
+jobs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of the clock, and of all cores that worked."""
+    """Seconds of the clock, and of all busy cores."""
 
     clock: float
     processor: float
@@ -66,14 +67,14 @@ class Seconds:
         return f"{self.clock:.2f} / {self.processor:.2f}"
 
     def times(self, other: Seconds) -> str:
-        """How many times as long as ``other``."""
+        """Return the ratio to ``other`` as text."""
         clock, processor = self.clock / other.clock, self.processor / other.processor
         return f"{clock:.0f} / {processor:.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much is measured."""
+    """Sizes of the measurements."""
 
     coordinates: int
     plain_coordinates: int
@@ -89,7 +90,7 @@ FULL = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round: of the server, and of all silos together."""
+    """Time of one round, of the server and of all silos together."""
 
     encrypt: Seconds
     silos: Seconds
@@ -99,7 +100,7 @@ class Round:
 
     @property
     def total(self) -> Seconds:
-        """All parties, one after the other."""
+        """Seconds of all parties, one after the other."""
         return self.encrypt + self.silos + self.decrypt
 
 
@@ -131,7 +132,7 @@ class Parties:
         self.noise = rng.normal(0, 3, (settings.silos, settings.coordinates))
 
     def round(self, number: int, *, fresh: bool = True) -> Round:
-        """One round, checked against the plain sum."""
+        """Run one round, and check it against the plain sum."""
         sampled = range(self.settings.users) if fresh else None
         encrypt, message = timed(lambda: self.server.open_round(number, sampled=sampled))
         silos, sums = timed(
@@ -177,7 +178,7 @@ def main() -> None:
 
 
 def plain_seconds(key: PrivateKey, settings: WeightingSettings, coordinates: int) -> Seconds:
-    """A round of the plain way with phe, extrapolated from a few coordinates of one silo."""
+    """Return a plain round's time with phe, extrapolated from a few coordinates of one silo."""
     public = phe.PaillierPublicKey(int(key.public.n))
     private = phe.PaillierPrivateKey(public, int(key.p), int(key.q))
     users = min(settings.users, 20)
@@ -205,7 +206,7 @@ def plain_seconds(key: PrivateKey, settings: WeightingSettings, coordinates: int
 def side_by_side(
     settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
-    """Whole rounds, all parties together; the plain way is timed anew beside each."""
+    """Print whole rounds, all parties together; time the plain version anew beside each."""
     packed = replace(settings, max_records_per_user=120)
     small = replace(settings, users=10, coordinates=16)
     sizes = (
@@ -249,7 +250,7 @@ def side_by_side(
 
 
 def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int) -> None:
-    """The parts of a round, for all silos, timed one by one, and what the estimate says."""
+    """Print the parts of a round, for all silos, timed one by one, and the estimate."""
     alone, together = (parts(settings, key, pool, threads) for threads in (1, workers))
     guess = estimate_round(settings)
     guesses = {
@@ -283,7 +284,7 @@ def by_part(settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, worker
 def parts(
     settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int
 ) -> dict[str, Seconds]:
-    """Every part; those of silos for all silos."""
+    """Return the seconds of every part; a silo's parts count for all silos."""
     public, silos, largest = key.public, settings.silos, settings.encoding.largest
     exponents = np.random.default_rng(1).integers(
         -largest, largest, (settings.users, settings.coordinates)
@@ -324,7 +325,7 @@ def parts(
 def growth(
     settings: WeightingSettings, key: PrivateKey, pool: ZeroPool, workers: int, scale: Scale
 ) -> None:
-    """Seconds against coordinates and users."""
+    """Print seconds against coordinates and users."""
     header = ("users", "coordinates", f"one silo, {workers} threads, s", "server, s")
     print(table(header, []), flush=True)
     sizes = [replace(settings, coordinates=count) for count in scale.growth]
@@ -340,7 +341,7 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def one_multiplication(modulus: mpz) -> float:
-    """Processor seconds of one modular multiplication in a chain."""
+    """Return processor seconds of one modular multiplication in a chain."""
     values = [mpz(secrets.randbelow(int(modulus))) for _ in range(100)]
 
     def multiply() -> None:
@@ -353,7 +354,7 @@ def one_multiplication(modulus: mpz) -> float:
 
 
 def timed(work: Callable[[], Result]) -> tuple[Seconds, Result]:
-    """How long it took, and what came back."""
+    """Return the seconds of ``work``, and its result."""
     clock, processor = time.perf_counter(), time.process_time()
     result = work()
     return Seconds(time.perf_counter() - clock, time.process_time() - processor), result

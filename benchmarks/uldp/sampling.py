@@ -1,4 +1,4 @@
-"""Figure 10: utility and ε where users are sampled."""
+"""Figure 10: utility and ε with sampled users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASES = ("provable", "published")
 
 
 def sampling_rates(experiment: Experiment, scale: Scale) -> str:
-    """ULDP-AVG-w on Creditcard at five rates; with ``--full`` on MNIST at four as well."""
+    """Run ULDP-AVG-w on Creditcard at five rates; with ``--full`` also on MNIST at four."""
     parts = [_panel(experiment, scale, CREDITCARD, (0.1, 0.3, 0.5, 0.7, 1.0))]
     if scale.full:
         many = replace(MNIST, users=10_000, averaging_rate=100.0)

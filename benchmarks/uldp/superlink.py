@@ -3,10 +3,10 @@
     python -m benchmarks.uldp.superlink heart-disease tcga-brca --data-folder DATA --output RESULTS
     python -m benchmarks.uldp.superlink mnist --protocol lattice --silo-limit 200 --data-folder …
 
-Runs ``apps/uldp-fl`` with ``uldp-avg-private`` on this machine, over Paillier with 3072-bit keys or
-over ring-LWE. Every message starts a process of its own, which finds nothing but what is in the
-node's folder for secrets and in its context. Model and rounds are held against ``uldp-avg-w`` on
-the same nodes, with the same seeded noise.
+Run ``apps/uldp-fl`` with ``uldp-avg-private`` on this machine, over Paillier with 3072-bit keys or
+over ring-LWE. Every message starts a new process, which has only the node's folder for secrets and
+its context. The benchmark compares model and rounds with ``uldp-avg-w`` on the same nodes, with the
+same seeded noise.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def report(dataset: str, arguments: argparse.Namespace) -> None:
 
 
 def times(run: RunDirectory, home: Path) -> str:
-    """Seconds by round and part: the server's, and those of the slowest silo."""
+    """Return a table of seconds by round and part, of the server and of the slowest silo."""
     silos: dict[int, list[tuple[float, float]]] = {}
     for log in (home / "logs").glob("node-*.log"):
         for _, number, training, encryption in _SILO.findall(log.read_text()):

@@ -1,13 +1,13 @@
-"""Training every user of every silo: as batches, and in a loop over users.
+"""Time of training every user of every silo, in batches and in a loop over users.
 
     python -m benchmarks.uldp.users --data-folder DATA
 
-What the silos do in one round of ULDP-AVG on MNIST, 10,000 users in 5 silos, CNN of 19,988
-parameters, one thread: train, clip, weight and add. The same client code with all users, and with
-one at a time; and what one would write by hand, a copy of the model and an optimizer for each. Both
-loops are timed on the same random users and extrapolated. By turns in one process; the fastest
-counts. Seconds are the processor's: other work on the machine changes them less. Takes about two
-minutes.
+The silos' work in one round of ULDP-AVG on MNIST: train, clip, weigh and add. It has 10,000 users
+in 5 silos, a CNN of 19,988 parameters and one thread. The benchmark compares the client code with
+all users, the same code with one user at a time, and a loop written by hand with a copy of the
+model and an optimizer for each user. Both loops are timed on the same random users and
+extrapolated. The variants take turns in one process, and the fastest time of each counts. Seconds
+are of the processor, which other work on the machine changes less. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLIPPING_NORM = 0.1
 
 
 class Peak:
-    """The most memory of this process while the block runs, above what it began with."""
+    """The peak of this process's memory while the block runs, above the memory at its start."""
 
     def __enter__(self) -> Peak:
         self._process = psutil.Process()
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def jobs_of(task: Task, silos: Sequence[SiloData], users: int, epochs: int) -> list[SiloJob]:
-    """What the silos are asked in the first round, with equal weights."""
+    """Return the silos' jobs in the first round, with equal weights."""
     start = task.initial_params(1)
     made = []
     for number, silo in enumerate(silos):
@@ -158,7 +158,7 @@ def jobs_of(task: Task, silos: Sequence[SiloData], users: int, epochs: int) -> l
 
 
 def only(jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int]]) -> list[SiloJob]:
-    """The same jobs with no users but these."""
+    """Return the same jobs with only the chosen users."""
     kept: list[list[int]] = [[] for _ in jobs]
     for silo, user in chosen:
         kept[silo].append(user)
@@ -169,7 +169,7 @@ def only(jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int]]) -> list[Sil
 
 
 def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int]]) -> list[Params]:
-    """A copy of the model and an optimizer for each user."""
+    """Train with a copy of the model and an optimizer for each user."""
     model = task.model()
     model.load_state_dict(jobs[0].params)
     start = [p.detach().clone() for p in model.parameters()]
@@ -196,7 +196,7 @@ def by_hand(task: Task, jobs: Sequence[SiloJob], chosen: Sequence[tuple[int, int
 def largest_difference(
     together: Sequence[BoundedSum], alone: Sequence[BoundedSum], silos: Sequence[int]
 ) -> float:
-    """Between the sums of batches and those of single users, in any coordinate."""
+    """Return the largest difference of a coordinate between sums of batches and of single users."""
     worst = 0.0
     for silo, total in enumerate(together):
         for name, value in total.value.items():

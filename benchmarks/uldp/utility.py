@@ -1,4 +1,4 @@
-"""Figures 4 to 7: utility and ε by round of every method on four data sets."""
+"""Figures 4 to 7: utility and ε by round, for every method on four data sets."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ TCGA_BRCA = Problem(
 TCGA_BRCA_SCALED = replace(TCGA_BRCA, dataset="tcga-brca-scaled", learning_rates=(0.05, 0.2))
 """Age in decades: see `tabular.tcga_brca`."""
 RARE_CLASS = ("balanced accuracy", "ROC-AUC", "average precision")
-"""Where nearly all records are of one class: 0.5, 0.5 and its share for who knows nothing."""
+"""Metrics if nearly all records are of one class. A constant score gives 0.5, 0.5 and its share."""
 PROBLEMS = {4: (CREDITCARD,), 5: (MNIST,), 6: (HEART_DISEASE,), 7: (TCGA_BRCA, TCGA_BRCA_SCALED)}
 
 
 def utility(problems: Sequence[Problem]) -> Callable[[Experiment, Scale], str]:
-    """The figure of data sets: one panel of each, or all of the paper's."""
+    """Return a function that draws a figure of data sets, with one or all of the paper's panels."""
 
     def draw(experiment: Experiment, scale: Scale) -> str:
         panels = [
@@ -175,7 +175,7 @@ def _panel(experiment: Experiment, scale: Scale, problem: Problem) -> str:
 
 
 def _why_not(problem: Problem, label: str) -> str:
-    """Why a method does not run, if so."""
+    """Return the reason why a method does not run; empty if it runs."""
     if problem.dataset.startswith("tcga-brca") and "GROUP" in label:
         return "refused: Cox's loss compares patients, so no gradient is one patient's"
     return ""
@@ -184,7 +184,7 @@ def _why_not(problem: Problem, label: str) -> str:
 def run_methods(
     experiment: Experiment, scale: Scale, problem: Problem, chosen: dict[str, Config], name: str
 ) -> dict[str, list[RunDirectory]]:
-    """All seeds of every method under its settings."""
+    """Run all seeds of every method under its settings."""
     keys = [(label, seed) for seed in range(1, scale.seeds + 1) for label in chosen]
     configs = [
         experiment.config(
@@ -203,7 +203,7 @@ def run_methods(
 
 
 def rare_class(run: RunDirectory) -> dict[str, float]:
-    """`RARE_CLASS` of the last model on all silos' test records."""
+    """Return `RARE_CLASS` of the last model on all silos' test records."""
     config = run.config
     test = _test_examples(str(config["dataset"]), str(config["data-folder"]), int(config["seed"]))
     model = build(describe_silos(str(config["dataset"])).model, num_classes=2)
@@ -239,7 +239,7 @@ def _mean(runs: Sequence[RunDirectory], metric: str) -> str:
 
 
 def _difference(these: Sequence[RunDirectory], those: Sequence[RunDirectory], metric: str) -> str:
-    """Of pairs of runs under one seed each."""
+    """Return the difference over pairs of runs with the same seed."""
     pairs = zip(these, those, strict=True)
     gaps = np.array([last(one, metric) - last(other, metric) for one, other in pairs])
     error = gaps.std(ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
@@ -254,7 +254,7 @@ def _epsilon(runs: Sequence[RunDirectory], basis: str) -> str:
 def _draw(
     experiment: Experiment, name: str, problem: Problem, runs: dict[str, list[RunDirectory]]
 ) -> list[str]:
-    """Utility, loss and both ε against rounds."""
+    """Draw utility, loss and both ε against rounds."""
     metric = problem.metric.partition("_")[0]
     drawn = []
     for series, ylabel, log in (

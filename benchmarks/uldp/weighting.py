@@ -1,4 +1,4 @@
-"""Figure 8: what weights by records gain over equal ones, by number of silos and distribution."""
+"""Figure 8: gain of weights by records over equal ones, by number of silos and distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILOS = (5, 20, 50)
 
 
 def weighting(experiment: Experiment, scale: Scale) -> str:
-    """ULDP-AVG against ULDP-AVG-w on Creditcard with 1,000 users; returns the table."""
+    """Return a table of ULDP-AVG against ULDP-AVG-w on Creditcard with 1,000 users."""
     (settings,) = choose(experiment, scale, CREDITCARD, LABELS[:1]).values()
     found = dict.fromkeys(LABELS, settings)
     rows = []
@@ -24,7 +24,7 @@ def weighting(experiment: Experiment, scale: Scale) -> str:
     for distribution in ("uniform", "zipf"):
         for silos in SILOS:
             problem = replace(CREDITCARD, silos=silos, distribution=distribution)
-            # The normaliser is 1/(|U||S|): a server rate in proportion to |S| undoes the latter.
+            # The normaliser is 1/(|U||S|). A server rate in proportion to |S| cancels |S|.
             grown = {
                 label: one
                 if scale.full

@@ -1,4 +1,4 @@
-"""Audits: a strategy run in two worlds, and what an attack proves about its ε."""
+"""Audits: run a strategy in two worlds, and bound its ε from below by an attack."""
 
 from flower_ext.auditing.experiment import Experiment, Observation, World, projected
 from flower_ext.auditing.harness import Audit, ViewAudit, audit

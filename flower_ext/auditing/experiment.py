@@ -1,4 +1,4 @@
-"""Two worlds that differ in one unit, and how far a run seems to have the canary in it."""
+"""Two worlds that differ in one unit, the canary, and scores of its presence in a run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What one run shows.
+    """An adversary's observations of one run.
 
     Parameters
     ----------
     models : Sequence[Arrays]
         The initial model, and the model after each round.
     sent, uploads : Sequence[Mapping[int, Arrays]]
-        Of each round, by partition: the model that the client was sent, and what it sent back less
-        that model. In a secure round, the masked bytes.
+        For each round, by partition: the model that the client received, and its reply minus that
+        model. In a secure round, the masked bytes.
     scores : Sequence[Mapping[str, float]]
-        The means that evaluations released, by round; none of a round without evaluation.
+        Means that evaluations released, by round; empty for a round without evaluation.
     sums : Sequence[Arrays | None]
-        Of each round, the sum in whole cells that the server of a secure round computes.
+        For each round, the sum in whole cells that the server of a secure round computes.
     bare : Sequence[Mapping[int, Arrays]]
-        Of each secure round, by partition: uploads in whole cells that no mask hides.
+        For each secure round, by partition: uploads in whole cells that no mask hides.
     """
 
     models: Sequence[Arrays]
@@ -54,20 +54,22 @@ def projected(
     partitions: Sequence[int] | None = None,
     whole: bool = False,
 ) -> Score:
-    """The score that is best against Gaussian noise: how far the canary's direction was gone.
+    """Return the best score against Gaussian noise: the projection on the canary's direction.
 
-    The server of a secure round is scored by its sum, or by uploads that no mask hides.
+    For the server of a secure round, it projects the sum, or uploads that no mask hides.
 
     Parameters
     ----------
     direction : Arrays
-        Of what the canary adds, by names of the model's arrays; others count as zero.
+        Direction of the canary's contribution, by names of the model's arrays; other arrays count
+        as zero.
     signs : Sequence[float]
-        By round, which way the canary pulls; of a shorter list the last one goes on.
+        Sign of the canary's pull by round. The last sign of a shorter list holds for later rounds.
     partitions : Sequence[int], optional
-        Whose uploads the canary is in, for who sees each of them; by default all.
+        Partitions whose uploads the canary is in, for an adversary that sees each of them; by
+        default all.
     whole : bool
-        Uploads are whole models, of which what was sent must not be taken off.
+        True if uploads are whole models, from which the sent model must not be subtracted.
     """
     wide = {name: np.asarray(array, dtype=np.float64) for name, array in direction.items()}
 
@@ -101,11 +103,11 @@ def projected(
 
 
 def of_scores(name: str) -> Score:
-    """Return the score of a canary that tells much more than all others in evaluations.
+    """Return the score of a canary whose reported score in evaluations is far above all others.
 
-    The noised sums of clients and of their centred scores are made up again from the released
-    count and mean, and projected on the canary's part in them, which is (1, ½) at most. All others
-    tell the middle of the bounds, which are 0 and 1.
+    It rebuilds the noised sums of clients and of their centred scores from the released count and
+    mean. It projects them on the canary's part, which is at most (1, ½). All other clients report
+    the middle of the bounds, which are 0 and 1.
     """
 
     def score(seen: Observation, view: AdversaryView) -> float:
@@ -120,12 +122,12 @@ def of_scores(name: str) -> Score:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """All that a run needs: what is equal in both worlds is given twice.
+    """Everything that a run needs. Parts that are equal in both worlds are given twice.
 
     Parameters
     ----------
     strategy : Callable[[], Strategy]
-        Makes a fresh strategy for each trial. It should evaluate on no client, which takes time.
+        Makes a new strategy for each trial. To save time, it should evaluate on no client.
     """
 
     strategy: Callable[[], Strategy]
@@ -136,10 +138,10 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Two worlds that differ in one unit, and what an adversary makes of a run.
+    """Two worlds that differ in one unit, and an adversary's score of a run.
 
-    Choose the canary for the tight case: a unit whose part in an upload is a known direction of a
-    norm far above the bound, among others that are still.
+    Choose the canary for the tight case: a unit whose part in an upload has a known direction and a
+    norm far above the bound, while all other units contribute nothing.
 
     Parameters
     ----------
@@ -148,18 +150,19 @@ class Experiment:
     initial : ArrayRecord
         The first model.
     score : Score
-        Of one run, for a view: higher where the canary seems to be present.
+        Score of one run for a view; higher if the canary seems to be present.
     views : Sequence[AdversaryView]
-        Those to audit; those without a finite ε are left out.
+        Views to audit; views without a finite ε are skipped.
     printed : Mapping[AdversaryView, float], optional
         ε by view, for strategies without ``guarantees()``.
     delta : float, optional
-        With ``printed``.
+        δ of the ε in ``printed``.
     gaussian : bool, optional
-        Whether the mechanism is Gaussian, so that `if_gaussian` is a bound. By default where the
-        guarantee's accountant says so.
+        True if the mechanism is Gaussian, so that `if_gaussian` is a bound. By default the
+        guarantee's accountant decides.
     on_round : Callable[[int], None], optional
-        Called before each training round, with its number: for a canary that acts by round.
+        Called with the number of each training round before it begins, for a canary that changes
+        by round.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Run a strategy in two worlds, with a canary and without it, and bound its ε from below.
+"""Run a strategy in two worlds, with and without a canary, and bound its ε from below.
 
-Nothing in a strategy is looked into: an adversary's view is what passes over the grid (uploads)
-and what `Strategy.start` hands out after each round (models). Any Flower strategy can be audited;
-the ε that it is held to is what its ``guarantees()`` print, or what the experiment names.
+An audit never looks inside a strategy. The adversary sees the uploads on the grid and the models
+that `Strategy.start` returns after each round. It can therefore audit any Flower strategy. It tests
+the ε in the strategy's ``guarantees()``, or the ε that the experiment names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flower_ext.privacy.accounting import EXACT_GAUSSIAN
 
 @dataclass(frozen=True, kw_only=True)
 class ViewAudit:
-    """One adversary's view: the promise, the scores and the bounds from them.
+    """The audit of one adversary's view: the printed ε, the scores and the bounds from them.
 
-    ``scores`` are those of the world without the canary, and with it.
+    ``scores`` holds the scores of the world without the canary, and of the world with it.
     """
 
     view: AdversaryView
@@ -58,10 +58,10 @@ class ViewAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What an audit found; all its bounds hold at once with ``confidence``.
+    """Results of an audit; all its bounds hold at once with ``confidence``.
 
-    ``trials`` were run in each world. ``views`` may be fewer than were asked for: a view without a
-    finite ε promises nothing that could be broken.
+    The audit ran ``trials`` trials in each world. ``views`` lacks views without a finite ε, because
+    they promise nothing that an audit could break.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Audit:
 
     @property
     def broken(self) -> bool:
-        """Whether a bound exceeds what is printed."""
+        """True if a bound exceeds the printed ε."""
         return any(view.best.exceeds for view in self.views)
 
     def of(self, view: AdversaryView) -> ViewAudit:
-        """What was found for one view."""
+        """Return the results for one view."""
         return next(each for each in self.views if each.view is view)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,16 +104,17 @@ def audit(
     Parameters
     ----------
     confidence : float
-        With which all bounds of this audit, and of ``together`` − 1 others like it, hold at once.
+        Confidence with which all bounds of this audit, and of ``together`` − 1 others like it,
+        hold at once.
     together : int
-        How many audits share what may fail.
+        Number of audits that share the probability of a wrong bound.
     progress : Callable[[int, int], None], optional
-        Told how many runs are done, of how many.
+        Called with the number of finished runs and the number of all runs.
 
     Raises
     ------
     ValueError
-        Too few trials, or no view of the experiment has a finite ε.
+        There are too few trials, or no view of the experiment has a finite ε.
     """
     if trials < 8:
         raise InvalidValue(f"trials={trials!r}: expected an integer >= 8")
@@ -126,7 +127,7 @@ def audit(
 
     def take(seen: Observation, strategy: Strategy) -> None:
         nonlocal done
-        # Of several promises the largest counts: ε may depend on who was drawn, if that is seen.
+        # The largest printed ε counts, because ε may depend on the drawn units if they are visible.
         counted = getattr(strategy, "participations", None)
         facts = str(done) if counted is None else repr(vars(counted))
         if facts not in known:
@@ -143,7 +144,10 @@ def audit(
         observe(experiment, world, take, trials=trials)
     views = [view for view in experiment.views if math.isfinite(promises[view][0])]
     if not views:
-        raise InvalidValue(f"{experiment.name}: no view has a finite ε that could be exceeded")
+        raise InvalidValue(
+            f"{experiment.name}: no view has a finite ε to audit; expected one, for example by "
+            "more noise"
+        )
     methods = {v: [by_rates, if_gaussian] if promises[v][2] else [by_rates] for v in views}
     company = together * sum(len(own) for own in methods.values())
     found = []
@@ -170,7 +174,7 @@ def audit(
 def promised(
     experiment: Experiment, strategy: Strategy
 ) -> dict[AdversaryView, tuple[float, float, bool]]:
-    """Return by view the provable ε, δ, and whether the mechanism is a Gaussian one."""
+    """Return, by view, the provable ε, δ, and True for a Gaussian mechanism."""
     if experiment.printed is not None:
         assert experiment.delta is not None
         gaussian = bool(experiment.gaussian)
@@ -181,7 +185,7 @@ def promised(
     guarantees: Callable[[], Sequence[Guarantee]] | None = getattr(strategy, "guarantees", None)
     if guarantees is None:
         raise InvalidValue(
-            f"{type(strategy).__name__} has no guarantees(): name its ε in Experiment.printed"
+            f"{type(strategy).__name__} has no guarantees(): give its ε in Experiment.printed"
         )
     found = dict.fromkeys(experiment.views, (math.inf, 0.0, False))
     for own in guarantees():

@@ -1,8 +1,9 @@
-"""The package's own mechanisms as experiments: tiny runs whose canary makes the tight case.
+"""The package's mechanisms as experiments: tiny runs whose canary makes the tight case.
 
-The model is linear and its loss as well, so that an update is a sum of features, whatever the
-model: the canary's are far above every bound, along one axis; all others pull the other way, or
-not at all. The loss turns its sign with every round, which noise that is used twice does not.
+The model and its loss are linear, so an update is a sum of features for every model. The canary's
+features are far above every bound, along one axis. All other features pull the other way, or not at
+all. The loss changes its sign in every round, but noise that is used twice does not, so an audit
+finds reused noise.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from flower_ext.privacy import (
 from flower_ext.training import DpSgdTraining, LocalTraining, Task
 
 SIZE = 100
-"""Numbers of the model."""
+"""Number of parameters of the model."""
 HUGE = 1e3
-"""Of a canary's features: far above every bound."""
+"""Magnitude of a canary's features, far above every bound."""
 LARGE = 30.0
-"""The same, and below what a server refuses of clients that noise: so that it is released."""
+"""Magnitude above every bound but below the server's limit for noised uploads."""
 DELTA = 1e-5
 ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
 
 
 @dataclass
 class Turns:
-    """A public schedule: the sign of the loss turns with every round."""
+    """A public schedule: the loss changes its sign in every round."""
 
     sign: float = field(default=1.0)
 
@@ -63,14 +64,14 @@ class Turns:
         self.sign = 1.0 if number % 2 else -1.0
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Minus the mean output, or plus."""
+        """Return the mean output with the round's sign."""
         return -self.sign * (outputs.squeeze(-1) * targets).mean()
 
     __hash__ = object.__hash__
 
 
 def pulls(*features: float, size: int = SIZE) -> Examples:
-    """Records along the first axis, one a number."""
+    """Return records along the first axis, one per number."""
     x = torch.zeros(len(features), size)
     x[:, 0] = torch.tensor(features)
     return Examples(x, torch.ones(len(features)))
@@ -92,9 +93,9 @@ def _experiment(
     metrics: Mapping[str, Callable[[Tensor, Tensor], float]] | None = None,
     score: Score | None = None,
 ) -> Experiment:
-    """The two worlds of a strategy, from each partition's data without the canary and with it.
+    """Return two worlds of a strategy, from each partition's data without and with the canary.
 
-    The ClientApp is the strategy's own, or an ``app`` that knows nothing of it.
+    The ClientApp is the strategy's own, or an ``app`` from elsewhere.
     """
     turns = Turns()
     client_app = app or type(strategy()).client_app
@@ -149,7 +150,7 @@ TURNED_AROUND: dict[str, Any] = {
     "without": [_client(-HUGE, 0.0)],
     "present": [_client(HUGE, 0.0)],
 }
-"""One record of two that pulls the other way."""
+"""Data in which one of two records pulls the other way."""
 
 
 def client_level(
@@ -162,8 +163,9 @@ def client_level(
 ) -> Experiment:
     """`DPFedAvg` over two clients, one of them the canary.
 
-    Where they are ``sampled``, by Poisson, ε is amplified against who sees released models. Where
-    the ClientApp is ``foreign``, `client_level_dp_mod` protects what it sends.
+    With ``sampled``, Poisson sampling amplifies ε against an adversary that sees released models.
+    With ``foreign``, the ClientApp is not of this package, and `client_level_dp_mod` protects its
+    uploads.
     """
     sampling = PoissonSampling(2, 0.5) if sampled else FullParticipation(2)
     sigma = (3.0 if sampled else 0.5) * noise
@@ -184,7 +186,7 @@ def client_level(
 def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` over three clients whose uploads are summed securely, one of them the canary.
 
-    The server sees all messages of the protocol, and from them computes the sum.
+    The server sees all messages of the protocol, and computes the sum from them.
     """
     sums = SecureSum(colluding=0.0, dropouts=0.0)
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
@@ -202,8 +204,8 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`DPFedAvg` whose evaluations are summed securely over three clients, one of them the canary.
 
-    Its accuracy is told as 100, or it has no test examples. Training moves nothing and has so much
-    noise that ε is the evaluations'.
+    The canary reports an accuracy of 100, or has no test examples. Training moves nothing, and has
+    so much noise that the evaluations determine ε.
     """
     plan = _plan(
         FullParticipation(3),
@@ -245,8 +247,8 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
 def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` over three silos whose sums over users are summed securely.
 
-    A user has a record in each silo, the other two nothing that pulls. A released model is a
-    multiple of the sum, so that who sees models sees sums.
+    The canary user has a record in each silo; the records of the other two users do not pull. A
+    released model is a multiple of the sum, so an adversary that sees models sees sums.
     """
     plan = _plan(
         FullParticipation(3),
@@ -293,7 +295,7 @@ def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 
 
 def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """`UldpGroup` of two records, both in one silo; every step takes all records."""
+    """`UldpGroup` with two records of the canary in one silo; every step uses all records."""
     local = DpSgdTraining(
         steps=1,
         sampling_rate=1.0,
@@ -311,7 +313,7 @@ def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         present=[_silo([0, 0, 1], [HUGE, HUGE, 0.0]), _silo([1], [0.0])],
         rounds=rounds,
         partitions=[0],
-        gaussian=True,  # nothing is sub-sampled
+        gaussian=True,  # no step samples
     )
 
 
@@ -426,5 +428,5 @@ MECHANISMS: dict[str, Callable[..., Experiment]] = {
     "output-perturbation": output_perturbation,
     "objective-perturbation": objective_perturbation,
 }
-"""By the names that ``flower-ext audit`` knows them by; each may be given ``rounds``, and
-``noise``, in multiples of what it has by default."""
+"""Experiments by their names in ``flower-ext audit``. Each takes ``rounds``, and ``noise`` as a
+multiple of its default."""

@@ -1,4 +1,4 @@
-"""An adversary's view of runs: uploads, as they pass over the grid, and released models."""
+"""An adversary's view of runs: the uploads on the grid, and the released models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def observe(
     *,
     trials: int,
 ) -> None:
-    """Hand over what an adversary sees in each trial, and the strategy; clients begin afresh."""
+    """Call ``take`` with each trial's observation and strategy; clients start anew each time."""
     grid = _Listener(world.client_app, world.num_clients, world.run_config)
     with _undisturbed():
         for _ in range(trials):
@@ -51,9 +51,9 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
         told = result.evaluate_metrics_clientapp
     except FederationNotReady:
         if not any(grid.uploads):
-            raise  # else all uploads were refused, which have been seen all the same
+            raise  # else the server refused all uploads, but the adversary still saw them
     released = [models[0]]
-    for number in range(1, experiment.rounds + 1):  # one that released nothing left the model
+    for number in range(1, experiment.rounds + 1):  # a round without release keeps the model
         released.append(models.get(number, released[-1]))
     scores = [
         {name: value for name, value in told.get(number, {}).items() if isinstance(value, float)}
@@ -71,10 +71,10 @@ def _trial(experiment: Experiment, world: World, grid: _Listener) -> tuple[Obser
 
 
 class _Listener(InProcessGrid):
-    """A grid that notes what clients upload in training, and all messages of secure sums."""
+    """A grid that records the clients' uploads in training, and all messages of secure sums."""
 
     def start(self, on_round: Callable[[int], None] | None) -> None:
-        """Start a trial: nothing is noted, and clients begin afresh."""
+        """Start a trial with empty records and new clients."""
         self._on_round = on_round
         self.sent: list[dict[int, Arrays]] = []
         self.uploads: list[dict[int, Arrays]] = []
@@ -83,7 +83,7 @@ class _Listener(InProcessGrid):
             own.state = RecordDict()
 
     def begin(self, number: int) -> None:
-        """Begin a round, in which perhaps nobody is asked."""
+        """Begin a round, which may ask no client."""
         if number > len(self.uploads):
             self.sent.append({})
             self.uploads.append({})
@@ -94,9 +94,9 @@ class _Listener(InProcessGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Run each message's client, and note what passes in training."""
+        """Run each message's client, and record the training messages and replies."""
         asked = list(messages)
-        # A training message without a model only asks for a mod.
+        # A training message without a model only asks a mod for its partition.
         trains = [
             m
             for m in asked
@@ -117,7 +117,7 @@ class _Listener(InProcessGrid):
         return replies
 
     def by_partition(self, found: Mapping[int, Arrays]) -> dict[int, Arrays]:
-        """Return what is known of nodes by their partitions."""
+        """Return values of nodes by the nodes' partitions."""
         return {self._partition(node): own for node, own in found.items()}
 
     def _partition(self, node: int) -> int:
@@ -144,7 +144,7 @@ def _wide(arrays: Arrays) -> Arrays:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Thousands of runs would each log their rounds, and collect garbage from all modules."""
+    """Silence logs and keep the garbage collector from all modules during thousands of runs."""
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The cheap check: many canaries in one run, each included by a coin."""
+"""A cheap audit: many canaries in one run, each included with probability one half."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def audit_in_one_run(
 ) -> LowerBound:
     """Bound ε of a strategy with ``guarantees()`` by one run (Steinke, Nasr, Jagielski 2023).
 
-    Far looser than `audit`, which takes thousands of runs: canaries disturb each other, and m of
-    them prove an ε of about log m at most.
+    It is far looser than `audit`, which takes thousands of runs: canaries disturb each other, and m
+    canaries prove an ε of at most about log m.
 
     Parameters
     ----------
     world : Callable[[numpy.ndarray], World]
-        The run in which those canaries take part that the mask (m,) selects.
+        Returns the world with the canaries that a mask (m,) selects.
     scores : Callable[[Observation], numpy.ndarray]
-        One a canary (m,), higher where it seems to be included.
+        Returns one score per canary (m,), higher if it seems to be included.
     guesses : int
-        Even, from 2 to ``canaries``: about how many are said anything.
+        Number of canaries whose inclusion is guessed: even, from 2 to ``canaries``.
 
     Raises
     ------
     ValueError
-        The view has no finite ε, or as `in_one_run`.
+        The view has no finite ε; also as `in_one_run`.
     """
     included = secure_generator().random(canaries) < 0.5
     here = world(included)
@@ -63,7 +63,7 @@ def audit_in_one_run(
     def take(seen: Observation, strategy: Strategy) -> None:
         epsilon, delta, _ = promised(experiment, strategy)[view]
         if math.isinf(epsilon):
-            raise InvalidValue(f"view={view.value!r}: it has no finite ε that could be exceeded")
+            raise InvalidValue(f"view={view.value!r}: expected a view with a finite ε")
         bound = in_one_run(
             scores(seen),
             included,

@@ -1,4 +1,4 @@
-"""A ClientApp of somebody else, behind our mod: as a mechanism that is audited like our own."""
+"""A ClientApp from elsewhere behind this package's mod, audited like the package's methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flower_ext.training import Task
 
 
 def plain_app(task: Task) -> ClientApp:
-    """Return a ClientApp whose clients each make one step of plain torch on a linear model."""
+    """Return a ClientApp whose clients take one step of plain torch on a linear model."""
     app = ClientApp(mods=[client_level_dp_mod()])
 
     @app.train()

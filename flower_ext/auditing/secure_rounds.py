@@ -1,8 +1,8 @@
-"""A secure round as its server sees it, from the messages that pass over the grid.
+"""A secure round as its server sees it, from the messages on the grid.
 
-The adversary of `AdversaryView.SUM_ONLY` is that server: it follows the protocol, keeps all it
-receives and computes what it can. `SecureTranscript` does the same. It knows nothing of the clients
-but their messages.
+The adversary of `AdversaryView.SUM_ONLY` is this server: it follows the protocol, keeps everything
+that it receives, and computes all it can. `SecureTranscript` does the same, from the clients'
+messages only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from flower_ext.secure.aggregation.shamir import combine
 
 M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 LEAST_NUMBERS, _CENTRAL, _MOST = 64, 1 / 4, 5 / 8
-"""An upload is bare if more than five eighths of its numbers lie in the central quarter of the
-ring. A uniform one of at least 64 numbers is so with a probability below 1e-9."""
+"""An upload counts as bare if more than five eighths of its numbers lie in the central quarter of
+the ring. A uniform upload of at least 64 numbers does so with a probability below 1e-9."""
 
 
 class SecureTranscript:
-    """The messages of a round's first secure sum, and what its server can compute from them.
+    """The messages of a round's first secure sum, and the values that its server can compute.
 
-    That is the sum of its updates. Scores may be summed after it, in vectors of another length.
+    The first sum adds updates. A later one may add scores, in vectors of another length.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SecureTranscript:
         self._heard: list[Message] = []
 
     def hear(self, asked: Iterable[Message], replies: Iterable[Message]) -> None:
-        """Note a stage: what the server asked, and what clients answered."""
+        """Record a stage: the server's messages and the clients' replies."""
         for message in asked:
             if is_secure(message):
                 told = records.to_arrays(message.content.array_records[records.SECURE_SUM])
@@ -59,7 +59,7 @@ class SecureTranscript:
             self._heard += [reply for reply in replies if not reply.has_error()]
 
     def sum(self, like: Arrays) -> Arrays | None:
-        """Return the sum in whole cells, by names and in shapes of ``like``; None without one."""
+        """Return the sum in whole cells, with names and shapes of ``like``; None without a sum."""
         if self._context is None or not self._is_of(like):
             return None
         server = SumServer(self._context)
@@ -81,10 +81,10 @@ class SecureTranscript:
         return self._shaped(total, like)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
-        """Return by node the uploads that nothing hides, without the mask that the server removes.
+        """Return, by node, the uploads that no mask hides once the server removes the own mask.
 
-        The server learns the seed of each client's own mask. What is then left of an upload is
-        uniform, as long as the masks that it shares with its neighbours are there.
+        The server learns the seed of each client's own mask and can subtract this mask. The rest of
+        the upload is uniform as long as it carries the masks shared with the client's neighbours.
         """
         if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
             return {}
@@ -128,7 +128,7 @@ class SecureTranscript:
                         data = record[SENT].numpy().tobytes()
                         found.append(kind.from_bytes(data, self._context))
                     except FlowerExtError:
-                        continue  # of another stage
+                        continue  # a message of another stage
         return found
 
     def _signed(self, values: np.ndarray) -> np.ndarray:
@@ -146,5 +146,5 @@ class SecureTranscript:
 
 
 def is_secure(message: Message) -> bool:
-    """Return True for a message of a secure sum, from the server."""
+    """Return True for a message of the server in a secure sum."""
     return records.SECURE_SUM in message.content

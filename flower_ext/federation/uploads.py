@@ -1,8 +1,8 @@
-"""Uploads of clients that live in the server's process: rows of arrays in place of records.
+"""Uploads of clients in the server's process, as rows of arrays in place of Flower's records.
 
-A cohort of a hundred small models costs more in records than in training. `Rows` takes each update
-into one row, and an `UploadReply` carries that row. The reply builds Flower's records as soon as
-anybody reads its ``content``; the strategies of this package read the row itself.
+For a hundred small models, records cost more than training. `Rows` stores each update in one row,
+and an `UploadReply` carries this row. The reply builds Flower's records as soon as a caller reads
+its ``content``. The strategies of this package read the row itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flower_ext.privacy.updates import Layout, Row, Summed, Update, layout_of
 from flower_ext.training import Params
 
 UPDATE = "update"
-"""Record of a difference, already bounded and noised where the plan asks the client to."""
+"""Record of a difference, bounded and noised if the plan asks the client to do so."""
 METRICS = "metrics"
 _BLOCK = 4 * 2**20
-"""Bytes of the rows that are allocated, and freed, together."""
+"""Bytes of rows that are allocated and freed together."""
 
 
 class Upload:
-    """One client's update as it leaves the client, and the metrics beside it.
+    """One client's update as it leaves the client, with its metrics.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ class Upload:
         self.arrays, self.metrics, self.payload = arrays, metrics, payload
 
     def content(self) -> RecordDict:
-        """Return the same as Flower's records."""
+        """Return the upload as Flower's records."""
         return content_of(to_record(self.arrays), self.metrics)
 
 
 def content_of(update: ArrayRecord, metrics: Mapping[str, float]) -> RecordDict:
-    """Return the content of a reply to a training; no record of metrics where there are none."""
+    """Return the content of a reply to a training, with a record of metrics if there are any."""
     content: dict[str, object] = {UPDATE: update}
     if metrics:
         content[METRICS] = metrics_record(metrics)
@@ -62,14 +62,14 @@ def metrics_record(values: Mapping[str, float]) -> MetricRecord:
 
 
 class Elsewhere:
-    """Updates that another process of this machine holds, and has added up.
+    """Updates that another process of this machine holds, and their sum.
 
     Parameters
     ----------
     fetch : Callable[[], Sequence[ndarray]]
         Fetches the arrays of all updates from the other process, in order.
     summed : Summed, optional
-        Their sum; None if it could not be taken.
+        Their sum; None if the process could not compute it.
     count : int
     """
 
@@ -80,14 +80,14 @@ class Elsewhere:
         self._rows: Sequence[np.ndarray] | None = None
 
     def rows(self) -> Sequence[np.ndarray]:
-        """Return the numbers of each update, fetched once."""
+        """Return the numbers of each update; fetch them at the first call."""
         if self._rows is None:
             self._rows = self._fetch()
         return self._rows
 
 
 class RowElsewhere(Row):
-    """One update of `Elsewhere`; its numbers are fetched when somebody reads them.
+    """One update of `Elsewhere`, whose numbers are fetched when a caller reads them.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class RowElsewhere(Row):
     index : int
         Its number among these updates.
     layout, dtype, square, norm
-        As those of `Row`, as the other process told them.
+        As for `Row`, reported by the other process.
     """
 
     __slots__ = ("_facts", "elsewhere", "index")
@@ -114,17 +114,17 @@ class RowElsewhere(Row):
 
     @property
     def dtype(self) -> np.dtype:
-        """As `Row.dtype`."""
+        """Type of the numbers, as `Row.dtype`."""
         return self._facts[0]
 
     @property
     def square(self) -> float:
-        """As `Row.square`."""
+        """Sum of squares, as `Row.square`."""
         return self._facts[1]
 
     @property
     def norm(self) -> float:
-        """As `Row.norm`."""
+        """L2 norm, as `Row.norm`."""
         return self._facts[2]
 
     @property
@@ -134,9 +134,10 @@ class RowElsewhere(Row):
 
 
 def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
-    """Yield updates, and sums in place of those that other processes have added up.
+    """Yield updates, with sums in place of updates that other processes have added up.
 
-    A sum is used only if all updates in it are among ``updates``; else each is fetched.
+    A sum takes the place of its updates only if all of them are in ``updates``. Otherwise each of
+    them is fetched.
     """
     noted: dict[Elsewhere, list[Update]] = {}
     for update in updates:
@@ -145,7 +146,7 @@ def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
             continue
         there, summed = update.elsewhere, update.elsewhere.summed
         noted.setdefault(there, []).append(update)
-        if len(noted[there]) == there.count:  # each comes once
+        if len(noted[there]) == there.count:  # each update occurs once
             del noted[there]
             yield summed
     for rows in noted.values():
@@ -153,7 +154,7 @@ def in_parts(updates: Iterable[Update]) -> Iterator[Update | Summed]:
 
 
 class Asked(list[Message]):
-    """Messages whose replies will only be added up, as a plan does it.
+    """Messages whose replies the caller will only add up by a plan.
 
     Parameters
     ----------
@@ -167,12 +168,12 @@ class Asked(list[Message]):
 
 
 class UploadReply(Message):
-    """A reply whose content is an `Upload` until somebody reads or replaces it.
+    """A reply whose content is an `Upload` until a caller reads or replaces it.
 
     Parameters
     ----------
     question : Message
-        The message that it answers.
+        The answered message.
     upload : Upload
     """
 
@@ -181,13 +182,13 @@ class UploadReply(Message):
 
     @property
     def question(self) -> Message | None:
-        """The message that it answers; None once the metadata may be others."""
+        """The answered message; None once a caller may have changed the metadata."""
         found: Message | None = vars(self)["question"]
         return found
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata that an engine of Flower would deliver."""
+        """The metadata that Flower's engines would deliver."""
         if self.question is not None:
             vars(self).update(_metadata=private.answering(self.question), question=None)
         found: Metadata = vars(self)["_metadata"]
@@ -195,13 +196,13 @@ class UploadReply(Message):
 
     @property
     def upload(self) -> Upload | None:
-        """The upload; None once the content may be another one."""
+        """The upload; None once a caller may have changed the content."""
         found = vars(self)["_content"]
         return found if isinstance(found, Upload) else None
 
     @property
     def content(self) -> RecordDict:
-        """The records that an engine of Flower would deliver."""
+        """The records that Flower's engines would deliver."""
         if (upload := self.upload) is not None:
             vars(self)["_content"] = upload.content()
         return super().content
@@ -212,14 +213,14 @@ class UploadReply(Message):
 
 
 class Rows:
-    """Room for the updates of a cohort.
+    """Memory for the updates of a cohort, one row per update.
 
     Parameters
     ----------
     like : Mapping[str, Tensor]
-        Names, shapes and types of the updates that it takes.
+        Names, shapes and types of the updates.
     count : int
-        Rows that will be needed at most.
+        Largest number of rows that the cohort needs.
     """
 
     def __init__(self, like: Params, count: int) -> None:
@@ -233,9 +234,9 @@ class Rows:
         )
 
     def room(self, like: Mapping[str, Any]) -> Params | None:
-        """Return the arrays of the next row; None for what is not as the rows are.
+        """Return the arrays of the next row; None if ``like`` differs from the rows.
 
-        The row is the next one until `take` takes it.
+        The row stays the next one until `take` is called.
         """
         if not self._usable or like.keys() != self._like.keys():
             return None
@@ -250,9 +251,9 @@ class Rows:
         return self._free[-1][1]
 
     def take(self, update: Mapping[str, Any], metrics: Mapping[str, float]) -> Upload | None:
-        """Return an upload of what `room` holds, after ``update`` was copied there if it is not.
+        """Return an upload of the next row, which holds ``update`` or a copy of it.
 
-        None for an update that is not as the rows are.
+        Return None if the update differs from the rows.
         """
         if not (self._free and update is self._free[-1][1]):
             if (room := self.room(update)) is None:
@@ -282,8 +283,8 @@ def _numpy_type(value: torch.Tensor) -> np.dtype:
 
 
 def payload_bytes(messages: Sequence[Message]) -> int:
-    """Return the bytes of all arrays in messages as they are serialised; the rest is small."""
-    sizes: dict[int, int] = {}  # many may share a content
+    """Return the bytes of all serialised arrays in messages; the rest of a message is small."""
+    sizes: dict[int, int] = {}  # many messages may share a content
     total = 0
     for message in messages:
         upload = message.upload if isinstance(message, UploadReply) else None

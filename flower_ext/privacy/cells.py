@@ -1,15 +1,15 @@
-"""Updates as whole numbers of cells of a public grid, for sums that are exact.
+"""Updates as whole numbers of cells of a public grid, so that sums are exact.
 
-A client clips its update to C and rounds it to whole multiples of a cell g, a power of two. What
-it rounds to has a norm of at most C again, as whole numbers tell without error. So one client moves
-the sum of all by at most C, as before rounding: the sensitivity does not grow by √d · g/2, which
-plain rounding of d coordinates would add. See `discrete_gaussian` for the noise.
+A client clips its update to C and rounds it to whole multiples of a cell g, a power of two. The
+rounded update has a norm of at most C again, which the client checks exactly in whole numbers. One
+client therefore moves the sum by at most C, as without rounding. Plain rounding of d coordinates
+would raise the sensitivity by √d · g/2. See `discrete_gaussian` for the noise.
 
-A silo of Uldp-FL does so with each user's part of its sum (`sum_rows_in_cells`): with weight w the
-part has a norm of at most w C. Whole numbers add up without error, so a user whose weights over all
-silos are at most 1 in sum moves the sum by at most C. A user's whole numbers follow from that
-user's row alone, whatever rows lie beside it: every step either works on single numbers, or adds
-up in an order that follows from the number of columns, or adds whole numbers.
+A silo of Uldp-FL rounds each user's part of its sum in this way (`sum_rows_in_cells`). With weight
+w, the part has a norm of at most w C. Whole numbers add up without error, so a user whose weights
+sum to at most 1 over the silos moves the sum by at most C. A user's whole numbers depend on that
+user's row only: every step works on single numbers, or adds them in an order that depends on the
+number of columns only, or adds whole numbers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from flower_ext.privacy.updates import (
 )
 
 _PER_STDDEV = 16
-"""Binary logarithm of the cells in a stddev of the sum's noise."""
+"""Binary logarithm of the number of cells in a standard deviation of the sum's noise."""
 _MOST_CELLS = 2.0**30
-"""In a clipping norm, so that squared norms are exact in 64 bits."""
+"""Most cells in a clipping norm, so that squared norms are exact in 64 bits."""
 _ROOM = 4
-"""Cells by which a norm is brought below its bound, against the chance of rounding."""
+"""Cells below its bound to which an exceeding norm is scaled, so that rounding stays within it."""
 _TRIES = 8
 _MARGIN = 1.0 - 1e-9
-"""Room for rounding in float64, of a weight and of a norm; what is left is checked exactly."""
+"""Tolerance for rounding of a weight and of a norm in float64. The result is checked exactly."""
 _TOGETHER = 2**18
-"""Numbers of rows that are rounded at a time, so that memory stays bounded."""
+"""Count of numbers that are rounded at a time, so that memory stays bounded."""
 
 Cells = Mapping[str, np.ndarray]
 """Whole numbers by name, as int64: an update or a sum in cells."""
@@ -52,17 +52,17 @@ Cells = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class CellSum:
-    """Sum of ``count`` units' updates in whole numbers of cells, each bounded and then rounded.
+    """Sum of the updates of ``count`` units in whole numbers of cells, each bounded and rounded.
 
     Guarantees
     ----------
-    Adding, removing or zeroing a unit of weight w moves ``value`` by at most ``w * bound / cell``
-    (L2), exactly; no other unit's part of it changes.
+    Adding, removing or zeroing a unit of weight w moves ``value`` by an L2 norm of at most
+    ``w * bound / cell``, exactly. The parts of other units do not change.
 
     Parameters
     ----------
     value : Mapping[str, ndarray]
-        Of int64.
+        Arrays of int64.
     bound : float
         The clipping norm.
     cell : float
@@ -76,17 +76,17 @@ class CellSum:
     count: int
 
     def __add__(self, other: CellSum) -> CellSum:
-        """Return the sum over the units of both, which have one bound and one cell.
+        """Return the sum over the units of both sums, which must share bound and cell.
 
         Raises
         ------
         InvalidValue
-            Another bound or cell.
+            The sums have different bounds or cells.
         """
         if (self.bound, self.cell) != (other.bound, other.cell):
             raise InvalidValue(
                 f"a sum with bound={other.bound:g} and cell={other.cell:g}: expected "
-                f"{self.bound:g} and {self.cell:g}"
+                f"bound={self.bound:g} and cell={self.cell:g}"
             )
         summed = {name: array + other.value[name] for name, array in self.value.items()}
         return CellSum(
@@ -101,19 +101,19 @@ class CellSum:
 def cell_of(stddev: float) -> float:
     """Return the width of a cell for a sum with noise of ``stddev``: 2⁻¹⁷ to 2⁻¹⁶ of it.
 
-    A power of two that follows from public numbers alone.
+    It is a power of two that depends on public numbers only.
     """
     require_positive("stddev", stddev)
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _PER_STDDEV)
 
 
 def check_cell(cell: float, clipping_norm: float) -> None:
-    """Refuse cells that are no power of two, or of which a clipping norm has none or too many.
+    """Refuse a cell that is not a power of two, or is too large or small for the clipping norm.
 
     Raises
     ------
     InvalidValue
-        Says which noise has other cells.
+        The cell is refused; the message says which noise multipliers have valid cells.
     """
     if math.frexp(cell)[0] != 0.5 or not 1 <= clipping_norm / cell <= _MOST_CELLS:
         raise InvalidValue(
@@ -134,12 +134,12 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
     update : Mapping[str, array]
         Floating-point arrays of any shape.
     cell : float
-        A power of two.
+        Width of a cell, a power of two.
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `bounds.clip`; also where a clipping norm has more than 2³⁰ cells.
+        As `bounds.clip`; also if a clipping norm has more than 2³⁰ cells.
     """
     require_positive("clipping_norm", clipping_norm)
     check_cell(cell, clipping_norm)
@@ -157,7 +157,7 @@ def in_cells(update: Update, clipping_norm: float, cell: float) -> dict[str, np.
         factor = max(most - _ROOM, 0.0) / math.sqrt(squared)
         exact = {name: array * factor for name, array in exact.items()}
         whole = _rounded(exact)
-    # So few cells for so many numbers: those that are cut off are no larger than they were.
+    # There are few cells for many numbers; truncation enlarges no number, so the bound holds.
     return {name: np.trunc(array).astype(np.int64) for name, array in exact.items()}
 
 
@@ -168,24 +168,25 @@ def sum_rows_in_cells(
 
     Guarantees
     ----------
-    Row k's part of the sum has a norm of at most ``weights[k] * clipping_norm / cell``, and so has
-    the sum of a unit's parts in several such sums if its weights add up to 1 + 1e-10 or less. A
-    row's part depends on no other row in any bit.
+    Row k's part of the sum has a norm of at most ``weights[k] * clipping_norm / cell``. A unit's
+    parts in several such sums add up to at most ``clipping_norm / cell`` if its weights add up to
+    1 + 1e-10 or less. No bit of a row's part depends on other rows.
 
     Parameters
     ----------
     rows : Mapping[str, array]
-        Each of shape (units, …): row k of all arrays together is one unit's update.
+        Arrays of shape (units, …). Row k of all arrays together is one unit's update.
     clipping_norm : float
     cell : float
-        A power of two.
+        Width of a cell, a power of two.
     weights : Sequence[float]
-        One a unit, in [0, 1].
+        One weight per unit, in [0, 1].
 
     Raises
     ------
     NonFiniteUpdate, TypeError, ValueError
-        As `bounds.clip` and `check_cell`; or weights of another number, or outside [0, 1].
+        As `bounds.clip` and `check_cell`; or the number of weights is wrong, or a weight is
+        outside [0, 1].
     """
     require_positive("clipping_norm", clipping_norm)
     check_cell(cell, clipping_norm)
@@ -220,7 +221,7 @@ def out_of_cells(cells: Cells, cell: float, like: Update) -> dict[str, np.ndarra
     Raises
     ------
     ValueError
-        Other names or shapes.
+        Names or shapes differ from ``like``.
     """
     values = {name: cells[name] * cell for name in like if name in cells}
     check_like(values, like)
@@ -236,7 +237,7 @@ def _squared_norm(whole: Cells) -> int:
 
 
 def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.ndarray) -> Any:
-    """Return rows of float64, of shape (units, numbers), clipped, weighed and in cells, as int64.
+    """Return rows of shape (units, numbers), clipped, weighed and rounded to cells, as int64.
 
     ``exact`` is overwritten.
     """
@@ -251,8 +252,8 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
 
     largest = _plain(namespace.max(namespace.abs(exact), axis=1))
     if not np.isfinite(largest).all():
-        raise NonFiniteUpdate("a row holds NaN or infinite values")
-    # By a power of two, without error: squares then neither overflow nor vanish.
+        raise NonFiniteUpdate("a row holds NaN or infinite values: expected finite numbers")
+    # Scale by a power of two, which is exact, so that squares neither overflow nor vanish.
     scale = np.ldexp(1.0, np.frexp(np.where(largest > 0, largest, 1.0))[1] - 1)
     exact /= column(scale)
     norms = np.sqrt(_plain(_squared_norms(exact)))
@@ -268,13 +269,13 @@ def _rows_in_cells(exact: Any, clipping_norm: float, cell: float, shares: np.nda
         factors = np.maximum(bounds[longer] - _ROOM, 0) / np.sqrt(squares[longer])
         exact[longer] = exact[longer] * column(factors)
         whole[longer], squares[longer] = rounded(exact[longer])
-    if (longer := np.flatnonzero(squares > bounds**2)).size:  # so few cells for so many numbers
+    if (longer := np.flatnonzero(squares > bounds**2)).size:  # few cells, many numbers
         whole[longer] = namespace.astype(namespace.trunc(exact[longer]), namespace.int64)
     return whole
 
 
 def _squared_norms(rows: Any) -> Any:
-    """Return each row's sum of squares, added up in an order that columns alone decide."""
+    """Return each row's sum of squares, added in an order that depends on the columns only."""
     squares = rows * rows
     while (width := squares.shape[1]) > 1:
         half = (width + 1) // 2

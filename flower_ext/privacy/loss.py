@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyLoss:
-    """An (ε, δ) upper bound and the accountant that gave it."""
+    """An upper bound (ε, δ), and the accountant that computed it."""
 
     epsilon: float
     delta: float

@@ -1,4 +1,4 @@
-"""One noised sum a round: sampler, bound, noise and aggregation, which cannot disagree."""
+"""One noised sum per round: a plan that binds sampler, bound, noise and aggregation together."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ DropoutPolicy = Literal["top-up", "discard"]
 
 @dataclass(frozen=True, kw_only=True)
 class NoisedSum(PrivacyPlan):
-    """How a round releases one noised average.
+    """Plan of a round that releases one noised average.
 
     Guarantees
     ----------
-    Whatever part of a cohort answers, `aggregate` releases a sum with Gaussian noise of standard
-    deviation at least ``noise_multiplier * clipping_norm``, divided by a public constant.
+    For any number of answers, `aggregate` releases a sum with Gaussian noise of standard deviation
+    at least ``noise_multiplier * clipping_norm``, divided by a public constant, or nothing.
 
     Parameters
     ----------
     sampling, clipping_norm, noise_multiplier, …
-        Those of `ReleasePlan`.
+        As for `ReleasePlan`.
     """
 
     sampling: Sampling
@@ -80,26 +80,26 @@ class NoisedSum(PrivacyPlan):
             self._check_members()
         if self.relation is None:
             object.__setattr__(self, "relation", default_relation(self.sampling))
-        _ = self.release  # refuses a relation that does not go with the sampling
+        _ = self.release  # refuses a relation that does not fit the sampling
 
     def _check_members(self) -> None:
-        """Refuse members of a secure sum who are too few, or whose number would be a secret.
+        """Refuse a secure sum with too few members, or with a secret number of members.
 
-        Users are no members: their silos are, however many users are drawn (`silos`).
+        For user-level plans the members are the silos, for any number of drawn users (`silos`).
         """
         if self.silos is None and self.unit is PrivacyUnit.USER:
-            return  # the strategy of the silos looks again, once it has said how many they are
+            return  # the silos' strategy checks again, once it has set `silos`
         if self.silos is None and isinstance(self.sampling, PoissonSampling):
             raise InvalidValue(
                 "secure_aggregation with Poisson sampling: expected cohorts of a fixed size "
-                "(FixedSizeSampling), as a sum's noise would show how many were drawn, which "
-                "amplification takes for secret"
+                "(FixedSizeSampling), as a sum's noise would reveal the number of drawn clients, "
+                "which amplification needs to be secret"
             )
-        _ = self.sum_bits  # refuses a cohort that has no secure sum
+        _ = self.sum_bits  # refuses a cohort without a secure sum
 
     @property
     def release(self) -> Release:
-        """What one round is for the accountant and the ledger."""
+        """One round's release, for the accountant and the ledger."""
         assert self.relation is not None
         return Release(
             sampling=self.sampling,
@@ -115,17 +115,17 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def noise_grid(self) -> float:
-        """What all noised uploads and sums are whole multiples of, in every round alike.
+        """Step of the grid on which all noised uploads and sums lie, the same in every round.
 
-        A share of the noise follows from the size of its cohort, which may be secret; this does
-        not, and what is on one grid adds up on it.
+        A share of the noise depends on the size of its cohort, which may be secret. The grid does
+        not, and sums of numbers on the grid stay on it.
         """
         return noise_grid(self.noise_stddev)
 
     def client_noise_stddev(self, cohort_size: int) -> float:
-        """Standard deviation of one client's share: σC/√cohort, so that all shares make σC.
+        """Return the standard deviation σC/√cohort of one client's share; all shares make σC.
 
-        The size is that of the drawn cohort, also under Poisson sampling: with the expected size
+        The cohort size is the drawn one, also under Poisson sampling. With the expected size
         instead, a small cohort's sum would carry too little noise.
         """
         if self.noise_placement == "server":
@@ -135,16 +135,16 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def cell(self) -> float:
-        """Width of the cells in which a secure sum counts, in every round alike."""
+        """Width of the cells of a secure sum, the same in every round."""
         return cell_of(self.noise_stddev)
 
     @property
     def cohort_size(self) -> int:
-        """Number of clients that each secure sum is of, the same in every round.
+        """Number of clients in each secure sum, the same in every round.
 
-        With `silos` these are all silos. Nothing then depends on how many users are drawn: neither
-        who is asked, nor a silo's share of the noise, nor the noise of a sum. So users may be drawn
-        by Poisson sampling, whose amplification takes their number for secret.
+        With `silos`, these are all silos. Neither the asked clients, nor a silo's share of the
+        noise, nor the noise of a sum then depends on the number of drawn users. Users may therefore
+        be drawn by Poisson sampling, whose amplification needs this number to be secret.
         """
         return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
 
@@ -165,7 +165,7 @@ class NoisedSum(PrivacyPlan):
 
     @property
     def sum_bits(self) -> int:
-        """Bits of the ring in which secure sums are taken: enough for all units that there are."""
+        """Bits of the ring of secure sums, enough for all units of the population."""
         noise = self.cells_protection.share_stddev / self.cell * math.sqrt(self.cohort_size)
         units = self.cohort_size if self.silos is None else self.sampling.population
         return ring_bits(units * self.clipping_norm / self.cell, noise)
@@ -175,17 +175,18 @@ class NoisedSum(PrivacyPlan):
     ) -> Aggregate:
         """Return the average of a round from its finished secure sum.
 
-        The server adds the shares of those who did not answer, so that the noise of what is
-        released is the same however many did.
+        The server adds the noise shares of clients that did not answer, so that the noise of the
+        release does not depend on the number of answers.
 
         Parameters
         ----------
         cells : Mapping[str, ndarray]
-            The sum of the answers' noised updates, in whole numbers of cells.
+            Sum of the answers' noised updates, in whole numbers of cells.
         answered : int
-            At least the parameters' ``least_answers``: the sum carries noise of σC or more.
+            Number of answers, at least the parameters' ``least_answers``, so that the sum carries
+            noise of σC or more.
         noise : NoiseSource
-            The server's.
+            The server's source.
         like : Update
             Names, shapes and types of the result.
         """
@@ -197,11 +198,12 @@ class NoisedSum(PrivacyPlan):
         return Aggregate(value=mean, answered=answered, topped_up_stddev=missing)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """As `PrivacyPlan.largest_upload`; infinite where the server noises.
+        """Return `PrivacyPlan.largest_upload`; infinite if the server adds the noise.
 
-        To refuse larger ones changes a sum with that probability for each upload at most, which no
-        reported δ counts. It keeps a hostile client from moving the sum further than the noise of
-        an honest upload might; it does not bound it by C, as a server does that noises itself.
+        Refusing larger uploads changes a sum with at most that probability per upload, which no
+        reported δ counts. The limit keeps a hostile client from moving the sum further than the
+        noise of an honest upload might. It does not bound the client's part by C, as a server that
+        adds the noise itself does.
         """
         if self.noise_placement == "server":
             return math.inf
@@ -209,7 +211,7 @@ class NoisedSum(PrivacyPlan):
         return largest_noised_norm(norms * self.clipping_norm, share, numbers)
 
     def part(self, uploads: Iterable[Update | Summed], *, like: Update) -> Summed:
-        """As `PrivacyPlan.part`: of clipped uploads where the server noises."""
+        """Return `PrivacyPlan.part`, of clipped uploads if the server adds the noise."""
         if self.noise_placement == "server":
             return sum_clipped(uploads, self.clipping_norm, like=like)
         return super().part(uploads, like=like)
@@ -222,28 +224,32 @@ class NoisedSum(PrivacyPlan):
         noise: NoiseSource,
         like: Update,
     ) -> Aggregate:
-        """Noised sum of a round's uploads over the expected cohort size.
+        """Return the noised sum of a round's uploads, divided by the expected cohort size.
 
-        Where the server noises, it bounds every upload itself: the guarantee rests on no client.
-        Where clients noise, uploads come bounded and noised.
+        If the server adds the noise, it bounds every upload itself, so the guarantee relies on no
+        client. If clients add the noise, uploads arrive bounded and noised.
 
         Raises
         ------
         RoundDiscarded
-            Clients noise, some did not answer, and the policy is ``"discard"``.
+            Clients add the noise, some did not answer, and the policy is ``"discard"``.
         ValueError
-            More uploads than were asked for, or of other names or shapes than ``like``.
+            There are more uploads than asked clients, or names or shapes differ from ``like``.
         """
         if self.secure_aggregation is not None:
-            raise InvalidValue("secure_aggregation: expected one sum of all uploads, not each")
+            raise InvalidValue(
+                "secure_aggregation: expected the sum of all uploads; call aggregate_sum"
+            )
         by_server = self.noise_placement == "server"
         summed = self.part(uploads, like=like)
         answered = summed.count
         if answered > cohort_size:
-            raise InvalidValue(f"{answered} uploads from a cohort of {cohort_size}")
+            raise InvalidValue(
+                f"{answered} uploads from a cohort of {cohort_size}: expected at most one each"
+            )
         if not by_server and answered < cohort_size and self.dropout_policy == "discard":
             raise RoundDiscarded(
-                f"{answered} of {cohort_size} clients answered; the sum lacks their noise"
+                f"{answered} of {cohort_size} clients answered; the sum lacks the others' noise"
             )
         missing = 1.0 if by_server or not cohort_size else 1 - answered / cohort_size
         stddev = self.noise_stddev * math.sqrt(missing)

@@ -1,4 +1,4 @@
-"""The plan of client- and user-level privacy: a run releases one noised sum a round."""
+"""The plan of client- and user-level privacy: a run releases one noised sum per round."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from flower_ext.privacy.units import PrivacyUnit
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan(NoisedSum):
-    """How a run releases one noised average a round, and what that promises.
+    """Plan of a run that releases one noised average per round, with its guarantees.
 
-    Its guarantee is that of `NoisedSum`.
+    The guarantee is that of `NoisedSum`.
 
     Parameters
     ----------
     sampling : Sampling
-        Draws the cohorts, and is accounted.
+        Draws the cohorts; the accounting assumes the same sampling.
     clipping_norm : float
         L2 bound C on one unit's whole update.
     noise_multiplier : float
@@ -45,31 +45,33 @@ class ReleasePlan(NoisedSum):
     delta : float
         δ at which the run reports ε.
     relation : NeighboringRelation, optional
-        By default the one that amplification by ``sampling`` is proved for.
+        By default the relation for which amplification by ``sampling`` is proved.
     noise_placement : {"client", "server"}
-        Whether every client adds its share before it sends, or the server all of it.
+        Party that adds the noise: every client adds its share before it sends, or the server adds
+        all of it.
     dropout_policy : {"top-up", "discard"}
-        What to do where clients add noise and some do not answer.
+        Reaction to missing answers if clients add the noise: the server adds the missing shares, or
+        discards the round.
     unit : PrivacyUnit
     sensitivity : float
-        By how many clipping norms one unit moves a sum: 1 where it has one upload, more where it
-        has a part in several.
+        Most clipping norms by which one unit moves a sum: 1 for a unit with one upload, more for a
+        unit with a part in several.
     residue : float
-        By how many clipping norms a sum may be away from the exact one, or one unit move it though
-        it was not drawn: more than 0 where a protocol adds up under encryption.
+        Most clipping norms between a sum and the exact one, or by which a unit that was not drawn
+        moves it. Above 0 if a protocol adds up under encryption.
     secure_aggregation : SecureSum, optional
-        The server sees no upload, but the sum of a round's uploads alone. They are whole numbers
-        with discrete Gaussian noise, scaled for the least number of answers; a round with fewer is
-        discarded, whatever the ``dropout_policy``. Needs ``noise_placement="client"`` and cohorts
-        of a fixed size.
+        The server sees only the sum of a round's uploads, and no single upload. Uploads are whole
+        numbers with discrete Gaussian noise, scaled for the least number of answers. A round with
+        fewer answers is discarded under every ``dropout_policy``. It needs
+        ``noise_placement="client"`` and cohorts of a fixed size.
     silos : int, optional
-        Clients among whom each unit's data may be divided, all of which are asked in every round:
-        the members of a secure sum over users. The strategies of Uldp-FL set it; by default each
-        unit is a client.
+        Number of clients among which each unit's data may be divided. All of them are asked in
+        every round; they are the members of a secure sum over users. The strategies of Uldp-FL set
+        it. By default each unit is a client.
     scores : SecureScores, optional
-        Evaluations release means of scores over all clients, noised and counted in ε, by secure
-        sums with the parameters of ``secure_aggregation``. By default each client's scores leave
-        it un-noised, and no ε covers them.
+        Evaluations release noised means of scores over all clients, counted in ε, by secure sums
+        with the parameters of ``secure_aggregation``. By default clients send their scores without
+        noise, and no ε covers them.
     """
 
     scores: SecureScores | None = None
@@ -81,15 +83,15 @@ class ReleasePlan(NoisedSum):
         if self.secure_aggregation is None:
             raise InvalidValue(
                 "scores: expected None without secure_aggregation, as the server would see each "
-                "client's scores under that client's share of the noise alone"
+                "client's scores with only that client's share of the noise"
             )
         if self.unit is not PrivacyUnit.CLIENT:
             raise InvalidValue(
                 f"scores of a plan with unit={self.unit.value!r}: expected None, as test examples "
-                "have no owners whose part in a score could be bounded; evaluate_every=0 turns "
-                "evaluations off"
+                "have no owners whose part in a score could be bounded; set evaluate_every=0 to "
+                "turn evaluations off"
             )
-        _ = self.of_scores  # refuses a population that has no secure sum
+        _ = self.of_scores  # refuses a population without a secure sum
 
     @property
     def of_scores(self) -> ReleasePlan | None:
@@ -107,20 +109,21 @@ class ReleasePlan(NoisedSum):
 
     @property
     def evaluation_release(self) -> Release | None:
-        """A sum of clients' scores, where the plan has `scores`."""
+        """Release of a sum of clients' scores, if the plan has `scores`; else None."""
         return None if self.of_scores is None else self.of_scores.release
 
     def releases(self, participations: Participations) -> dict[Release, int]:
-        """Return what a run released so far: its rounds' sums, and its evaluations'."""
+        """Return a run's releases so far, with counts: sums of rounds and of evaluations."""
         found = Counter({self.release: participations.rounds})
         if (own := self.of_scores) is not None:
             found[own.release] += participations.evaluations
         return dict(found)
 
     def count_scores(self, participations: Participations) -> None:
-        """Count an evaluation of all clients, whose sum and uploads may be seen.
+        """Count an evaluation of all clients, whose sum and uploads an adversary may see.
 
-        Weights are in units of a training round's noise: (σ/σ_e)² times those of a round.
+        It counts (σ/σ_e)² times as much as a training round, because weights are in units of a
+        round's noise.
         """
         own = self.of_scores
         assert own is not None
@@ -143,17 +146,17 @@ class ReleasePlan(NoisedSum):
         accountant: Accountant = "pld",
         **options: Any,
     ) -> ReleasePlan:
-        """The plan with the least noise whose provable ε is at most ``epsilon``.
+        """Return the plan with the least noise whose provable ε is at most ``epsilon``.
 
-        With ``scores`` among the options, ε is that of all rounds and all planned evaluations
-        together, and the rounds' noise is the least that these leave room for.
+        With ``scores`` among the options, ε covers all rounds and all planned evaluations together,
+        and the rounds get the least noise within this ε.
 
-        The ε is that of `AdversaryView.RELEASED_MODELS`, amplified by the sampling; see
-        `client_level_guarantees` for the others.
+        The ε holds for `AdversaryView.RELEASED_MODELS`, amplified by the sampling. See
+        `client_level_guarantees` for other views.
         """
         besides: dict[Release, int] = {}
         if (scores := options.get("scores")) is not None:
-            # The noise of the rounds is not known yet, and does not matter to the evaluations.
+            # Evaluations do not depend on the rounds' noise, which is not known yet.
             some = cls(
                 sampling=sampling,
                 clipping_norm=clipping_norm,
@@ -183,7 +186,7 @@ class ReleasePlan(NoisedSum):
         )
 
     def describe(self) -> str:
-        """For the log."""
+        """Return one line for the log."""
         sums, scores = self.secure_aggregation, self.scores
         return (
             f"{self.sampling.describe()} · clipping norm {self.clipping_norm:g}, noise multiplier "
@@ -194,12 +197,12 @@ class ReleasePlan(NoisedSum):
 
     @property
     def planned_rounds(self) -> int | None:
-        """T."""
+        """Planned number of rounds, T."""
         return self.rounds
 
     @property
     def client_protects(self) -> bool:
-        """Where the plan places the noise there."""
+        """True if clients add the noise."""
         return self.noise_placement == "client"
 
     def check(self, method: MethodTraits) -> None:
@@ -207,14 +210,14 @@ class ReleasePlan(NoisedSum):
         if method.needs_each_update:
             raise InvalidValue(
                 f"plan: the server of {method.name} needs each client's update, which a "
-                "ReleasePlan hides: take NonPrivatePlan, or PerturbationPlan or RecordLevelPlan "
-                "for record-level privacy"
+                "ReleasePlan hides; expected NonPrivatePlan, or PerturbationPlan or "
+                "RecordLevelPlan for record-level privacy"
             )
         if method.units_are_clients:
             check_client_plan(self)
 
     def protection(self, run: RunFacts, cohort_size: int) -> Protection | None:
-        """Bound, and the share of the noise of one client in a cohort of that size."""
+        """Return the bound and one client's share of the noise in a cohort of that size."""
         if cohort_size == 0:
             return None
         if self.noise_placement == "server":
@@ -230,7 +233,7 @@ class ReleasePlan(NoisedSum):
         )
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """What is provable against each adversary, where the units are the clients."""
+        """Return the provable guarantees against each adversary, if the units are the clients."""
         return client_level_guarantees(
             self,
             run.participations,
@@ -242,6 +245,6 @@ class ReleasePlan(NoisedSum):
         )
 
     def spent(self, run: RunFacts) -> dict[str, float]:
-        """ε against who sees the released models."""
+        """Return ε against an adversary that sees the released models."""
         loss = privacy_loss_of(self.releases(run.participations), delta=self.delta)
         return {"epsilon_provable": loss.epsilon}

@@ -1,10 +1,10 @@
 """Scores of an evaluation as one noised sum over clients.
 
-For an evaluation with k scores each client has a vector (1, x₁, …, x_k): x_j is its j-th score,
-clipped to public bounds and mapped from [low, high] to [−½, ½]. A client without test examples has
-a vector of zeros. So one client's vector has a norm of at most √(1 + k/4). The sum over all clients
-is released with Gaussian noise, and the mean of a score is the ratio of two of its numbers. The
-count is noised like the rest, since it tells who has test examples.
+For an evaluation with k scores, each client has a vector (1, x₁, …, x_k), where x_j is its j-th
+score, clipped to public bounds and mapped from [low, high] to [−½, ½]. A client without test
+examples has a vector of zeros. One client's vector therefore has a norm of at most √(1 + k/4). The
+sum over all clients is released with Gaussian noise, and the mean of a score is the ratio of two of
+its numbers. The count carries noise too, because it reveals which clients have test examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 
 Bounds = tuple[tuple[str, float, float], ...]
-"""Names of scores, each with its least and its largest value."""
+"""Names of scores, each with its smallest and its largest value."""
 ACCURACY: Bounds = (("accuracy", 0.0, 1.0),)
 
 
@@ -30,19 +30,19 @@ class SecureScores:
     Parameters
     ----------
     noise_multiplier : float
-        Standard deviation of the noise on the sum, over the norm bound of one client's vector.
+        Standard deviation of the noise on the sum, divided by the norm bound of a client's vector.
     evaluations : int
         Planned number of evaluations.
     bounds : tuple of (str, float, float)
-        Names of scores, each with its least and its largest value. What lies outside is clipped; a
-        score that a client cannot tell counts as the middle. Scores that are not named here stay
-        on the clients. A loss has no bound of its own: choose one, as ``("loss", 0.0, 4.0)``.
+        Names of scores, each with its smallest and its largest value. Values outside are clipped. A
+        score that a client cannot compute counts as the middle. Scores that are not named here stay
+        on the clients. A loss has no natural bound, so choose one, such as ``("loss", 0.0, 4.0)``.
 
     Raises
     ------
     InvalidValue
-        Noise or evaluations are not above 0; or there are no bounds, a name comes twice, or a
-        largest value is not above the least.
+        Noise or evaluations are not above 0; there are no bounds; a name occurs twice; or a largest
+        value is not above the smallest.
     """
 
     noise_multiplier: float
@@ -80,15 +80,15 @@ class SecureScores:
         total : ndarray
             The noised sum of 1 + k numbers.
         stddev : float
-            Of the noise on each of them.
+            Standard deviation of the noise on each of them.
 
         Returns
         -------
         dict[str, float]
             ``…_mean`` and ``…_mean_error`` by score, and the noised number of ``scored_clients``.
-            The error is that of the ratio, to first order; it holds where the count is several
-            ``stddev``. Noise may carry a mean beyond its bounds. Nothing where the count is below
-            1, since it then tells nothing.
+            The error is the standard error of the ratio to first order. It is valid if the count is
+            several ``stddev``. Noise may move a mean beyond its bounds. The result is empty if the
+            count is below 1, because the means would then be meaningless.
         """
         count = float(total[0])
         if count < 1:
@@ -102,12 +102,12 @@ class SecureScores:
         return found
 
     def describe(self) -> str:
-        """For the log."""
+        """Return one line for the log."""
         return f"scores in secure sums, noise multiplier {self.noise_multiplier:.4g}"
 
 
 def scores_vector(scores: Mapping[str, float], bounds: Bounds) -> np.ndarray:
-    """Return one client's vector of 1 + k numbers; zeros where it has no scores at all."""
+    """Return one client's vector of 1 + k numbers; zeros for a client without any scores."""
     if not scores:
         return np.zeros(1 + len(bounds))
     parts = [1.0]

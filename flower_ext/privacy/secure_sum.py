@@ -1,7 +1,7 @@
-"""Parameters of a secure sum: how many may collude or be lost, and what follows from it.
+"""Parameters of a secure sum, from the shares of members that may collude or be lost.
 
-Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph. The protocol itself
-is in `flower_ext.secure.aggregation`.
+Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
+`flower_ext.secure.aggregation` has the protocol.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 
 COMPLETE = 64
-"""Members up to which everybody is everybody's neighbour."""
+"""Largest number of members for which all members are neighbours."""
 LEAST_MEMBERS = 3
-"""Of a sum: with two members each could take its own vector off and see the other's."""
+"""Least members of a sum. Of two members, each could subtract its vector and see the other's."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
 """Probability of a graph that colluders break, and of a round that fails for lost members."""
 _NOISE_STDDEVS = 11.0
-"""Of a sum's noise, which none of 2⁴⁰ numbers exceeds but with a probability below 2⁻⁴⁰."""
+"""Room for a sum's noise: 2⁴⁰ numbers all stay below it except with probability 2⁻⁴⁰."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumParameters:
-    """Numbers that one round's secure sum runs with.
+    """Parameters of one round's secure sum.
 
     Parameters
     ----------
     members : int
-        n.
+        Number of members, n.
     neighbors : int
-        k, of each member.
+        Number of neighbours of each member, k.
     threshold : int
-        t: shares of so many neighbours unmask a member.
+        Number of neighbours whose shares unmask a member, t.
     least_answers : int
-        Fewer masked vectors, and the round is discarded.
+        Least number of masked vectors; with fewer, the round is discarded.
     colluders : int
-        Members that may tell the server all they know.
+        Number of members that may share everything they know with the server.
     """
 
     members: int
@@ -50,32 +50,34 @@ class SumParameters:
 
     @property
     def honest_answers(self) -> int:
-        """Answers of honest members in every sum, whose noise the colluders cannot take off."""
+        """Least number of honest answers in a sum, whose noise colluders cannot subtract."""
         return self.least_answers - self.colluders
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSum:
-    """A sum of uploads of which the server sees nothing but the sum, who took part, and when.
+    """A sum of uploads; the server sees only the sum, the members that took part, and when.
 
     Parameters
     ----------
     colluding : float
-        γ: share of a cohort that may collude with the server. A guarantee against the server
-        counts the noise of the others alone.
+        γ: share of a cohort that may collude with the server. A guarantee against the server counts
+        only the noise of the others.
     dropouts : float
-        δ: share of a cohort that may be lost in the course of a round, rounded up; of more, the
+        δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
         round is discarded.
     threshold, neighbors : int, optional
-        t and k, for every cohort alike. By default they follow from γ, δ and a cohort's size: the
-        sum is secure but with probability 2⁻⁴⁰, and fails for lost members with 2⁻²⁰ at most.
+        t and k for cohorts of every size. By default they follow from γ, δ and a cohort's size, so
+        that the sum is secure except with probability 2⁻⁴⁰, and fails for lost members with
+        probability at most 2⁻²⁰.
     least_answers : int, optional
-        By default a cohort's size less its dropouts. The clients' noise is scaled for so many.
+        Least number of answers, for which the clients' noise is scaled. By default a cohort's size
+        minus its dropouts.
 
     Raises
     ------
     InvalidValue
-        A share is below 0, or both together reach 1.
+        A share is outside [0, 1), or both together reach 1.
     """
 
     colluding: float = 0.1
@@ -91,7 +93,7 @@ class SecureSum:
         if self.colluding + self.dropouts >= 1:
             raise InvalidValue(
                 f"colluding={self.colluding:g} and dropouts={self.dropouts:g}: expected less than "
-                "1 together, as honest members have to be left"
+                "1 together, so that honest members are left"
             )
         for name in ("threshold", "neighbors", "least_answers"):
             if getattr(self, name) is not None:
@@ -103,7 +105,7 @@ class SecureSum:
         Raises
         ------
         InvalidValue
-            No parameters make the sum of so few members secure under these shares.
+            No parameters make a sum of this size secure under these shares.
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
@@ -135,7 +137,7 @@ class SecureSum:
         )
 
     def _graph(self, members: int, colluders: int, lost: int) -> tuple[int, int]:
-        """Return k and t, as given or as they follow."""
+        """Return k and t, as given or as they follow from the shares."""
         if self.neighbors is not None:
             neighbors = min(self.neighbors + self.neighbors % 2, members - 1)
             return neighbors, self.threshold or neighbors // 2 + 1
@@ -147,7 +149,7 @@ class SecureSum:
         return found[0], self.threshold or found[1]
 
     def describe(self) -> str:
-        """For the log."""
+        """Return one line for the log."""
         return f"secure sums (up to {self.colluding:g} collude, {self.dropouts:g} are lost)"
 
 
@@ -157,24 +159,27 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
     Parameters
     ----------
     cells : float
-        The most that members' values add up to in one coordinate.
+        Largest magnitude of the sum of members' values in one coordinate.
     noise_stddev : float
-        Of the noise on a sum to which all members answered, in cells.
+        Standard deviation, in cells, of the noise on a sum of all members.
 
     Raises
     ------
     InvalidValue
-        64 bits are too few.
+        The sum needs more than 64 bits.
     """
     most = cells + _NOISE_STDDEVS * noise_stddev
     for bits in (32, 64):
         if most < 2.0 ** (bits - 1):
             return bits
-    raise InvalidValue(f"a sum of up to {most:.3g} cells: expected less than 2**63")
+    raise InvalidValue(
+        f"a sum of up to {most:.3g} cells: expected less than 2**63; take fewer members or more "
+        "noise"
+    )
 
 
 def _sound(members: int, colluders: int, lost: int, neighbors: int, threshold: int) -> bool:
-    """Return whether a graph withstands colluders, and the losses that it is to withstand."""
+    """Return True if a graph withstands these numbers of colluders and losses."""
     others = members - 1
     if neighbors == others:
         return colluders < threshold <= others - lost
@@ -188,8 +193,8 @@ def _sound(members: int, colluders: int, lost: int, neighbors: int, threshold: i
 
 
 def _neighbours(members: int, colluders: int, lost: int, neighbors: int) -> tuple[Any, Any, Any]:
-    """Return the distributions of colluding, staying, and gone or colluding neighbours."""
-    from scipy.stats import hypergeom  # half a second to import
+    """Return the distributions of colluding, remaining, and lost or colluding neighbours."""
+    from scipy.stats import hypergeom  # takes half a second
 
     others = members - 1
     return (
@@ -201,7 +206,7 @@ def _neighbours(members: int, colluders: int, lost: int, neighbors: int) -> tupl
 
 @lru_cache(maxsize=1024)
 def _parameters(members: int, colluders: int, lost: int) -> tuple[int, int] | None:
-    """Return the least k and its t for so many members, colluders and losses."""
+    """Return the least k and its t for these numbers of members, colluders and losses."""
     others = members - 1
     if members <= COMPLETE:
         return (others, others - lost) if others - lost > colluders else None
@@ -212,10 +217,10 @@ def _parameters(members: int, colluders: int, lost: int) -> tuple[int, int] | No
 
 
 def threshold_of(members: int, colluders: int, lost: int, neighbors: int) -> int | None:
-    """Return the largest t for a random graph with so many neighbours, None where none will do.
+    """Return the largest t for a random graph with k = ``neighbors``; None if no t suffices.
 
-    With X of an honest member's k neighbours colluding, Y staying and Z gone or colluding, all
-    hypergeometric: n P(X ≥ t) ≤ 2⁻⁴⁰, n P(Y < t) ≤ 2⁻²⁰, and n P(Z = k) ≤ 2⁻⁴⁰.
+    Of an honest member's k neighbours, X collude, Y remain, and Z are lost or collude, all
+    hypergeometric. Then n P(X ≥ t) ≤ 2⁻⁴⁰, n P(Y < t) ≤ 2⁻²⁰, and n P(Z = k) ≤ 2⁻⁴⁰ must hold.
     """
     colluding, staying, without = _neighbours(members, colluders, lost, neighbors)
     if members * without.pmf(neighbors) > _INSECURE:

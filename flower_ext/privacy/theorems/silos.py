@@ -1,20 +1,20 @@
-"""Assumptions about silos with users in common, and what a secure sum of their uploads is worth.
+"""Assumptions about silos with users in common, and the worth of a secure sum of their uploads.
 
-The members of a secure sum are the n silos, all of them in every round. At least m answer, and
-each adds a discrete Gaussian share worth σ²C²/m. Let c silos collude with the server. They take off
-their own shares, and their users' parts with them.
+The members of a secure sum are the n silos, all of them in every round. At least m silos answer,
+and each adds a discrete Gaussian share of variance σ²C²/m. Let c silos collude with the server.
+They can subtract their own shares of the noise, and their users' parts with them.
 
-* Weights by records: a user may lie in the other silos with all its weight, so that it moves the
-  rest by C. The rest has at least m − c shares: noise multiplier σ√((m − c)/m).
-* Equal weights: a user moves what h' other silos send by C h'/n, under noise σC √(h'/m). That is a
-  noise multiplier of σ n/√(m h') ≥ σ: collusion costs nothing.
-* NAIVE: a user moves what h' silos send by 2C h', under noise σC n √(h'/m): a noise multiplier of
-  (σ/2) n/√(m h') ≥ σ/2, again whoever colludes.
+* Weights by records: a user may have all its weight in the other silos, and then moves the rest of
+  the sum by C. The rest has at least m − c shares, so the noise multiplier is σ√((m − c)/m).
+* Equal weights: a user moves the sum of h' other silos by C h'/n, under noise σC √(h'/m). The noise
+  multiplier is σ n/√(m h') ≥ σ, so collusion costs nothing.
+* NAIVE: a user moves the sum of h' silos by 2C h', under noise σC n √(h'/m). The noise multiplier
+  is (σ/2) n/√(m h') ≥ σ/2, so again collusion costs nothing.
 
-Poisson sampling of users is sound with secure sums, unlike that of clients: how many silos are
-asked, how many shares a sum has, and each share's size follow from n and m alone, so that the noise
-does not show how many users were drawn. The server draws the users and tells the silos, so that
-nothing is amplified against a server that sees sums.
+Poisson sampling of users is sound with secure sums, unlike that of clients. The number of asked
+silos, the number of shares in a sum and the size of each share depend on n and m only, so the noise
+does not reveal the number of drawn users. The server draws the users and tells the silos, so
+sampling amplifies nothing against a server that sees sums.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ OF_SILOS = (
     ON_A_GRID,
 )
 OF_SILOS_IN_CELLS = (*_OF_DATA, "silos train, clip, round and add noise as told", DISCRETE)
-"""The assumptions about silos whose uploads are whole numbers, for a secure sum."""
+"""Assumptions about silos that send whole numbers to a secure sum."""
 _OWN_RECORDS = "of a user's records those count that no colluding silo holds"
 of_one_user = partial(
     Guarantee, unit=PrivacyUnit.USER, relation=NeighboringRelation.ADD_OR_REMOVE_ONE
 )
 SECURE_SUM = f"secure aggregation, {NOT_PROVIDED}: the server sees no silo's upload"
-"""Assumption of what is said about sums, where silos send their uploads as they are."""
+"""Assumption of guarantees for sums if silos send their uploads without a secure sum."""
 
 
 def among_silos(plan: PlanT, num_silos: int) -> PlanT:
-    """Return the plan of users in so many silos, whose uploads a secure sum adds up.
+    """Return the plan for users in ``num_silos`` silos, whose uploads a secure sum adds.
 
     Raises
     ------
     InvalidValue
-        So many silos have no secure sum with these parameters, or the plan names another number.
+        The parameters allow no secure sum of so many silos, or the plan names another number.
     """
     if plan.silos not in (None, num_silos):
         raise InvalidValue(f"silos={plan.silos!r} of the plan: expected num_silos={num_silos}")
@@ -68,26 +68,26 @@ def among_silos(plan: PlanT, num_silos: int) -> PlanT:
 
 
 def shield_of(plan: NoisedSum | None) -> tuple[str, ...]:
-    """Return the assumptions about the secure sum of a plan's silos; none where it has none."""
+    """Return the assumptions about the secure sum of a plan's silos; none without one."""
     if plan is None or plan.secure_aggregation is None:
         return ()
     return (*of_secure_sum(plan, plan.secure_aggregation), _OWN_RECORDS)
 
 
 def published_shield(plan: NoisedSum | None) -> tuple[str, ...]:
-    """Return the assumptions of a theorem about sums that counts all silos' noise."""
+    """Return the assumptions of a published theorem about sums, which counts all silos' noise."""
     if plan is None or plan.secure_aggregation is None:
         return (SECURE_SUM,)
     return (PROTOCOL, "silos do not collude with the server")
 
 
 def company_assumption(apart: Mapping[int, bool]) -> str:
-    """Return the assumption about users who train in one batch, from the silos' answers.
+    """Return the assumption about users that train in one batch, from the silos' answers.
 
     Parameters
     ----------
     apart : Mapping[int, bool]
-        By silo: True where users train one by one.
+        By silo: True if users train one by one.
     """
     together = [str(silo) for silo, alone in apart.items() if not alone]
     if not together:
@@ -108,7 +108,7 @@ def exposures(
     in_sums: float | None,
     in_uploads: float | None,
 ) -> tuple[float, float]:
-    """Return the most exposed user's weight in sums, and in uploads that are seen."""
+    """Return the most exposed user's weight in sums, and in uploads that an adversary sees."""
     sums = float(rounds if in_sums is None else in_sums)
     uploads = sums if in_uploads is None else float(in_uploads)
     if plan.secure_aggregation is None:

@@ -1,6 +1,6 @@
-"""Promises of Uldp-FL to one user whose records lie in several silos: NAIVE, AVG and SGD.
+"""Guarantees of Uldp-FL for one user with records in several silos: NAIVE, AVG and SGD.
 
-Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3 and 5. As published, and what is provable.
+Source: Kato et al., Uldp-FL (PVLDB 2024), Theorems 3 and 5, as published and as provable here.
 
 ====================  =====================================================
 paper                 here
@@ -10,9 +10,9 @@ S, U, q               ``num_silos``, the plan's sampling of users
 T                     ``rounds``
 ====================  =====================================================
 
-NAIVE (Theorem 3) takes C for what one user can do to a silo's clipped update. Clipping is a
-projection onto a ball: without the user, training may end at its opposite side, 2C away. AVG and
-SGD clip each user's own update, which is then gone altogether, so for them C is right.
+NAIVE (Theorem 3) assumes that one user moves a silo's clipped update by at most C. Clipping
+projects onto a ball, and without the user training may end on its opposite side, 2C away. AVG and
+SGD clip each user's own update, which vanishes without the user, so for them C is right.
 See `silos` for secure sums.
 """
 
@@ -65,7 +65,7 @@ from flower_ext.privacy.theorems.silos import (
 from flower_ext.privacy.units import AdversaryView, NeighboringRelation, PrivacyUnit
 
 Weighting = Literal["equal", "by-records"]
-"""w_{s,u}: 1/|S| for everybody, or the user's share of records in the silo."""
+"""Rule for w_{s,u}: 1/|S| for all users, or the silo's share of the user's records."""
 
 _DRAWN = "sampled users are drawn by a cryptographic generator keyed by the operating system"
 _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, which clients are told"
@@ -73,7 +73,7 @@ _DRAWN_BY_SEED = "SIMULATION: sampled users are reproducible from the seed, whic
 
 @lru_cache(maxsize=256)
 def uldp_closed_form(*, noise_multiplier: float, rounds: int, delta: float) -> float:
-    """ε of Theorems 3 and 5: Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), at its best α > 1.
+    """Return ε of Theorems 3 and 5: Tα/(2σ²) + log((α-1)/α) - (log δ + log α)/(α-1), best α > 1.
 
     Raises
     ------
@@ -101,20 +101,20 @@ def uldp_naive_guarantees(
     secure_noise: bool = True,
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """ULDP-NAIVE, where each silo clips its update to C and adds noise σC√|S|.
+    """Return the guarantees of ULDP-NAIVE: each silo clips its update to C and adds noise σC√|S|.
 
-    All uploads together are a vector that one user moves by at most 2C√|S|, so what is provable
-    holds even against a server that sees each of them: noise multiplier σ/2. With secure sums it
-    is said of the sums as well, whichever silos collude.
+    All uploads together form a vector that one user moves by at most 2C√|S|. The provable guarantee
+    therefore has a noise multiplier of σ/2, even against a server that sees each upload. With
+    secure sums, it also holds for the sums, whichever silos collude.
 
     Parameters
     ----------
     noise_multiplier : float
         σ.
     rounds : int
-        Releases so far, discarded ones included.
+        Number of releases so far, including discarded ones.
     plan : NoisedSum, optional
-        That of the silos, for its secure sums; by default there are none.
+        The silos' plan, for its secure sums; by default there are no secure sums.
 
     Raises
     ------
@@ -179,57 +179,53 @@ def uldp_avg_guarantees(
     company: str = "",
     not_covered: Sequence[str] = (),
 ) -> list[Guarantee]:
-    """Return the guarantees of ULDP-AVG and ULDP-SGD, published and provable.
+    """Return the guarantees of ULDP-AVG and ULDP-SGD: Theorem 5, and the provable ones by view.
 
-    The published one is Theorem 5. There is a provable one for each adversary.
-
-    * Released models: amplified by sampling users, as who was sampled stays secret.
-    * Sums only: the server knows the sample, so releases compose plainly; where the draw is hidden
-      from it as well, they are amplified like released models, and so are uploads.
+    * Released models: amplified by sampling users, because the sample stays secret.
+    * Sums only: the server knows the sample, so releases compose without amplification. If a
+      protocol hides the draw from the server too, sums and uploads are amplified like released
+      models.
     * Each upload: a silo's share of the noise is σC/√|S|, or σC/√m in a secure sum of at least m
-      answers. With equal weights a user moves each upload by C/|S|, all of them together by C/√|S|,
-      so the noise multiplier is still σ. With weights by records a user may lie in one silo with
-      all its
-      weight.
+      answers. With equal weights, a user moves each upload by C/|S| and all of them together by
+      C/√|S|, so this view costs nothing extra. With weights by records, a user may have all its
+      weight in one silo.
 
     Parameters
     ----------
     plan : NoisedSum
-        Samples users, its noise comes from the silos, and its unit is the user. With secure sums,
-        pass the plan that `among_silos` returns.
+        A plan with the user as unit, sampling of users and noise by the silos. With secure sums, a
+        plan from `among_silos`.
     num_silos : int
     rounds : int
-        Releases so far, discarded ones included.
+        Number of releases so far, including discarded ones.
     weighting : {"equal", "by-records"}
     participations : float, optional
-        The most rounds in which any one user was sampled, each weighted by (σ/σ_t)² where the
-        silos supplied another noise σ_t; by default all rounds. In secure sums σ_t is the noise of
-        honest silos alone, as `Participations` counts it.
+        The most rounds in which any one user was sampled, each weighted by (σ/σ_t)² if the silos
+        supplied another noise σ_t; by default all rounds. In secure sums σ_t is the noise of honest
+        silos only, as `Participations` counts it.
     in_uploads : float, optional
-        The same count for an adversary who sees each upload; by default equal to
-        ``participations``.
+        The same number for an adversary that sees each upload; by default ``participations``.
     secure_noise, secure_sampling : bool
-        True if the noise (the draw of users) comes from a cryptographic generator; False if from a
-        seed.
+        True if they come from a cryptographic generator, False if from a seed.
     secure_sum : str
-        Assumption, in words, that hides single uploads from the server.
+        Assumption that hides single uploads from the server.
     hidden_draw : str
-        Assumption, in words, that hides the sampled users from the server; empty if it knows them.
+        Assumption that hides the sample from the server; empty if the server knows the sample.
     company : str
-        Assumption, in words, by which no bit of a user's training depends on other users (see
+        Assumption under which no bit of a user's training depends on other users (see
         `company_assumption`).
 
     Raises
     ------
     ValueError
-        A parameter is out of range, or the plan is not one of these methods.
+        A parameter is out of range, or the plan does not fit these methods.
     """
     check_user_plan(plan, num_silos, weighting)
     relation = plan.release.relation
     loss = privacy_loss_of({plan.release: rounds}, delta=plan.delta)
     shield = shield_of(plan := among_silos(plan, num_silos))
     exposure, in_uploads = exposures(plan, rounds, weighting, participations, in_uploads)
-    # The server knows who was sampled, so a neighbour is a user whose records vanish.
+    # The server knows the sample, so in a neighbouring data set a sampled user's records vanish.
     at_server = NeighboringRelation.REPLACE_SPECIAL
     shares = plan.sum_parameters.least_answers if shield else num_silos
     spread = 1.0 if weighting == "equal" else math.sqrt(shares)
@@ -338,17 +334,17 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
 
 
 def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
-    """Refuse a plan that is none of users, or that these methods cannot keep.
+    """Refuse a plan whose unit is not the user, or that these methods cannot fulfil.
 
     Raises
     ------
     ValueError
-        Names what does not fit.
+        A field of the plan does not fit; the message names it.
     """
     if plan.sensitivity < 1:
         raise InvalidValue(
-            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, as one user moves "
-            "a sum by a whole clipping norm; leave it out"
+            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, as one user may "
+            "move a sum by a whole clipping norm; leave it out"
         )
     if plan.unit is not PrivacyUnit.USER:
         raise InvalidValue(f"unit={plan.unit.value!r} of the plan: expected 'user'")

@@ -1,15 +1,15 @@
-"""A sum modulo 2^32 or 2^64 over the members of one round, of whom some may be lost on the way.
+"""A sum modulo 2^32 or 2^64 over the members of one round, some of which may drop out.
 
 Source: Bonawitz et al. 2017, on the graph of Bell et al. 2020, against a semi-honest server.
 
 1. Every member sends two fresh public keys (`Member.advertise`).
 2. It shares the seed of its own mask and its mask key among its neighbours (`Member.share`).
 3. It sends its vector under its own mask and under one mask for each neighbour (`Member.mask`).
-4. It reveals one share of each neighbour (`Member.unmask`): the seed's if that neighbour answered,
-   the key's if it was lost. `SumServer.total` then removes the masks.
+4. It reveals one share of each neighbour (`Member.unmask`): a share of the seed if that neighbour
+   answered, or of the key if it was lost. `SumServer.total` then removes the masks.
 
-The server learns the sum and who took part. ``docs/secure-sums.md`` says against whom this holds.
-Needs NumPy and ``cryptography``, no extra.
+The server learns the sum and which members took part. ``docs/secure-sums.md`` describes the
+adversaries. This package needs NumPy and ``cryptography``, but no extra.
 """
 
 from flower_ext.secure.aggregation.context import RoundContext

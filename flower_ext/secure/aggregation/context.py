@@ -1,4 +1,4 @@
-"""The facts of one round that all parties agree on, and that every key and message is bound to."""
+"""Public facts of one round, on which all parties agree and every key and message depends."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class RoundContext:
     Parameters
     ----------
     run : bytes
-        Names the run; different for every run.
+        Name of the run, different for every run.
     round_number : int
-        Different for every round of the run, a repeated one too.
+        Number of the round, different for every round of the run, even for a repeated one.
     order : tuple[int, ...]
-        The members, from 0 to their number less one, in the order of `graph.draw_order`.
+        The members, numbered from 0, in the order of `graph.draw_order`.
     bits : int
-        Sums are modulo 2^32 or 2^64.
+        32 or 64; sums are modulo 2^bits.
     length : int
-        Numbers in each member's vector.
+        Number of numbers in each member's vector.
     neighbours : int
-        Neighbours of each member, as `graph.degree` returns it.
+        Number of neighbours of each member, as from `graph.degree`.
     threshold : int
-        Neighbours whose shares unmask a member: one more than may collude with the server.
+        Number of neighbours whose shares unmask a member. Fewer may collude with the server.
     least_answers : int
-        Masked vectors without which the round is discarded.
+        Least number of masked vectors; with fewer, the round is discarded.
 
     Raises
     ------
     InvalidValue
-        A value that fits none of the above.
+        A value is out of range; the message names it.
     """
 
     run: bytes
@@ -55,7 +55,7 @@ class RoundContext:
     def __post_init__(self) -> None:
         size = len(self.order)
         if sorted(self.order) != list(range(size)):
-            raise InvalidValue("order: expected each member from 0 up once")
+            raise InvalidValue("order: expected each member once, numbered from 0")
         if self.round_number < 0:
             raise InvalidValue(f"round_number={self.round_number}: expected 0 or more")
         if self.bits not in (32, 64):
@@ -83,12 +83,12 @@ class RoundContext:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the type of a vector's numbers, as they travel."""
+        """Return the type of a vector's numbers in messages."""
         return np.dtype("<u4" if self.bits == 32 else "<u8")
 
     @cached_property
     def digest(self) -> bytes:
-        """Return 32 bytes that name this round and no other."""
+        """Return a hash of all fields, 32 bytes, which identifies this round."""
         return sha256(b"flower-ext secure sum 1" + self.to_bytes()).digest()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which members of a round share keys: a circle in a random order, each with its k nearest.
+"""Neighbours in a secure sum: members on a circle in random order share keys with the k nearest.
 
 Bell et al. 2020: a circulant (Harary) graph on a secretly drawn order needs O(log n) neighbours.
 """
@@ -13,15 +13,15 @@ from flower_ext.errors import InvalidValue
 
 
 def degree(members: int, neighbours: int) -> int:
-    """Return how many neighbours each member gets when at least ``neighbours`` are wanted.
+    """Return the number of neighbours of each member for at least ``neighbours`` of them.
 
-    That is the next even number, half of them on either side of the circle, and at most
-    ``members - 1``, which is the complete graph.
+    It is the next even number, with half of the neighbours on each side of the circle, but at most
+    ``members - 1``, which gives the complete graph.
 
     Raises
     ------
     InvalidValue
-        Fewer than two members, or less than one neighbour.
+        There are fewer than two members, or less than one neighbour.
     """
     if members < 2:
         raise InvalidValue(f"members={members}: expected at least 2")
@@ -33,7 +33,8 @@ def degree(members: int, neighbours: int) -> int:
 def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
     """Return the members from 0 to ``members - 1`` in a random order, uniform over all orders.
 
-    Seed ``generator`` from the operating system: who predicts the order can place colluders.
+    Seed ``generator`` from the operating system, because an adversary that predicts the order can
+    place colluders.
     """
     return tuple(int(member) for member in generator.permutation(members))
 
@@ -41,7 +42,7 @@ def draw_order(members: int, generator: np.random.Generator) -> tuple[int, ...]:
 def neighbours_of(member: int, order: Sequence[int], neighbours: int) -> tuple[int, ...]:
     """Return the members next to ``member`` in ``order``, ascending; the relation is symmetric.
 
-    ``neighbours`` is a number that `degree` returns.
+    ``neighbours`` must come from `degree`.
     """
     size = len(order)
     if neighbours >= size - 1:

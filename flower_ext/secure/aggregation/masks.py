@@ -1,4 +1,4 @@
-"""Masks of one round: ChaCha20 streams that are added to, or taken from, an array in place."""
+"""Masks of one round: ChaCha20 streams that are added to, or subtracted from, arrays in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ZEROS = bytes(_BLOCK_BYTES)
 def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
     """Add the stream of ``key`` to ``values`` in place, modulo 2^32 or 2^64.
 
-    The stream is drawn in blocks, so that memory does not grow with the array. Use a key for one
+    The stream is drawn in blocks, so memory does not grow with the array. Use each key for one
     array only.
 
     Parameters
@@ -32,9 +32,9 @@ def apply_mask(key: bytes, values: Residues, *, subtract: bool = False) -> None:
     values : numpy.ndarray
         One-dimensional, of uint32 or uint64.
     subtract : bool
-        Take the stream away instead.
+        Subtract the stream instead.
     """
-    # Counter and nonce start at zero, because every key is used once.
+    # A counter and nonce of zero are safe, because every key is used once.
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
     buffer = bytearray(_BLOCK_BYTES)
     drawn: Residues = np.frombuffer(buffer, dtype=values.dtype.newbyteorder("<"))
@@ -52,12 +52,12 @@ def public_of(private: bytes) -> bytes:
 
 
 def agreed(private: bytes, public: bytes) -> bytes:
-    """Return what two X25519 keys agree on, 32 bytes; derive keys from it, never use it itself.
+    """Return the shared secret of two X25519 keys, 32 bytes. Use it only to derive keys.
 
     Raises
     ------
     InvalidValue
-        The public key has not 32 bytes or is of low order.
+        The public key does not have 32 bytes, or is of low order.
     """
     try:
         mine = X25519PrivateKey.from_private_bytes(private)
@@ -86,7 +86,7 @@ def self_mask_key(digest: bytes, seed: bytes, member: int) -> bytes:
 def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
     """Return a hash by which the server recognises a rebuilt seed.
 
-    It tells nothing of the seed, because nobody can search through 256 random bits.
+    It reveals nothing about the seed, because nobody can search through 256 random bits.
     """
     return derive(seed, "sum: commitment", digest, member)
 
@@ -94,7 +94,7 @@ def commitment(digest: bytes, seed: bytes, member: int) -> bytes:
 def channel_key(
     digest: bytes, private: bytes, other_public: bytes, *, sender: int, receiver: int
 ) -> bytes:
-    """Return the key under which ``sender`` seals for ``receiver``, each way another."""
+    """Return the key under which ``sender`` seals for ``receiver``; the reverse key differs."""
     shared = agreed(private, other_public)
     low, high = sorted((public_of(private), other_public))
     return derive(shared, "sum: channel", digest, sender, receiver, low, high)

@@ -1,4 +1,4 @@
-"""A member's side of one round; the protocol is in `flower_ext.secure.aggregation`."""
+"""A member's side of one round; `flower_ext.secure.aggregation` describes the protocol."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _NONCE_BYTES = 12
 
 
 class Member:
-    """One member of one round. Call the methods in the order below, each once.
+    """One member of one round. Call `advertise`, `share`, `mask` and `unmask` in order, each once.
 
-    Store `to_bytes` after each call and before its reply leaves: a member that is restored from an
+    Store `to_bytes` after each call and before its reply leaves, because a member restored from an
     older state could answer twice. A call that raises changes nothing.
 
     Parameters
     ----------
     context : RoundContext
-        As the server announced it.
+        The context that the server announced.
     index : int
-        This member's number, from 0.
+        Number of this member, from 0.
     token_bytes : Callable[[int], bytes]
-        Source of random bytes; that of the operating system by default.
+        Source of random bytes; by default the operating system.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Member:
         return f"Member(index={self._index}, stage={self._state.stage.name})"
 
     def to_bytes(self) -> bytes:
-        """Return the member's state. It holds secrets in the clear: store it on this node only."""
+        """Return the member's state, with secrets in the clear. Store it on this node only."""
         return self._state.encode(self._context, self._index)
 
     @classmethod
@@ -107,21 +107,21 @@ class Member:
         Raises
         ------
         ProtocolError
-            The call is out of order, the message is of another round, this member's key was
-            altered, or fewer neighbours than the threshold have keys.
+            The call is out of order, the message belongs to another round, this member's key was
+            changed, or fewer neighbours than the threshold have keys.
         InvalidValue
-            A key is malformed, given twice, or of no neighbour.
+            A key is malformed, given twice, or does not belong to a neighbour.
         """
         self._expect(Stage.ADVERTISED)
         message.check(self._context)
         keys = dict(message.keys)
         if keys.pop(self._index, None) != self._public:
-            raise ProtocolError(f"keys[{self._index}]: expected this member's own, unaltered")
+            raise ProtocolError(f"keys[{self._index}]: expected this member's own keys, unchanged")
         self._check_neighbours(set(keys))
         parts = [self._public, *keys.values()]
         halves = [part[at : at + KEY_BYTES] for part in parts for at in (0, KEY_BYTES)]
         if len(set(halves)) != len(halves):
-            raise InvalidValue("keys: expected no key twice")
+            raise InvalidValue("keys: expected different keys, each only once")
         state, threshold = self._state, self._context.threshold
         points = [other + 1 for other in sorted(keys)]
         of_seed = split(state.seed, points, threshold, self._token_bytes)
@@ -139,24 +139,25 @@ class Member:
         )
 
     def mask(self, message: Delivery, values: Residues) -> MaskedInput:
-        """Return ``values`` under the member's own mask and one for each neighbour that shared.
+        """Return ``values`` under the member's own mask and a mask for each neighbour that shared.
 
         The member then forgets its own secrets, so that it can mask nothing else.
 
         Parameters
         ----------
         message : Delivery
-            What the neighbours sealed for this member.
+            The shares that the neighbours sealed for this member.
         values : numpy.ndarray
-            Shape (length,), uint32 or uint64 as the context's bits say. It is not changed.
+            Shape (length,), uint32 or uint64 according to the context's bits. It stays unchanged.
 
         Raises
         ------
         ProtocolError
-            The call is out of order or repeated, the message is of another round, or fewer
+            The call is out of order or repeated, the message belongs to another round, or fewer
             neighbours than the threshold shared.
         InvalidValue
-            Shares were changed or are of no neighbour, or ``values`` has another shape or type.
+            Shares were changed or do not come from a neighbour, or ``values`` has a wrong shape or
+            type.
         """
         self._expect(Stage.SHARED)
         context, state = self._context, self._state
@@ -168,7 +169,7 @@ class Member:
             )
         self._check_neighbours(set(message.sealed))
         if not set(message.sealed) <= set(state.keys):
-            raise ProtocolError("sealed: expected shares only of neighbours whose keys came before")
+            raise ProtocolError("sealed: expected shares only from neighbours with known keys")
         held = {other: self._open(other, sealed) for other, sealed in message.sealed.items()}
         masked: Residues = np.array(values, dtype=context.dtype)
         apply_mask(self_mask_key(context.digest, state.seed, self._index), masked)
@@ -187,29 +188,29 @@ class Member:
     def unmask(self, question: Question) -> Revealed:
         """Return seed shares of neighbours that answered and key shares of those that were lost.
 
-        The member then forgets all other shares. The same question gets the same answer again.
+        The member then forgets all other shares. It repeats its answer to the same question.
 
         Raises
         ------
         ProtocolError
-            The call is out of order, another question was answered before, somebody is named as
-            both answered and lost, this member as not having answered, fewer answered than the
-            context's least, or a neighbour is named that shared nothing with this member.
+            The call is out of order; another question was answered before; a member is named as
+            both answered and lost; this member is not named as answered; fewer members answered
+            than the context's least; or a named neighbour shared nothing with this member.
         """
         question.check(self._context)
         state, answered, lost = self._state, set(question.answered), set(question.lost)
         if state.stage is Stage.UNMASKED:
             if question.to_bytes() != state.question:
                 raise ProtocolError(
-                    "question: this member answered another one; expected the same again, because "
-                    "two answers could show both secrets of one neighbour"
+                    "question: expected the one that this member answered before, because two "
+                    "answers could reveal both secrets of one neighbour"
                 )
             return Revealed.from_bytes(state.answer, self._context)
         self._expect(Stage.MASKED)
         if answered & lost:
             raise ProtocolError(
-                f"members {sorted(answered & lost)} are asked for both kinds of shares: expected "
-                "each as answered or as lost"
+                f"members {sorted(answered & lost)} are named as both answered and lost: expected "
+                "only one of the two"
             )
         if len(answered) < self._context.least_answers:
             raise ProtocolError(
@@ -217,11 +218,11 @@ class Member:
                 f"least_answers={self._context.least_answers}"
             )
         if self._index not in answered:
-            raise ProtocolError(f"answered: expected member {self._index}, which did answer")
+            raise ProtocolError(f"answered: expected member {self._index} in it, which answered")
         named = (answered | lost) & set(self._context.graph[self._index])
         if named != set(state.held):
             raise ProtocolError(
-                f"neighbours {sorted(named)}: expected each of {sorted(state.held)}, which shared"
+                f"neighbours {sorted(named)}: expected all that shared, {sorted(state.held)}"
             )
         shares = {}
         for other, both in state.held.items():
@@ -242,14 +243,14 @@ class Member:
     def _expect(self, stage: Stage) -> None:
         if self._state.stage is not stage:
             raise ProtocolError(
-                f"member {self._index} is {self._state.stage.name}: expected {stage.name}; each "
-                "step is taken once, so send the stored reply again"
+                f"member {self._index} is {self._state.stage.name}: expected {stage.name}; take "
+                "each step once, and send the stored reply if it is needed again"
             )
 
     def _check_neighbours(self, found: set[int]) -> None:
         neighbours = set(self._context.graph[self._index])
         if not found <= neighbours:
-            raise InvalidValue(f"members {sorted(found - neighbours)}: expected neighbours only")
+            raise InvalidValue(f"members {sorted(found - neighbours)}: expected only neighbours")
         if len(found) < self._context.threshold:
             raise ProtocolError(
                 f"{len(found)} neighbours: expected at least threshold={self._context.threshold}"
@@ -269,7 +270,7 @@ class Member:
             both = cipher.decrypt(nonce, text, self._context.digest)
         except InvalidTag as error:
             raise InvalidValue(
-                f"shares from member {other}: expected what it sealed for member {self._index}"
+                f"shares from member {other}: expected shares sealed for member {self._index}"
             ) from error
         field_value(both[:SHARE_BYTES])
         field_value(both[SHARE_BYTES:])

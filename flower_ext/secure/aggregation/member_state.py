@@ -1,4 +1,4 @@
-"""State that a member stores between messages."""
+"""State that a member stores between two messages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Stage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberState:
-    """All that a member needs for its next steps, and nothing that it no longer needs.
+    """Everything that a member needs for its next steps, and nothing else.
 
-    ``keys`` are its neighbours' public keys, ``held`` their shares of seed and key.
+    ``keys`` holds its neighbours' public keys, and ``held`` their shares of seed and key.
     """
 
     stage: Stage = Stage.NEW
@@ -43,7 +43,7 @@ class MemberState:
         return replace(self, **changes)
 
     def encode(self, context: RoundContext, index: int) -> bytes:
-        """Return JSON that names the round and the member it belongs to."""
+        """Return the state as JSON, with the round and the member that it belongs to."""
         facts: dict[str, Any] = {"digest": context.digest.hex(), "index": index}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -62,13 +62,13 @@ class MemberState:
         Raises
         ------
         InvalidValue
-            The bytes are no state, or one of another round.
+            The bytes are not a state, or belong to another round.
         """
         try:
             facts = json.loads(data)
             if facts.pop("digest") != context.digest.hex():
                 raise InvalidValue(
-                    f"state: expected one of round {context.round_number} of this run"
+                    f"state: expected a state of round {context.round_number} of this run"
                 )
             index, stage = int(facts.pop("index")), Stage[facts.pop("stage")]
             values: dict[str, Any] = {

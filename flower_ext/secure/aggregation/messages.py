@@ -28,14 +28,14 @@ from flower_ext.secure.aggregation.shamir import SHARE_BYTES
 
 KEY_BYTES = 32
 SEALED_BYTES = 12 + 2 * SHARE_BYTES + 16  # nonce, two shares, tag
-OF_SEED, OF_KEY = b"s", b"k"  # the kind of a revealed share, its first byte
+OF_SEED, OF_KEY = b"s", b"k"  # first byte of a revealed share: its kind
 REVEALED_BYTES = 1 + SHARE_BYTES
 _HEADER = 1 + 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """Fields of three types: a number, bytes, and bytes of one length by member."""
+    """A message with fields of three types: a number, bytes, or bytes of one length by member."""
 
     digest: bytes
     kind: ClassVar[bytes]
@@ -63,10 +63,9 @@ class _Message:
         Raises
         ------
         ProtocolError
-            The message is of another round or of another kind.
+            The message belongs to another round or is of another kind.
         InvalidValue
-            The bytes are no such message: too short, too long, or with members that the round has
-            not.
+            The bytes are malformed: too short, too long, or with members that the round lacks.
         """
         if data[:_HEADER] != cls.kind + context.digest:
             raise ProtocolError(
@@ -98,7 +97,9 @@ class _Message:
                     }
                     at = end
         except struct.error as error:
-            raise InvalidValue(f"{cls.__name__}: expected more bytes than {len(data)}") from error
+            raise InvalidValue(
+                f"{cls.__name__} of {len(data)} bytes: expected more, as it is cut off"
+            ) from error
         if at != len(data):
             raise InvalidValue(f"{cls.__name__} of {len(data)} bytes: expected {at}")
         message = cls(digest=context.digest, **values)
@@ -106,10 +107,11 @@ class _Message:
         return message
 
     def check(self, context: RoundContext) -> None:
-        """Refuse a message of another round, and members or lengths that the round has not."""
+        """Refuse a message of another round, and members or lengths that the round lacks."""
         if self.digest != context.digest:
             raise ProtocolError(
-                f"{type(self).__name__}: expected one of round {context.round_number} of this run"
+                f"{type(self).__name__}: expected a message of round {context.round_number} of "
+                "this run"
             )
         for field in fields(self)[1:]:
             value, size = getattr(self, field.name), self.sizes[field.name]
@@ -177,7 +179,7 @@ class MaskedInput(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Question(_Message):
-    """Members that answered, and those that shared but did not: told to all alike.
+    """Members that answered, and members that shared but were lost; the same for all receivers.
 
     The mappings' entries are empty.
     """
@@ -188,18 +190,18 @@ class Question(_Message):
     lost: Mapping[int, bytes]
 
     def check(self, context: RoundContext) -> None:
-        """Refuse what is no two sets of members."""
+        """Refuse anything but two sets of members of this round."""
         if any(self.answered.values()) or any(self.lost.values()):
-            raise InvalidValue("answered, lost: expected members alone")
+            raise InvalidValue("answered, lost: expected members without further bytes")
         if self.digest != context.digest:
-            raise ProtocolError(f"Question: expected one of round {context.round_number}")
+            raise ProtocolError(f"Question: expected a message of round {context.round_number}")
         if any(not 0 <= member < context.members for member in (*self.answered, *self.lost)):
             raise InvalidValue(f"answered, lost: expected members below {context.members}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revealed(_Message):
-    """For each neighbour a share of its seed or of its mask key, after a byte that says which."""
+    """For each neighbour, a byte for the kind of share, and a share of its seed or mask key."""
 
     kind = b"R"
     sizes: ClassVar[Mapping[str, int]] = {"member": 0, "shares": REVEALED_BYTES}

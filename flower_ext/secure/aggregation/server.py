@@ -1,4 +1,4 @@
-"""The server's side of one round; the protocol is in `flower_ext.secure.aggregation`."""
+"""The server's side of one round; `flower_ext.secure.aggregation` describes the protocol."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ M = TypeVar("M", Advert, SealedShares, MaskedInput, Revealed)
 class SumServer:
     """The server of one round.
 
-    Four times it collects messages, in any order, and closes the stage: `add_advert` and `keys`,
-    `add_shares` and `deliveries`, `add_masked` and `question`, `add_revealed` and `total`. It
-    refuses a member's second message of a stage, and messages of a stage that is closed; the caller
-    goes on without them. A refused message changes nothing. Masked vectors are added up as they
-    come and not kept.
+    A round has four stages. In each, the server collects messages in any order and then closes the
+    stage: `add_advert` and `keys`, `add_shares` and `deliveries`, `add_masked` and `question`,
+    `add_revealed` and `total`. It refuses a member's second message of a stage, and messages of a
+    closed stage. A refused message changes nothing, and the caller continues without it. The server
+    adds masked vectors up as they arrive and keeps none.
 
     Parameters
     ----------
     context : RoundContext
-        As all members have it.
+        The context of all members.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -73,26 +73,28 @@ class SumServer:
         Raises
         ------
         ProtocolError
-            The message is late, early, repeated, of another round, or of a member that left.
+            The message is late, early, repeated, from another round, or from a member that left.
         InvalidValue
-            The message is malformed, or has a key that another member has.
+            The message is malformed, or holds a key of another member.
         """
         self._check(0, message)
         pair = {message.keys[:KEY_BYTES], message.keys[KEY_BYTES:]}
         known = {key[at : at + KEY_BYTES] for key in self._keys.values() for at in (0, KEY_BYTES)}
         if len(pair) < 2 or pair & known:
-            raise InvalidValue(f"keys of member {message.member}: expected two fresh keys")
+            raise InvalidValue(
+                f"keys of member {message.member}: expected two keys that nobody else sent"
+            )
         self._keys[message.member] = message.keys
         self._heard.add(message.member)
 
     def keys(self) -> dict[int, Keys]:
-        """Close the first stage: return for each member that stays the keys it needs.
+        """Close the first stage, and return the keys that each remaining member needs.
 
         Raises
         ------
         IncompleteRound
-            Fewer members than ``least_answers`` are left, those not counted that have fewer
-            neighbours than the threshold.
+            Fewer members than ``least_answers`` are left. Members with fewer neighbours than the
+            threshold do not count.
         """
         self._require(0)
         staying = self._close(set(self._keys))
@@ -105,18 +107,18 @@ class SumServer:
         }
 
     def add_shares(self, message: SealedShares) -> None:
-        """Take a member's sealed shares; errors are those of `add_advert`."""
+        """Take a member's sealed shares; raise the errors of `add_advert`."""
         self._check(1, message)
         expected = set(self._near(message.member, self._expected))
         if set(message.sealed) != expected:
             raise InvalidValue(
-                f"shares of member {message.member}: expected one for each of {sorted(expected)}"
+                f"shares of member {message.member}: expected shares for each of {sorted(expected)}"
             )
         self._shared[message.member] = message
         self._heard.add(message.member)
 
     def deliveries(self) -> dict[int, Delivery]:
-        """Close the second stage: return for each member what its neighbours sealed for it.
+        """Close the second stage, and return the shares that neighbours sealed for each member.
 
         Raises
         ------
@@ -137,19 +139,19 @@ class SumServer:
         }
 
     def add_masked(self, message: MaskedInput) -> None:
-        """Add a member's masked vector to the sum; errors are those of `add_advert`."""
+        """Add a member's masked vector to the sum; raise the errors of `add_advert`."""
         self._check(2, message)
         self._sum += np.frombuffer(message.values, dtype=self._context.dtype)
         self._answered.add(message.member)
         self._heard.add(message.member)
 
     def question(self) -> Question:
-        """Close the third stage: return the question for every member that answered.
+        """Close the third stage, and return the question for every member that answered.
 
         Raises
         ------
         IncompleteRound
-            Fewer answered than ``least_answers``: the round is discarded.
+            Fewer members answered than ``least_answers``, so the round is discarded.
         """
         self._require(2)
         self._enough(len(self._answered))
@@ -162,7 +164,7 @@ class SumServer:
         )
 
     def add_revealed(self, message: Revealed) -> None:
-        """Take the shares that a member reveals; errors are those of `add_advert`."""
+        """Take the shares that a member reveals; raise the errors of `add_advert`."""
         self._check(3, message)
         expected = {
             other: OF_SEED if other in self._answered else OF_KEY
@@ -170,7 +172,7 @@ class SumServer:
         }
         if {other: share[:1] for other, share in message.shares.items()} != expected:
             raise InvalidValue(
-                f"shares of member {message.member}: expected the kinds that were asked for"
+                f"shares of member {message.member}: expected the kinds in the server's question"
             )
         for share in message.shares.values():
             field_value(share[1:])
@@ -190,8 +192,8 @@ class SumServer:
         Raises
         ------
         IncompleteRound
-            A secret cannot be rebuilt, because too few of its shares are there or one of them is
-            wrong. The round is discarded.
+            A secret cannot be rebuilt, because too few shares of it arrived or a share is wrong.
+            The round is discarded.
         """
         self._require(3)
         self._next(set())
@@ -207,7 +209,7 @@ class SumServer:
                 key = pair_mask_key(
                     digest, private, member=member, other=other, other_public=public
                 )
-                # The neighbour added this mask if its number is the lower one.
+                # The neighbour added this mask if its number is lower, else it subtracted it.
                 apply_mask(key, self._sum, subtract=other < member)
         self._revealed.clear()
         return self._sum.astype(np.uint32 if context.bits == 32 else np.uint64, copy=False)
@@ -240,7 +242,7 @@ class SumServer:
         return [other for other in self._context.graph[member] if other in among]
 
     def _close(self, left: set[int]) -> set[int]:
-        """Drop members with too few neighbours, again until nobody is dropped; open the next."""
+        """Drop members with too few neighbours until all have enough; open the next stage."""
         while True:
             few = {m for m in left if len(self._near(m, left)) < self._context.threshold}
             if not few:
@@ -263,9 +265,7 @@ class SumServer:
 
     def _require(self, stage: int) -> None:
         if self._stage != stage:
-            raise ProtocolError(
-                f"the server expects {_STAGES[self._stage]} now, not {_STAGES[stage]}"
-            )
+            raise ProtocolError(f"{_STAGES[stage]}: the server expects {_STAGES[self._stage]} now")
 
     def _check(self, stage: int, message: M) -> None:
         message.check(self._context)

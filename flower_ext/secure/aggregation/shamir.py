@@ -1,4 +1,4 @@
-"""Shamir's secret sharing of 32-byte secrets: any t shares give the secret, t - 1 say nothing."""
+"""Shamir's sharing of 32-byte secrets: any t shares give the secret, t - 1 reveal nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flower_ext.errors import InvalidValue
 
-PRIME = 2**256 + 297  # the least prime above 2^256, so that every 32-byte secret is in the field
+PRIME = 2**256 + 297  # the least prime above 2^256, so that the field holds every 32-byte secret
 SECRET_BYTES = 32
 SHARE_BYTES = 33
-_DRAWN_BYTES = 48  # 127 bits more than the prime has: a remainder is within 2^-127 of uniform
+_DRAWN_BYTES = 48  # 127 bits more than the prime, so remainders are within 2^-127 of uniform
 
 TokenBytes = Callable[[int], bytes]
 
@@ -24,9 +24,9 @@ def split(
     secret : bytes
         32 bytes.
     points : Sequence[int]
-        Different numbers from 1 up: where the polynomial is evaluated.
+        Different positive numbers at which the polynomial is evaluated.
     threshold : int
-        Shares that suffice to rebuild the secret.
+        Number of shares that suffice to rebuild the secret.
     token_bytes : Callable[[int], bytes]
         Source of random bytes.
 
@@ -53,13 +53,13 @@ def split(
 
 
 def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
-    """Rebuild the secret from the first ``threshold`` shares; wrong shares give a wrong secret.
+    """Rebuild the secret from the first ``threshold`` shares. Wrong shares give a wrong secret.
 
     Raises
     ------
     InvalidValue
         There are fewer shares than ``threshold``, a share is not a number of the field, or the
-        shares lie on no polynomial whose value at zero has 32 bytes.
+        rebuilt value does not fit 32 bytes.
     """
     chosen = sorted(shares)[:threshold]
     _check_points(chosen, threshold)
@@ -79,7 +79,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
 
 def field_value(share: bytes) -> int:
-    """Return a share as a number, or refuse it with `InvalidValue`."""
+    """Return a share as a number; raise `InvalidValue` if it is malformed."""
     value = int.from_bytes(share, "big")
     if len(share) != SHARE_BYTES or value >= PRIME:
         raise InvalidValue(f"share: expected {SHARE_BYTES} bytes, a number below 2^256 + 297")

@@ -53,7 +53,7 @@ def test_a_key_that_another_member_has_is_refused():
     one = Round(round_context())
     advert = one.members[0].advertise()
     one.server.add_advert(advert)
-    with pytest.raises(InvalidValue, match="fresh keys"):
+    with pytest.raises(InvalidValue, match="two keys that nobody else sent"):
         one.server.add_advert(replace(advert, member=1))
 
 
