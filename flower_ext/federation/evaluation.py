@@ -189,8 +189,6 @@ class Evaluating(MethodHooks):
         with self.spending.closing() as release:
             release.discard(str(reason))
 
-    # What strategies share with it ----------------------------------------------------------
-
     def _meet(self, grid: Grid) -> None:
         """Connect to the clients, at the first call."""
         raise NotImplementedError

@@ -184,7 +184,7 @@ def test_cohorts_of_a_secret_size_have_no_secure_sum():
 
 
 def test_silos_are_members_whatever_users_are_drawn():
-    """Who is asked, and how much noise there is, follow from the number of silos alone."""
+    """The number of silos alone decides who is asked and how much noise there is."""
     users = {"unit": PrivacyUnit.USER, "secure_aggregation": SecureSum(colluding=0.0, dropouts=0.2)}
     sampled = PoissonSampling(population=1_000, rate=0.1)
     plans = [

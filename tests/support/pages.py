@@ -98,7 +98,7 @@ def anchor(heading: str) -> str:
 
 
 def is_full(page: Path) -> bool:
-    """Whether the page is too slow for ``make test``."""
+    """Return True if the page is too slow for ``make test``."""
     return "<!-- full -->" in page.read_text(encoding="utf-8")
 
 

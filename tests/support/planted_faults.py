@@ -160,7 +160,7 @@ def part_unnoised(patch, experiment: Experiment) -> Experiment:
 
 
 def count_unnoised(patch, experiment: Experiment) -> Experiment:
-    """How many clients have test examples goes without noise, and the attack looks at it alone."""
+    """The count of clients with test examples has no noise, and the attack looks at it alone."""
 
     def score(seen, view):
         return sum(means.get("scored_clients", 0.0) for means in seen.scores)

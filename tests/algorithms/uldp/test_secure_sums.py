@@ -199,7 +199,7 @@ def test_where_a_silo_may_be_lost_the_noise_is_that_of_all_shares_all_the_same()
 
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0])
 def test_neither_members_nor_noise_show_how_many_users_were_drawn(drawn, monkeypatch):
-    """What amplification by Poisson sampling takes for secret is not in the sum's noise."""
+    """The sum's noise does not show how many users Poisson sampling drew."""
     users = range(round(drawn * USERS))
     monkeypatch.setattr(PoissonSampling, "draw", lambda self, rng: list(users))
     strategy = UldpAvg(plan=secure(SAMPLED), local=LOCAL, **COMMON)

@@ -12,7 +12,7 @@ from tests.support.lattice import LatticeWorld, draw_counts, lattice_settings
 
 
 class Killed(BaseException):
-    """What a process does no more."""
+    """Stands for the end of a process."""
 
 
 class Disk:

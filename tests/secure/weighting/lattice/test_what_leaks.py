@@ -1,4 +1,4 @@
-"""What the parties could read from what they receive, tried out.
+"""Attacks by parties on the messages that they receive.
 
 Each attack finds nothing in what the parties send, and succeeds on a copy that lacks one
 correction of the protocol.
