@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from flower_ext.secure.weighting.lattice.layout import DEGREE, LANES
@@ -81,23 +82,102 @@ def _canonical(x: Any, q: Any, inverse: Any) -> Any:
     return rest - q if rest >= q else rest
 
 
-def _splat(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Store ``value`` in eight neighbours. A loop would take as long as a product."""
+class _Vectors:
+    """Arithmetic on vectors of eight numbers modulo q, inside an intrinsic.
+
+    Numba's own loops are slow where a factor changes after every eight numbers.
+    """
+
+    _eight = ir.VectorType(ir.DoubleType(), LANES)
+
+    def __init__(self, builder: Any, q: Any, inverse: Any) -> None:
+        self._builder = builder
+        self._fused = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(self._eight, [self._eight] * 3), f"llvm.fma.v{LANES}f64"
+        )
+        self._q, self._inverse = self.every(q), self.every(inverse)
+        self._rounding = ir.Constant(self._eight, [_ROUND] * LANES)
+
+    def every(self, value: Any) -> Any:
+        """Return a vector of eight equal numbers."""
+        nothing = ir.Constant(self._eight, ir.Undefined)
+        first = self._builder.insert_element(nothing, value, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        return self._builder.shuffle_vector(first, nothing, zeros)
+
+    def place(self, array: Any, at: Any) -> Any:
+        """Return the address of eight neighbours in an array, the first of them at ``at``."""
+        pointer = self._builder.gep(array, [at])
+        return self._builder.bitcast(pointer, ir.PointerType(self._eight))
+
+    def load(self, place: Any) -> Any:
+        return self._builder.load(place, align=8)
+
+    def store(self, value: Any, place: Any) -> None:
+        self._builder.store(value, place, align=8)
+
+    def sum(self, x: Any, y: Any) -> Any:
+        return self._builder.fadd(x, y)
+
+    def difference(self, x: Any, y: Any) -> Any:
+        return self._builder.fsub(x, y)
+
+    def times(self, x: Any, w: Any) -> Any:
+        """Do as `_times`."""
+        builder = self._builder
+        high = builder.fmul(x, w)
+        low = builder.call(self._fused, [x, w, builder.fneg(high)])
+        quotient = builder.call(self._fused, [high, self._inverse, self._rounding])
+        quotient = builder.fneg(builder.fsub(quotient, self._rounding))
+        return builder.fadd(builder.call(self._fused, [quotient, self._q, high]), low)
+
+
+def _product(
+    typing_context: Any, row: Any, at: Any, key: Any, total: Any, q: Any, inverse: Any
+) -> Any:
+    """Add eight neighbours of ``row``, times ``key``, to those of ``total``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        eight = ir.VectorType(ir.DoubleType(), LANES)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        nothing = ir.Constant(eight, ir.Undefined)
-        first = builder.insert_element(nothing, arguments[2], ir.Constant(ir.IntType(32), 0))
-        place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.PointerType(eight))
-        builder.store(builder.shuffle_vector(first, nothing, zeros), place, align=8)
+        source, at, key, target, q, inverse = arguments
+        kinds = signature.args
+        vectors = _Vectors(builder, q, inverse)
+        own = vectors.place(context.make_array(kinds[0])(context, builder, source).data, at)
+        sums = vectors.place(context.make_array(kinds[3])(context, builder, target).data, at)
+        rest = vectors.times(vectors.load(own), vectors.every(key))
+        vectors.store(vectors.sum(vectors.load(sums), rest), sums)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.float64), generate
+    real = types.float64
+    return types.void(row, types.intp, real, total, real, real), generate
 
 
-_spread: Any = intrinsic(_splat)
+def _butterflies(
+    typing_context: Any, x: Any, at: Any, width: Any, u: Any, v: Any, w: Any, q: Any, inverse: Any
+) -> Any:
+    """Take eight neighbours, and those ``width``, 2 and 3 ``width`` further, through two stages."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, width, u, v, w, q, inverse = arguments
+        vectors = _Vectors(builder, q, inverse)
+        data = context.make_array(signature.args[0])(context, builder, array).data
+        places = [vectors.place(data, at)]
+        for _ in range(3):
+            at = builder.add(at, width)
+            places.append(vectors.place(data, at))
+        numbers = [vectors.load(place) for place in places]
+        for one, two, root in ((0, 2, u), (1, 3, u), (0, 1, v), (2, 3, w)):
+            a, t = numbers[one], vectors.times(numbers[two], vectors.every(root))
+            numbers[one], numbers[two] = vectors.sum(a, t), vectors.difference(a, t)
+        for number, place in zip(numbers, places, strict=True):
+            vectors.store(number, place)
+        return context.get_dummy_value()
+
+    real = types.float64
+    return types.void(x, types.intp, types.intp, *[real] * 5), generate
+
+
+_add_product: Any = intrinsic(_product)
+_pass_two_stages: Any = intrinsic(_butterflies)
 
 
 @_fast
@@ -109,31 +189,18 @@ def _two_stages(x: Any, roots: Any, start: Any, groups: Any, q: Any) -> None:
     p = 1.0 / q
     width = x.shape[0] // (4 * groups)
     for g in range(groups):
-        j, at = start + g, 4 * g * width
+        j = start + g
         u, v, w = roots[j], roots[2 * j], roots[2 * j + 1]
-        one, two = x[at : at + width], x[at + width : at + 2 * width]
-        three, four = x[at + 2 * width : at + 3 * width], x[at + 3 * width : at + 4 * width]
-        for i in range(width):
-            a, b, c, d = one[i], two[i], three[i], four[i]
-            t = _times(c, u, q, p)
-            a, c = a + t, a - t
-            t = _times(d, u, q, p)
-            b, d = b + t, b - t
-            t = _times(b, v, q, p)
-            a, b = a + t, a - t
-            t = _times(d, w, q, p)
-            c, d = c + t, c - t
-            one[i], two[i], three[i], four[i] = a, b, c, d
+        for i in range(0, width, LANES):
+            _pass_two_stages(x, 4 * g * width + i, width, u, v, w, q, p)
 
 
 @_fast
-def _add_row(row: Any, key: Any, spread: Any, total: Any, q: Any) -> None:
+def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
     """Add a row, times its words of the key, to ``total``."""
     p = 1.0 / q
     for i in range(key.shape[0]):
-        _spread(spread, LANES * i, key[i])
-    for i in range(row.shape[0]):
-        total[i] += _times(row[i], spread[i], q, p)
+        _add_product(row, LANES * i, key[i], total, q, p)
 
 
 @_fast
@@ -164,7 +231,7 @@ def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any, spread: Any
             _two_stages(row, roots, stage * (_ROWS + r), stage, q)
         for part in range(keys.shape[0]):
             key = keys[part, r * _COLUMNS : (r + 1) * _COLUMNS]
-            _add_row(row, key, spread, totals[part, r * _ROW : (r + 1) * _ROW], q)
+            _add_row(row, key, totals[part, r * _ROW : (r + 1) * _ROW], q)
 
 
 @_fast
