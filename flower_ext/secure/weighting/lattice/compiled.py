@@ -204,7 +204,7 @@ def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
 
 
 @_fast
-def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any, spread: Any) -> None:
+def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
     """Transform eight polynomials and add their products with the keys to the totals.
 
     Parameters
@@ -220,8 +220,6 @@ def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any, spread: Any
         Powers of the root of unity; see `ring`.
     q : float
         The prime.
-    spread : float64 (512,)
-        Scratch memory.
     """
     for stage in (1, 4, 16):
         _two_stages(x, roots, stage, stage, q)

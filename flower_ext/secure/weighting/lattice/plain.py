@@ -37,9 +37,7 @@ def _canonical(x: Reals, q: float) -> Reals:
     return np.where(rest >= q, rest - q, rest)
 
 
-def add_products(
-    x: Reals, keys: Reals, totals: Reals, roots: Reals, q: float, spread: Reals
-) -> None:
+def add_products(x: Reals, keys: Reals, totals: Reals, roots: Reals, q: float) -> None:
     """See `compiled.add_products`."""
     groups = 1
     while groups < DEGREE:

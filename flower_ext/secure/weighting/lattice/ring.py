@@ -27,7 +27,6 @@ Reals: TypeAlias = NDArray[np.float64]
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 
 RESIDUE_BYTES = 6
-_SPREAD = 512
 
 
 def _work() -> ModuleType:
@@ -123,7 +122,7 @@ def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
         0 or 1.
     """
     own = PRIMES[prime]
-    work.add_products(x, keys, totals, own.roots, own.q, np.empty(_SPREAD))
+    work.add_products(x, keys, totals, own.roots, own.q)
 
 
 def _alternating(polynomials: Reals) -> Reals:
