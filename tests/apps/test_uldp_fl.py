@@ -175,8 +175,9 @@ def test_limits_of_silos_reach_the_protocol(tmp_path):
 
 
 @pytest.mark.full
-def test_users_whom_not_even_the_server_knows_are_drawn(tmp_path):
-    facts = {"draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1}
+@pytest.mark.parametrize("protocol", ["paillier", "lattice"])
+def test_users_whom_not_even_the_server_knows_are_drawn(protocol, tmp_path):
+    facts = {"protocol": protocol, "draw_choices": 5, "user_sampling_rate": 0.4, "rounds": 1}
     run_ = run(tmp_path / "run", method="uldp-avg-private", **facts)
     assert [row["answered"] for row in run_.metrics()] == [5]
     assert not any("users" in row for row in run_.metrics())
@@ -237,8 +238,8 @@ def test_groups_of_any_size(size, tmp_path):
         ({"method": "uldp-sgd-private", "precision": 0.0}, r"precision=0\.0"),
         ({"method": "uldp-avg-private", "protocol": "rsa"}, "protocol='rsa': expected one of"),
         (
-            {"method": "uldp-avg-private", "protocol": "lattice", "draw_choices": 4},
-            "draw-choices=4 with protocol='lattice'",
+            {"method": "uldp-avg-private", "protocol": "lattice", "allowed_totals": "9"},
+            "allowed-totals='9' with protocol='lattice'",
         ),
         (
             {"method": "uldp-avg-private", "protocol": "lattice", "silo_record_limits": "9,9"},

@@ -57,7 +57,7 @@ class LatticeWorld:
     @property
     def order(self) -> list[int]:
         """The user at each place."""
-        return self.silos[0]._order
+        return self.silos[0]._shared.order
 
     def draw(self, rng: np.random.Generator, scale=1.0) -> tuple[np.ndarray, np.ndarray]:
         """Updates (silos, users, coordinates) of length ``scale`` C, noise (silos, coordinates)."""

@@ -32,15 +32,15 @@ def protocol_of(config: UserConfig) -> WeightingProtocol:
     from flower_ext.algorithms.uldp import LatticeWeighting, PrivateWeighting
 
     if choice(config, "protocol", ("paillier", "lattice")) == "lattice":
-        for name in ("allowed-totals", "draw-choices"):
-            if config[name]:
-                raise UnfitSetting(
-                    f"run-config {name}={config[name]!r} with protocol='lattice': expected "
-                    f"protocol='paillier', or no {name}"
-                )
+        if config["allowed-totals"]:
+            raise UnfitSetting(
+                f"run-config allowed-totals={config['allowed-totals']!r} with protocol='lattice': "
+                "expected protocol='paillier', or no allowed-totals"
+            )
         return LatticeWeighting(
             max_records_per_user=integer(config, "max-records-per-user"),
             silo_record_limits=integers(config, "silo-record-limits"),
+            draw_choices=integer(config, "draw-choices") or None,
         )
     return PrivateWeighting(
         key_bits=integer(config, "key-bits"),

@@ -11,6 +11,7 @@ from functools import cached_property
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.fixed_point import FixedPoint
+from flower_ext.secure.weighting.draw import check_draw
 from flower_ext.secure.weighting.multiexp import DEFAULT_TABLE_MEMORY
 from flower_ext.secure.weighting.packing import Packing
 from flower_ext.secure.weighting.paillier import SECURE_KEY_BITS, check_key_bits
@@ -90,11 +91,7 @@ class WeightingSettings:
         check_key_bits(self.key_bits, allow_insecure_key_size=self.allow_insecure_key_size)
         self._check_totals()
         self._check_silo_limits()
-        if self.draw_choices is not None and not 0 < self.draw_hits < self.draw_choices:
-            raise InvalidValue(
-                f"draw_hits={self.draw_hits!r}: expected an integer from 1 to "
-                f"draw_choices - 1 = {self.draw_choices - 1}"
-            )
+        check_draw(self)
         _ = self.encoding, self.noise_encoding, self.packing  # each checks its own sizes
 
     @cached_property

@@ -377,7 +377,10 @@ class WeightingSilo:
                     "EncryptedWeights under settings with draw_choices: expected SealedWeights"
                 )
             return message.weights
-        return draw.opened(self.settings, self._seed, message, workers=self._workers)
+        number, public = message.round_number, message.public
+        chosen = draw.chooser(self.settings, self._seed, number, public, workers=self._workers)
+        size = self.settings.ciphertext_bytes
+        return b"".join(draw.opened(self.settings, chosen, message.sealed, size=size))
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
         """Return n_su · r_u · C_LCM of each of ``users``, by place in the secret order."""

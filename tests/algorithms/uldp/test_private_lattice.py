@@ -1,5 +1,6 @@
 """Private weights over ring-LWE: the plain sum, and what the two ends do with losses and lies."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -26,6 +27,7 @@ from flower_ext.privacy import (
     gaussian_loss,
 )
 from flower_ext.secure import ProtocolError
+from flower_ext.secure.weighting.lattice import draw
 from tests.support import grids
 from tests.support.private_silos import (
     METHOD,
@@ -74,7 +76,7 @@ class Watch:
             add, finish, updates = opened.add, opened.finish, {}
 
             def watched(noise):
-                self.added.append((number, end.index, updates, noise, end.silo._order))
+                self.added.append((number, end.index, updates, noise, end.silo._shared.order))
                 return finish(noise)
 
             opened.add = lambda some: (updates.update(some), add(some))
@@ -175,7 +177,7 @@ def test_no_secret_of_a_silo_is_in_any_message(transcript):
     told = b"||".join(array.tobytes() for _, _, array in arrays([*grid.sent, *grid.received]))
     for number in range(SILOS):
         silo = resume(vault(grid, number)).silo
-        for secret in (silo._seed, silo._pairs.private, *silo._pairs._keys.values()):
+        for secret in (silo._shared.seed, silo._pairs.private, *silo._pairs._keys.values()):
             assert len(secret) == 32
             assert secret not in told
         assert vault(grid, number).load() not in told
@@ -195,6 +197,109 @@ def test_weights_and_uploads_of_every_round_are_fresh(transcript):
 def test_while_nobody_is_drawn_one_epoch_lasts_for_the_run():
     grid, _ = start(lattice_of(evaluate_every=0), Recorder)
     assert len({array.tobytes() for _, name, array in arrays(grid.sent) if name == "weights"}) == 1
+
+
+# Users whom nobody knows -------------------------------------------------------------------------
+
+
+HIDDEN = replace(LATTICE, draw_choices=5)
+
+
+def hidden_lattice(**options):
+    return lattice_of(protocol=HIDDEN, sampling=SOME, **options)
+
+
+def test_the_sums_are_those_of_users_whom_all_silos_took_by_oblivious_transfer(monkeypatch):
+    """Only a test, which acts for all parties at once, can know who was drawn."""
+    watch, made, taken = Watch(monkeypatch), [], []
+    of_server, of_silo = draw.columns, draw.opened
+
+    def server_makes(settings):
+        made.append(of_server(settings).drawn)
+        return dataclasses.replace(of_server(settings), drawn=made[-1])
+
+    def silo_takes(*arguments):
+        found = of_silo(*arguments)
+        taken.append([column for column, _ in found])
+        return found
+
+    monkeypatch.setattr(draw, "columns", server_makes)
+    monkeypatch.setattr(draw, "opened", silo_takes)
+    start(strategy := hidden_lattice())
+    assert strategy.refusals == []
+    assert len(taken) == ROUNDS * SILOS
+    drawn = [
+        [at for at, (own, column) in enumerate(zip(made[number], row, strict=True)) if own[column]]
+        for number, row in enumerate(taken[::SILOS])
+    ]
+    watch.drawn[:] = drawn
+    for number, found in enumerate(watch.sums, start=1):
+        assert np.abs(found - watch.expected(number)).max() <= 1e-7 * NORM
+    assert "users" not in strategy.progress.row
+    assert taken == [row for row in taken[::SILOS] for _ in range(SILOS)]
+
+
+def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
+    grid, _ = start(hidden_lattice(evaluate_every=0), Recorder)
+    asked = [m for m in grid.sent if "offer" in m.content.array_records]
+    assert [m.metadata.dst_node_id for m in asked] == [1_000] * ROUNDS
+    told = [a.tobytes()[12:] for _, name, a in arrays(grid.received) if name == "answer"]
+    pieces = [data[at : at + 384] for data in told for at in range(0, len(data), 384)]
+    assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
+
+
+def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path):
+    class Silent(InProcessGrid):
+        draws = 0
+
+        def send_and_receive(self, messages, *, timeout=None):
+            messages = list(messages)
+            if messages and "offer" in messages[0].content.array_records:
+                self.draws += 1
+                if self.draws == 2:
+                    return []
+            return super().send_and_receive(messages, timeout=timeout)
+
+    start(hidden_lattice(ledger=Ledger(tmp_path / "ledger.jsonl")), Silent)
+    entries = Ledger.read(tmp_path / "ledger.jsonl")
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
+    assert "no users were drawn: partitions [0] cannot take part" in entries[3]["reason"]
+
+
+def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
+    views = {}
+    for name, protocol in (("known", LATTICE), ("hidden", HIDDEN)):
+        loud = {"noise_multiplier": 5.0}
+        strategy = make(protocol=protocol, sampling=SOME, plan=loud)
+        strategy.participations.record(range(USERS), SILOS, asked=SILOS)
+        views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
+    known, hidden = views["known"], views["hidden"]
+    models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
+    assert hidden[models].epsilon == known[models].epsilon
+    assert hidden[sums].epsilon == hidden[models].epsilon < 0.7 * known[sums].epsilon
+    assert any("oblivious transfer" in text for text in hidden[sums].assumptions)
+    assert not any("drawn: the server" in text for text in hidden[sums].not_covered)
+    assert any("drawn: the server" in text for text in known[sums].not_covered)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda: LatticeWeighting(draw_choices=1), "draw_choices=1: expected an integer >= 2"),
+        (
+            lambda: lattice_of(protocol=HIDDEN),
+            "users are drawn at a rate of 1, expected a multiple",
+        ),
+        (
+            lambda: lattice_of(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.5)),
+            "draw_choices=5: users are drawn at a rate of 0.5",
+        ),
+    ],
+)
+def test_a_draw_that_does_not_fit_the_plan_is_refused(bad, said):
+    with pytest.raises(ValueError, match=said):
+        bad()
 
 
 # Losses ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ steps 1 and 2         ``begin`` (silos' keys), ``keys`` (of all, and the server'
 step 3                answer of silo 0 to ``keys``: sealed seeds, choices of the transfer
 steps 4 and 5         ``count`` (the seed arrives, masked counts leave)
 epoch, round          `LatticeServer`, with every training message
+secret draw           ``draw`` (to silo 0), before the epoch of a round
 ====================  =====================================================
 """
 
@@ -40,7 +41,11 @@ from flower_ext.algorithms.uldp.weighting.lattice_silo import (
     settings_to_facts,
 )
 from flower_ext.algorithms.uldp.weighting.protocol import (
+    ANSWER,
     BEGIN,
+    DRAW,
+    HIDDEN_BY_TRANSFER,
+    OFFER,
     PROTOCOL,
     SHOWN_PLACES,
     SHOWN_TIME,
@@ -50,13 +55,16 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     WeightingProtocol,
     as_record,
     cores,
+    draw_hits,
 )
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
 from flower_ext.privacy import AdversaryView, ReleasePlan
 from flower_ext.secure.weighting.lattice.messages import (
+    DrawAnswer,
     LatticeSum,
+    LatticeWeights,
     MaskedCounts,
     SealedSeed,
     SiloKey,
@@ -102,6 +110,10 @@ class LatticeWeighting(WeightingProtocol):
         The most records of one user in each silo. Every silo checks its own records, so that no
         user can exceed the sum of the limits. The set-up and every draw of users take time in
         proportion to this sum, so give limits close to the data.
+    draw_choices : int, optional
+        If given, users are drawn by 1-out-of-``draw_choices`` oblivious transfer. No party then
+        learns which users take part, so the draw amplifies privacy against the server as well. The
+        plan's ``sampling_rate`` must be a multiple of 1 / ``draw_choices``.
 
     Raises
     ------
@@ -118,17 +130,25 @@ class LatticeWeighting(WeightingProtocol):
 
     max_records_per_user: int = 2000
     silo_record_limits: tuple[int, ...] | None = None
+    draw_choices: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least_one("max_records_per_user", self.max_records_per_user)
+        if self.draw_choices is not None and self.draw_choices < 2:
+            raise InvalidValue(f"draw_choices={self.draw_choices!r}: expected an integer >= 2")
         limits = self.silo_record_limits
         if limits is not None:
             object.__setattr__(self, "silo_record_limits", tuple(limits))
 
     @property
+    def hidden_draw(self) -> str:
+        """Assumption under which even the server does not learn the draw, with ``draw_choices``."""
+        return "" if self.draw_choices is None else f"{HIDDEN_BY_TRANSFER}; {_RING}"
+
+    @property
     def shown(self) -> Sequence[str]:
-        """Revealed facts: the drawn places, and a silo's running time."""
-        return SHOWN_PLACES, SHOWN_TIME
+        """Revealed facts: the drawn places, if the server knows them, and a silo's running time."""
+        return (SHOWN_TIME,) if self.hidden_draw else (SHOWN_PLACES, SHOWN_TIME)
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions of a provable guarantee besides ``secure_sum``."""
@@ -148,7 +168,9 @@ class LatticeWeighting(WeightingProtocol):
             if limits is None
             else f"at most {', '.join(map(str, limits))} records of a user in the silos"
         )
-        return f"private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed): {most}"
+        drawn = "" if self.draw_choices is None else f", users drawn 1-out-of-{self.draw_choices}"
+        name = "private weighting over ring-LWE (EXPERIMENTAL, not externally reviewed)"
+        return f"{name}: {most}{drawn}"
 
     def server(self, plan: ReleasePlan, *, silos: int, coordinates: int) -> LatticeServer:
         """Return the server's end of a new run.
@@ -172,6 +194,8 @@ class LatticeWeighting(WeightingProtocol):
                 clipping_norm=plan.clipping_norm,
                 noise_stddev=stddev,
                 rounds=plan.rounds,
+                draw_choices=self.draw_choices,
+                draw_hits=draw_hits(plan, self.draw_choices),
             )
         except InvalidValue as error:
             if not str(error).startswith("noise_stddev"):
@@ -274,10 +298,20 @@ class LatticeServer(ServerEnd):
         self, number: int, sampled: Sequence[int] | None, silos: Silos
     ) -> Mapping[str, bytes]:
         """Encrypt the weights of the round's users, in a new epoch if users are drawn."""
-        if self._weights is None or sampled is not None:
+        if self.settings.draw_choices is not None:
+            self._weights = self._drawn(silos).to_bytes()
+        elif self._weights is None or sampled is not None:
             self._weights = self.party.open_epoch(sampled=sampled).to_bytes()
         opening = self.party.open_round(number)
         return {WEIGHTS: self._weights, OPENING: opening.to_bytes()}
+
+    def _drawn(self, silos: Silos) -> LatticeWeights:
+        """Return the weights of an epoch of which no party knows who was drawn."""
+        party, settings = self.party, self.settings
+        offer = as_record({OFFER: party.offer_draw().to_bytes()})
+        length = _length(DrawAnswer, settings)
+        told = silos.ask(DRAW, ANSWER, length, own={0: {OFFER: offer}}, asked=(0,))
+        return party.open_drawn_epoch(DrawAnswer.from_bytes(told[0], settings))
 
     def check_upload(self, silo: int, upload: Upload) -> None:
         """Refuse an upload that is not a masked sum of this round."""

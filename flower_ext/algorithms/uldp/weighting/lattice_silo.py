@@ -19,7 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weighting.protocol import (
+    ANSWER,
     BEGIN,
+    DRAW,
+    OFFER,
     PROTOCOL,
     STEP,
     Arrays,
@@ -32,6 +35,7 @@ from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.errors import ProtocolError, knowing_no_data, tellable
 from flower_ext.federation import ClientVault, Question, records
 from flower_ext.secure.weighting.lattice.messages import (
+    DrawOffer,
     LatticeWeights,
     RoundOpening,
     SealedSeed,
@@ -77,7 +81,8 @@ def settings_from_facts(facts: Mapping[str, Any]) -> LatticeSettings:
 
 def settings_to_facts(settings: LatticeSettings) -> dict[str, Any]:
     """Undo `settings_from_facts`."""
-    return {**asdict(settings), "silo_record_limits": list(settings.silo_record_limits)}
+    facts = {name: value for name, value in asdict(settings).items() if value is not None}
+    return {**facts, "silo_record_limits": list(settings.silo_record_limits)}
 
 
 class _Keeper:
@@ -142,8 +147,8 @@ class LatticeEnd:
         return self.silo.index
 
     def answer(self, question: Question) -> Arrays:
-        """Take one step of the set-up."""
-        steps = {KEYS: self._take_keys, COUNT: self._count}
+        """Take one step of the set-up, or of a secret draw."""
+        steps = {KEYS: self._take_keys, COUNT: self._count, DRAW: self._draw}
         step = str(question.asked[STEP])
         if step not in steps:
             known = ", ".join((BEGIN, *steps))
@@ -177,6 +182,11 @@ class LatticeEnd:
             silo.open_seed(SealedSeed.from_bytes(sealed, settings))
         masked = silo.mask_counts(counts_of(question.data, settings.users))
         return {COUNTS: records.to_bytes_array(masked.to_bytes())}
+
+    def _draw(self, question: Question) -> Arrays:
+        offered = question.arrays[OFFER][OFFER].tobytes()
+        answer = self.silo.answer_draw(DrawOffer.from_bytes(offered, self.silo.settings))
+        return {ANSWER: records.to_bytes_array(answer.to_bytes())}
 
     def _remember(self) -> None:
         """Keep the opened weights in this process for the next round."""

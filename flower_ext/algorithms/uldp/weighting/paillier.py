@@ -25,13 +25,10 @@ from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.algorithms.uldp.weighting.paillier_silo import (
-    ANSWER,
     COUNT,
     COUNTS,
-    DRAW,
     KEY,
     KEYS,
-    OFFER,
     SEED,
     SEEDS,
     SERVER_KEY,
@@ -39,9 +36,13 @@ from flower_ext.algorithms.uldp.weighting.paillier_silo import (
     WEIGHTS,
 )
 from flower_ext.algorithms.uldp.weighting.protocol import (
+    ANSWER,
     BEGIN,
+    DRAW,
+    HIDDEN_BY_TRANSFER,
     NOISE_ROOM,
     NUMBER,
+    OFFER,
     SHOWN_PLACES,
     SHOWN_TIME,
     ServerEnd,
@@ -50,10 +51,11 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
     WeightingProtocol,
     as_record,
     cores,
+    draw_hits,
 )
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
-from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
+from flower_ext.privacy import AdversaryView, ReleasePlan
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,
@@ -154,36 +156,10 @@ class PrivateWeighting(WeightingProtocol):
         """
         return WeightingSettings(**asdict(self), **facts)
 
-    def draw_hits(self, plan: ReleasePlan) -> int:
-        """Return the number of a user's ``draw_choices`` that mean taking part.
-
-        Raises
-        ------
-        ValueError
-            ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``draw_choices``.
-        """
-        choices, sampling = self.draw_choices, plan.sampling
-        if choices is None:
-            return 1
-        rate = sampling.rate if isinstance(sampling, PoissonSampling) else 1.0
-        hits = round(rate * choices)
-        if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
-            raise InvalidValue(
-                f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a "
-                f"multiple of 1/{choices} below 1"
-            )
-        return hits
-
     @property
     def hidden_draw(self) -> str:
         """Assumption under which even the server does not learn the draw, with ``draw_choices``."""
-        if self.draw_choices is None:
-            return ""
-        return (
-            "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all "
-            "parties follow the protocol; the computational Diffie-Hellman problem is hard in the "
-            "3072-bit group of RFC 3526"
-        )
+        return "" if self.draw_choices is None else HIDDEN_BY_TRANSFER
 
     @property
     def shown(self) -> Sequence[str]:
@@ -223,7 +199,7 @@ class PrivateWeighting(WeightingProtocol):
             users=plan.sampling.population,
             silos=silos,
             coordinates=coordinates,
-            draw_hits=self.draw_hits(plan),
+            draw_hits=draw_hits(plan, self.draw_choices),
             update_bound=plan.clipping_norm,
             noise_bound=NOISE_ROOM * stddev,
         )

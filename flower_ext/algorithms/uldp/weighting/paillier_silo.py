@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weighting import keeping
 from flower_ext.algorithms.uldp.weighting.protocol import (
+    ANSWER,
     BEGIN,
+    DRAW,
     NUMBER,
+    OFFER,
     PROTOCOL,
     STEP,
     Arrays,
@@ -36,7 +39,7 @@ from flower_ext.secure import (
 
 log = getLogger("flwr")
 
-KEYS, COUNT, DRAW = "keys", "count", "draw"
+KEYS, COUNT = "keys", "count"
 """Names of the questions after `BEGIN`."""
 KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
     "key",
@@ -46,7 +49,7 @@ KEY, SILO_KEYS, SERVER_KEY, SEEDS, SEED, COUNTS = (
     "seed",
     "counts",
 )
-OFFER, ANSWER, WEIGHTS = "offer", "answer", "weights"
+WEIGHTS = "weights"
 """Names of arrays in messages."""
 
 

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from flower_ext.algorithms.uldp.weights import owned
 from flower_ext.data import ClientData
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import ClientVault, FederatedStrategy, Question, records
-from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy import AdversaryView, PoissonSampling, ReleasePlan
 
 STEP, BEGIN = "step", "begin"
 """Key of a question's step, and name of every protocol's first step."""
@@ -29,10 +30,18 @@ PROTOCOL = "protocol"
 """Key of the protocol's name in its first question. Version 0.1.0 sent none and meant Paillier."""
 SUM, NUMBER, LOST = "sum", "round", "lost"
 """Arrays of an upload: a silo's masked sum and its round, or a notice of lost keys."""
+DRAW, OFFER, ANSWER = "draw", "offer", "answer"
+"""Question to silo 0 before a round whose draw is secret, and the arrays that it exchanges."""
 NOISE_ROOM = 64.0
 """Range of the encoding in standard deviations of a silo's noise, which noise never reaches."""
 
 SHOWN_PLACES = "which places of the silos' secret order of users were drawn: the server"
+HIDDEN_BY_TRANSFER = (
+    "who was drawn is hidden by oblivious transfer: no silo colludes with the server, all parties "
+    "follow the protocol; the computational Diffie-Hellman problem is hard in the 3072-bit group "
+    "of RFC 3526"
+)
+"""Assumption under which no party knows the drawn users."""
 SHOWN_TIME = "how long a silo takes, which grows with the number of its users: whoever times it"
 _MARK = b"protocol "
 """First bytes of a stored state that names its protocol."""
@@ -273,6 +282,31 @@ class SiloProtocol(Protocol):
 def as_record(arrays: Mapping[str, bytes]) -> ArrayRecord:
     """Return named bytes as a record of a message."""
     return records.to_record({name: records.to_bytes_array(data) for name, data in arrays.items()})
+
+
+def draw_hits(plan: ReleasePlan, choices: int | None) -> int:
+    """Return the number of a user's ``choices`` in an oblivious transfer that mean taking part.
+
+    Parameters
+    ----------
+    choices : int, optional
+        ``draw_choices`` of the protocol; None if the server names the drawn users.
+
+    Raises
+    ------
+    ValueError
+        ``plan`` draws no users, or at a rate that is not a multiple of 1 / ``choices``.
+    """
+    if choices is None:
+        return 1
+    rate = plan.sampling.rate if isinstance(plan.sampling, PoissonSampling) else 1.0
+    hits = round(rate * choices)
+    if not (0 < hits < choices and abs(rate - hits / choices) < 1e-12):
+        raise InvalidValue(
+            f"draw_choices={choices}: users are drawn at a rate of {rate:g}, expected a multiple "
+            f"of 1/{choices} below 1"
+        )
+    return hits
 
 
 def cores() -> int:

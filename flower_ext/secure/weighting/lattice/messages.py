@@ -180,27 +180,65 @@ class MaskedCounts(_Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrawOffer(_Message):
+    """The server's offer of an epoch's secret draw, for the silo that answers."""
+
+    kind = b"LWdo"
+    integers = ("epoch",)
+    parts = ("public",)
+
+    epoch: int
+    public: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (ELEMENT_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawAnswer(_Message):
+    """The silos' choices of an epoch's secret draw; the server cannot read them."""
+
+    kind = b"LWda"
+    integers = ("epoch",)
+    parts = ("answer",)
+
+    epoch: int
+    answer: bytes
+
+    @classmethod
+    def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
+        return (settings.users * ELEMENT_BYTES,)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatticeWeights(_Message):
     """One epoch's encrypted weights, for all silos.
 
     ``words`` holds all words of b_u except the constant one. ``sealed`` holds, for each user, M
-    candidates for that word; the silos can open one of them.
+    candidates for that word; the silos can open one of them. If the draw is secret, there are two
+    columns of candidates, ``columns`` holds their sealed keys, and ``offer`` is the server's offer
+    for which silo 0 made all silos' choices. Otherwise these two are empty.
     """
 
     kind = b"LWew"
     integers = ("epoch",)
-    parts = ("words", "sealed")
+    parts = ("words", "sealed", "offer", "columns")
 
     epoch: int
     words: bytes
     sealed: bytes
+    offer: bytes = b""
+    columns: bytes = b""
 
     @classmethod
     def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
         word = 2 * RESIDUE_BYTES
         return (
             settings.users * (DEGREE - 1) * word,
-            settings.users * settings.choices * word,
+            settings.users * settings.choices * settings.columns * word,
+            settings.offer_bytes,
+            settings.draw_bytes,
         )
 
 

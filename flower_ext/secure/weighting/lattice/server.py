@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -11,11 +12,14 @@ from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.threads import Progress
-from flower_ext.secure.weighting.lattice import weights
+from flower_ext.secure.weighting.lattice import draw, weights
+from flower_ext.secure.weighting.lattice.draw import Columns
 from flower_ext.secure.weighting.lattice.keys import SecretKey
 from flower_ext.secure.weighting.lattice.messages import (
     COUNT_BYTES,
     SEED_BYTES,
+    DrawAnswer,
+    DrawOffer,
     LatticeSum,
     LatticeWeights,
     MaskedCounts,
@@ -26,6 +30,7 @@ from flower_ext.secure.weighting.lattice.messages import (
     TransferAnswer,
     check_round_number,
 )
+from flower_ext.secure.weighting.lattice.party import Party
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.state import ServerStage, ServerState
 from flower_ext.secure.weighting.lattice.sums import decrypted
@@ -33,12 +38,13 @@ from flower_ext.secure.weighting.messages import check_all_there, check_senders
 from flower_ext.secure.weighting.oblivious import Sender
 
 
-class LatticeServer:
+class LatticeServer(Party[ServerStage]):
     """The party that relays messages, encrypts weights without knowing them, and decrypts sums.
 
     Call `public_key`, `relay_keys`, `relay_seed`, `receive_answer` and `receive_counts` once, in
     this order, then `open_epoch` whenever users are drawn, and `open_round` and `close_round` for
-    every round.
+    every round. If the settings have ``draw_choices``, open an epoch with `offer_draw` and
+    `open_drawn_epoch` instead.
 
     Parameters
     ----------
@@ -58,10 +64,7 @@ class LatticeServer:
         save: Callable[[bytes], None] | None = None,
         workers: int = 1,
     ) -> None:
-        self.settings = settings
-        self._save = save
-        self._workers = workers
-        self._stage = ServerStage.NEW
+        super().__init__(settings, ServerStage.NEW, save=save, workers=workers)
         self._key_seed = secrets.token_bytes(SEED_BYTES)
         self._public_seed = secrets.token_bytes(SEED_BYTES)
         self._nonce = secrets.token_bytes(SEED_BYTES)
@@ -72,6 +75,7 @@ class LatticeServer:
         self._last_epoch = self._last_round = 0
         self._epoch: int | None = None
         self._open_round: int | None = None
+        self._drawing: tuple[int, Sender] | None = None
 
     def __repr__(self) -> str:
         return f"LatticeServer(run={self.settings.run!r}, last_round={self._last_round})"
@@ -181,31 +185,60 @@ class LatticeServer:
         Raises
         ------
         ProtocolError
-            The counts have not arrived.
+            The counts have not arrived, or the settings have ``draw_choices``.
         ValueError
             ``sampled`` holds a place outside the range.
         """
         self._expect(ServerStage.COUNTED)
+        if self.settings.draw_choices is not None:
+            raise ProtocolError(
+                "open_epoch under settings with draw_choices: call offer_draw and "
+                "open_drawn_epoch instead"
+            )
         everyone = range(self.settings.users)
         drawn = set(everyone if sampled is None else sampled)
         if not drawn <= set(everyone):
             raise InvalidValue(f"sampled: expected integers from 0 to {self.settings.users - 1}")
-        if self._keys is None:
-            self._keys = self._transfer_keys(self._answer)
-        self._open_round = self._epoch = None
-        self._last_epoch += 1
-        self._store()
-        message = weights.encrypt(
-            self.settings,
-            self._secret,
-            self._public_seed,
-            epoch=self._last_epoch,
-            shifted=self._shifted,
-            drawn=drawn,
-            keys=self._keys,
-        )
-        self._epoch = self._last_epoch
-        return message
+        self._use_epoch()
+        return self._encrypt(Columns([(int(place in drawn),) for place in everyone]))
+
+    def offer_draw(self) -> DrawOffer:
+        """Begin an epoch with a secret draw of users. Send the offer to the silo that answers.
+
+        Raises
+        ------
+        ProtocolError
+            The counts have not arrived, or the settings have no ``draw_choices``.
+        """
+        self._expect(ServerStage.COUNTED)
+        if self.settings.draw_choices is None:
+            raise ProtocolError(
+                "offer_draw: the settings have no draw_choices; call open_epoch instead"
+            )
+        self._use_epoch()
+        sender = Sender()
+        self._drawing = self._last_epoch, sender
+        return DrawOffer(epoch=self._last_epoch, public=sender.public)
+
+    def open_drawn_epoch(self, message: DrawAnswer) -> LatticeWeights:
+        """Return fresh encryptions of the users' weights, of which no party knows who was drawn.
+
+        Raises
+        ------
+        ProtocolError
+            The last `offer_draw` was for another epoch, or this epoch was opened before.
+        ValueError
+            The message is malformed.
+        """
+        if self._drawing is None or self._drawing[0] != message.epoch:
+            raise ProtocolError(
+                f"draw of epoch {message.epoch}: expected offer_draw for this epoch first"
+            )
+        message.check(self.settings)
+        (_, sender), self._drawing = self._drawing, None
+        made = draw.columns(self.settings)
+        sealed = draw.sealed(self.settings, made, sender, message.answer, workers=self._workers)
+        return replace(self._encrypt(made), offer=sender.public, columns=sealed)
 
     def open_round(self, round_number: int) -> RoundOpening:
         """Begin a round under the weights of the last epoch, for all silos.
@@ -334,20 +367,31 @@ class LatticeServer:
     def _secret(self) -> SecretKey:
         return SecretKey(self._key_seed)
 
+    @property
+    def _name(self) -> str:
+        return "the server"
+
+    def _use_epoch(self) -> None:
+        """Store that a new epoch is used; abandon the open round and draw."""
+        self._open_round = self._epoch = self._drawing = None
+        self._last_epoch += 1
+        self._store()
+
+    def _encrypt(self, columns: Columns) -> LatticeWeights:
+        if self._keys is None:
+            self._keys = self._transfer_keys(self._answer)
+        message = weights.encrypt(
+            self.settings,
+            self._secret,
+            self._public_seed,
+            epoch=self._last_epoch,
+            shifted=self._shifted,
+            columns=columns,
+            keys=self._keys,
+        )
+        self._epoch = self._last_epoch
+        return message
+
     def _transfer_keys(self, answer: bytes) -> list[bytes]:
         choices = [self.settings.choices] * self.settings.users
         return self._sender.keys(answer, choices, workers=self._workers)
-
-    def _expect(self, stage: ServerStage) -> None:
-        if self._stage is not stage:
-            raise ProtocolError(
-                f"the server is at {self._stage.name.lower()}: expected {stage.name.lower()}"
-            )
-
-    def _advance(self, stage: ServerStage) -> None:
-        self._stage = stage
-        self._store()
-
-    def _store(self) -> None:
-        if self._save is not None:
-            self._save(self.export_state())

@@ -11,7 +11,9 @@ from functools import cached_property
 
 from flower_ext.checks import require_at_least_one, require_positive
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.weighting.draw import check_draw
 from flower_ext.secure.weighting.lattice.layout import DEGREE
+from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES, KEY_BYTES, SEAL_BYTES
 
 WEIGHT_BITS = 56
 """k: weights are multiples of 2⁻ᵏ."""
@@ -31,6 +33,9 @@ FIRST_WORD_BYTES = 6
 """Length in bytes of a word of c0. A masked word has eight bytes; the silo drops the lowest two."""
 STEP_BITS = 64 + WEIGHT_BITS - 96
 """A step of the encoding is 2²⁴ in words of 64 bits, and 2ᵏ modulo q, which has 96 bits."""
+
+DRAW_TEXT_BYTES = 1 + KEY_BYTES
+"""Length in bytes of the number and the key of one column of entries."""
 
 _TERNARY_VARIANCE = 2 / 3
 _MOST_CHOICES = 2**16
@@ -59,6 +64,9 @@ class LatticeSettings:
         Standard deviation of one silo's share of the noise, in each coordinate.
     rounds : int
         The most rounds that the run will have. Statistical distances add up over rounds.
+    draw_choices, draw_hits : int
+        If ``draw_choices`` is given, each user takes part in a round with probability
+        ``draw_hits`` / ``draw_choices``, and no party learns which users do.
 
     Raises
     ------
@@ -75,6 +83,8 @@ class LatticeSettings:
     clipping_norm: float
     noise_stddev: float
     rounds: int
+    draw_choices: int | None = None
+    draw_hits: int = 1
 
     def __post_init__(self) -> None:
         if not self.run:
@@ -85,6 +95,7 @@ class LatticeSettings:
             raise InvalidValue(f"silos={self.silos!r}: expected an integer >= 2")
         require_positive("clipping_norm", self.clipping_norm)
         require_positive("noise_stddev", self.noise_stddev)
+        check_draw(self)
         self._check_limits()
         self._check_noise()
 
@@ -197,9 +208,25 @@ class LatticeSettings:
         return FIRST_WORD_BYTES * self.coordinates + SECOND_WORD_BYTES * DEGREE * self.blocks
 
     @property
+    def columns(self) -> int:
+        """Number of columns of a user's entries: two if nobody may know who is drawn."""
+        return 1 if self.draw_choices is None else 2
+
+    @property
+    def offer_bytes(self) -> int:
+        """Length in bytes of the server's offer for a secret draw; zero without one."""
+        return 0 if self.draw_choices is None else ELEMENT_BYTES
+
+    @property
+    def draw_bytes(self) -> int:
+        """Length in bytes of all sealed columns of a secret draw; zero without one."""
+        return (self.draw_choices or 0) * self.users * (DRAW_TEXT_BYTES + SEAL_BYTES)
+
+    @property
     def weights_bytes(self) -> int:
         """Bytes that each silo receives in every epoch, without the header of 12 bytes."""
-        return 12 * self.users * (DEGREE - 1 + self.choices)
+        entries = 12 * self.users * (DEGREE - 1 + self.columns * self.choices)
+        return entries + self.offer_bytes + self.draw_bytes
 
     @cached_property
     def context(self) -> bytes:

@@ -15,11 +15,13 @@ from flower_ext.errors import InvalidValue, ProtocolError
 from flower_ext.secure.labels import derive
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.threads import Progress
-from flower_ext.secure.weighting.blinds import user_order
+from flower_ext.secure.weighting.lattice.common import CommonSecrets
 from flower_ext.secure.weighting.lattice.keys import public_key
 from flower_ext.secure.weighting.lattice.messages import (
     COUNT_BYTES,
     SEED_BYTES,
+    DrawAnswer,
+    DrawOffer,
     LatticeSum,
     LatticeWeights,
     MaskedCounts,
@@ -30,6 +32,7 @@ from flower_ext.secure.weighting.lattice.messages import (
     TransferAnswer,
     check_round_number,
 )
+from flower_ext.secure.weighting.lattice.party import Party
 from flower_ext.secure.weighting.lattice.ring import Reals
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.state import SiloStage, SiloState
@@ -37,7 +40,6 @@ from flower_ext.secure.weighting.lattice.sums import EncryptedSum
 from flower_ext.secure.weighting.lattice.weighing import Weighing
 from flower_ext.secure.weighting.lattice.weights import OpenedWeights
 from flower_ext.secure.weighting.messages import check_senders
-from flower_ext.secure.weighting.oblivious import Receiver
 
 _SEED = "seed"
 _COUNTS = "counts"
@@ -45,11 +47,12 @@ _SUM = "sum"
 _SEEDING_SILO = 0
 
 
-class LatticeSilo:
+class LatticeSilo(Party[SiloStage]):
     """One silo. Everything it holds is secret, except the messages that its methods return.
 
     Call `key`, `receive_keys`, then `seal_seed` and `answer_transfer` (silo 0) or `open_seed` (the
-    others), then `mask_counts`, `receive_weights` in every epoch, and `weigh` in every round.
+    others), then `mask_counts`, `receive_weights` in every epoch, and `weigh` in every round. If
+    the settings have ``draw_choices``, one silo calls `answer_draw` before each epoch.
 
     Parameters
     ----------
@@ -75,16 +78,12 @@ class LatticeSilo:
             raise InvalidValue(
                 f"index={index!r}: expected an integer from 0 to {settings.silos - 1}"
             )
-        self.settings = settings
+        super().__init__(settings, SiloStage.NEW, save=save, workers=workers)
         self.index = index
-        self._save = save
-        self._workers = workers
         self._pairs = PairKeys(context=settings.context, index=index)
-        self._stage = SiloStage.NEW
         self._silo_keys: dict[int, bytes] = {}
         self._server_key: ServerKey | None = None
-        self._seed = b""
-        self._order: list[int] = []
+        self._common: CommonSecrets | None = None
         self._counts: list[int] = []
         self._last_epoch = self._last_round = 0
         self._digest = b""
@@ -185,7 +184,7 @@ class LatticeSilo:
             raise ProtocolError(
                 f"answer_transfer at silo {self.index}: expected silo {_SEEDING_SILO}"
             )
-        return TransferAnswer(answer=self._receiver.answer)
+        return TransferAnswer(answer=self._shared.answer)
 
     def mask_counts(self, counts: Sequence[int]) -> MaskedCounts:
         """Return the number of records of each user here, masked modulo M; silo 0 adds ρ_u.
@@ -216,13 +215,30 @@ class LatticeSilo:
         self._advance(SiloStage.COUNTED)
         users, choices = self.settings.users, self.settings.choices
         masks = self._pairs.additive_masks(_COUNTS, 0, users, mpz(choices))
-        shifts = self._receiver.choices if self.index == _SEEDING_SILO else [0] * users
+        shifts = self._shared.shifts if self.index == _SEEDING_SILO else [0] * users
         masked = [
             (counts[user] + shift + int(mask)) % choices
-            for user, shift, mask in zip(self._order, shifts, masks, strict=True)
+            for user, shift, mask in zip(self._shared.order, shifts, masks, strict=True)
         ]
         packed = b"".join(count.to_bytes(COUNT_BYTES, "big") for count in masked)
         return MaskedCounts(silo=self.index, counts=packed)
+
+    def answer_draw(self, message: DrawOffer) -> DrawAnswer:
+        """Return the choices that all silos derive from their seed; the server cannot read them.
+
+        Raises
+        ------
+        ProtocolError
+            The counts were not masked yet, the settings have no ``draw_choices``, or the epoch is
+            not above the last one.
+        ValueError
+            The offer is malformed.
+        """
+        self._expect(SiloStage.COUNTED)
+        message.check(self.settings)
+        self._check_epoch(message.epoch)
+        answer = self._shared.draw_answer(message.epoch, message.public)
+        return DrawAnswer(epoch=message.epoch, answer=answer)
 
     def receive_weights(self, message: LatticeWeights) -> None:
         """Take an epoch's weights. The silo stores that the epoch is used before it opens anything.
@@ -242,20 +258,11 @@ class LatticeSilo:
         message.check(self.settings)
         digest = hashlib.sha256(message.to_bytes()).digest()
         if message.epoch != self._last_epoch or digest != self._digest:
-            if message.epoch <= self._last_epoch:
-                raise ProtocolError(
-                    f"weights of epoch {message.epoch}: expected an epoch above {self._last_epoch}"
-                )
+            self._check_epoch(message.epoch)
             self._last_epoch, self._digest, self._weights = message.epoch, digest, None
             self._store()
         if self._weights is None:
-            self._weights = OpenedWeights(
-                self.settings,
-                self._told.public_seed,
-                message,
-                keys=self._transfer_keys,
-                choices=self._receiver.choices,
-            )
+            self._weights = self._shared.opened(message)
 
     def begin(self, opening: RoundOpening) -> Weighing:
         """Begin a round. Add users' updates to the result, a few at a time.
@@ -274,7 +281,7 @@ class LatticeSilo:
             opening,
             silo=self.index,
             counts=counts,
-            places={user: place for place, user in enumerate(self._order)},
+            places={user: place for place, user in enumerate(self._shared.order)},
             weights=self._weights,
             total=EncryptedSum(self.settings, self._public, workers=self._workers),
             masks=self._use_round,
@@ -325,7 +332,7 @@ class LatticeSilo:
             private=self._pairs.private,
             silo_keys=[key for _, key in sorted(self._silo_keys.items())],
             server_key=b"" if self._server_key is None else self._server_key.to_bytes(),
-            seed=self._seed,
+            seed=b"" if self._common is None else self._common.seed,
             counts=self._counts,
             last_epoch=self._last_epoch,
             weights_digest=self._digest,
@@ -359,14 +366,17 @@ class LatticeSilo:
             silo._server_key = ServerKey.from_bytes(kept.server_key, settings)
             silo._pairs.agree(silo._silo_keys, server_key=kept.server_key)
         if kept.stage in (SiloStage.SEEDED, SiloStage.COUNTED):
-            silo._seed = kept.seed
-            silo._order = user_order(kept.seed, settings.users)
+            silo._common = silo._derived(kept.seed)
         silo._counts = kept.counts
         silo._last_epoch, silo._digest = kept.last_epoch, kept.weights_digest
         silo._last_round = kept.last_round
         silo._stage = kept.stage
         silo._save = save
         return silo
+
+    @property
+    def _name(self) -> str:
+        return f"silo {self.index}"
 
     @property
     def _told(self) -> ServerKey:
@@ -377,26 +387,32 @@ class LatticeSilo:
     def _public(self) -> Reals:
         return public_key(self._told.public_seed, self._told.words)
 
-    @cached_property
-    def _receiver(self) -> Receiver:
-        return Receiver(
-            self._told.transfer,
-            derive(self._seed, "transfer"),
-            transfers=self.settings.users,
-            choices=self.settings.choices,
+    @property
+    def _shared(self) -> CommonSecrets:
+        assert self._common is not None  # from stage SEEDED on
+        return self._common
+
+    def _derived(self, seed: bytes) -> CommonSecrets:
+        return CommonSecrets(
+            self.settings,
+            seed,
+            transfer=self._told.transfer,
+            public_seed=self._told.public_seed,
             workers=self._workers,
         )
-
-    @cached_property
-    def _transfer_keys(self) -> list[bytes]:
-        return self._receiver.keys()
 
     def _set_seed(self, part: bytes) -> None:
         if len(part) != SEED_BYTES:
             raise InvalidValue(f"seed of {len(part)} bytes: expected {SEED_BYTES}")
         # The server's nonce keeps silo 0 from choosing the seed; silo 0's part keeps it secret.
-        self._seed = derive(part, "seed", self._told.nonce, self.settings.context)
-        self._order = user_order(self._seed, self.settings.users)
+        seed = derive(part, "seed", self._told.nonce, self.settings.context)
+        self._common = self._derived(seed)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch <= self._last_epoch:
+            raise ProtocolError(
+                f"weights of epoch {epoch}: expected an epoch above {self._last_epoch}"
+            )
 
     def _check_round(self, opening: RoundOpening) -> None:
         self._expect(SiloStage.COUNTED)
@@ -412,18 +428,3 @@ class LatticeSilo:
         self._last_round = opening.round_number
         self._store()
         return self._pairs.mask_keys(_SUM, opening.round_number)
-
-    def _expect(self, stage: SiloStage) -> None:
-        if self._stage is not stage:
-            raise ProtocolError(
-                f"silo {self.index} is {self._stage.name.lower()}: "
-                f"expected it to be {stage.name.lower()}"
-            )
-
-    def _advance(self, stage: SiloStage) -> None:
-        self._stage = stage
-        self._store()
-
-    def _store(self) -> None:
-        if self._save is not None:
-            self._save(self.export_state())

@@ -3,19 +3,22 @@
 The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 if the user was drawn and
 0 otherwise. It sends b_u = e_u - a_u · s without the constant word β_u. For every i = 0, …, M - 1
 it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
-i = ρ_u = x_u - N_u.
+i = ρ_u = x_u - N_u. If nobody may know who is drawn, every entry has two columns (see `draw`), and
+opening an entry takes the key of its column as well.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.errors import InvalidValue
+from flower_ext.secure.labels import derive
 from flower_ext.secure.weighting.lattice import ring
+from flower_ext.secure.weighting.lattice.draw import Columns
 from flower_ext.secure.weighting.lattice.keys import SecretKey, key_pairs
 from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.lattice.messages import LatticeWeights
@@ -43,7 +46,7 @@ def encrypt(
     *,
     epoch: int,
     shifted: Sequence[int],
-    drawn: Collection[int],
+    columns: Columns,
     keys: Sequence[bytes],
 ) -> LatticeWeights:
     """Return the weights of an epoch, with fresh a_u and e_u.
@@ -55,8 +58,8 @@ def encrypt(
         a_u and e_u reveal N_u.
     shifted : Sequence of int
         x_u of every place in the silos' secret order.
-    drawn : Collection of int
-        Places that take part.
+    columns : Columns
+        y_u of every place, with the columns' keys if the draw is secret.
     keys : Sequence of bytes
         The M keys of every place, joined.
     """
@@ -69,18 +72,21 @@ def encrypt(
         masks = _masks(public_seed, epoch, places)
         words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
     for place in range(users):
-        weights = table[(shifted[place] - np.arange(choices)) % choices] * int(place in drawn)
+        weights = table[(shifted[place] - np.arange(choices)) % choices, None]
+        weights = weights * np.array(columns.drawn[place])
         entries = [
             (int(words[prime, place, 0]) + weights) % own.value for prime, own in enumerate(PRIMES)
         ]
-        text = ring.to_words(np.stack(entries, axis=1))
+        text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
         pads = b"".join(
             _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], epoch, place, i)
             for i in range(choices)
         )
-        sealed += np.bitwise_xor(
-            np.frombuffer(text, np.uint8), np.frombuffer(pads, np.uint8)
-        ).tobytes()
+        text = text ^ np.frombuffer(pads, np.uint8)
+        if columns.keys:
+            own = [_column_pad(settings, key, epoch, place) for key in columns.keys[place]]
+            text ^= np.stack(own, axis=1).reshape(-1)
+        sealed += text.tobytes()
     return LatticeWeights(epoch=epoch, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed))
 
 
@@ -93,6 +99,8 @@ class OpenedWeights:
         For every place, the key that the silos hold.
     choices : Sequence of int
         ρ_u of every place.
+    columns : Sequence of (int, bytes), optional
+        Number and key of the column that the silos open, for every place, if the draw is secret.
 
     Raises
     ------
@@ -108,6 +116,7 @@ class OpenedWeights:
         *,
         keys: Sequence[bytes],
         choices: Sequence[int],
+        columns: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         self.epoch = message.epoch
         self._public_seed = public_seed
@@ -117,10 +126,14 @@ class OpenedWeights:
         self._words = np.frombuffer(message.words, np.uint8).reshape(*shape, RESIDUE_BYTES)
         opened = bytearray()
         for place, (key, choice) in enumerate(zip(keys, choices, strict=True)):
-            at = (place * settings.choices + choice) * _ENTRY_BYTES
-            pad = _pad(settings, key, message.epoch, place, choice)
-            entry = message.sealed[at : at + _ENTRY_BYTES]
-            opened += bytes(x ^ y for x, y in zip(entry, pad, strict=True))
+            column = columns[place][0] if columns else 0
+            at = (place * settings.choices + choice) * settings.columns + column
+            entry = np.frombuffer(message.sealed, np.uint8, _ENTRY_BYTES, at * _ENTRY_BYTES)
+            pads = np.frombuffer(_pad(settings, key, message.epoch, place, choice), np.uint8)
+            entry = entry ^ pads.reshape(settings.columns, _ENTRY_BYTES)[column]
+            if columns:
+                entry ^= _column_pad(settings, columns[place][1], message.epoch, place)[choice]
+            opened += entry.tobytes()
         raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
         try:
             self._constants = ring.from_words(raw.tobytes(), (2, users), name="weights")
@@ -160,6 +173,13 @@ def _masks(public_seed: bytes, epoch: int, places: Sequence[int]) -> Reals:
 
 
 def _pad(settings: LatticeSettings, key: bytes, epoch: int, place: int, choice: int) -> bytes:
-    """Return the pad that hides one entry: BLAKE2b, a pseudorandom function, under its key."""
+    """Return the pad of one entry, for all columns: BLAKE2b, a pseudorandom function of its key."""
     label = b"%s entry %d %d %d" % (settings.context, epoch, place, choice)
-    return hashlib.blake2b(label, key=key, digest_size=_ENTRY_BYTES).digest()
+    size = settings.columns * _ENTRY_BYTES
+    return hashlib.blake2b(label, key=key, digest_size=size).digest()
+
+
+def _column_pad(settings: LatticeSettings, key: bytes, epoch: int, place: int) -> NDArray[np.uint8]:
+    """Return the pad (M, bytes of an entry) of one column's entries: a stream under its key."""
+    stream = Stream(derive(key, "column", settings.context, epoch, place))
+    return stream.octets(settings.choices * _ENTRY_BYTES).reshape(settings.choices, _ENTRY_BYTES)

@@ -58,10 +58,13 @@ def test_every_field_enters_the_context():
         "clipping_norm": 2.0,
         "noise_stddev": 2.0,
         "rounds": 101,
+        "draw_choices": 5,
     }
     contexts = {base.context} | {
         lattice_settings(**{name: value}).context for name, value in changes.items()
     }
+    contexts.add(lattice_settings(draw_choices=5, draw_hits=2).context)
+    changes["draw_hits"] = 2
     assert set(changes) == {field.name for field in dataclasses.fields(base)}
     assert len(contexts) == 1 + len(changes)
 

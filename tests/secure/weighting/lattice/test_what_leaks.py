@@ -5,7 +5,6 @@ correction of the protocol.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from scipy import stats
 from flower_ext.errors import InvalidValue
 from flower_ext.secure.masks import PairKeys
 from flower_ext.secure.weighting.lattice import ring, sums, weights
+from flower_ext.secure.weighting.lattice.common import CommonSecrets
 from flower_ext.secure.weighting.lattice.keys import SecretKey
 from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.lattice.messages import LatticeSum, LatticeWeights, MaskedCounts
 from flower_ext.secure.weighting.lattice.samplers import Stream
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
-from flower_ext.secure.weighting.lattice.silo import LatticeSilo
 from flower_ext.secure.weighting.lattice.weights import weight_table
 from tests.support.lattice import LatticeWorld, lattice_settings
 
@@ -154,8 +153,8 @@ def read_totals(silo, one: LatticeWeights, other: LatticeWeights) -> list[int]:
             silo.settings,
             silo._told.public_seed,
             message,
-            keys=silo._transfer_keys,
-            choices=silo._receiver.choices,
+            keys=silo._shared.entry_keys,
+            choices=silo._shared.shifts,
         )._constants
         for message in (one, other)
     ]
@@ -329,14 +328,7 @@ def test_counts_on_the_wire_are_uniform_whatever_they_are(monkeypatch):
         assert stats.chisquare(np.bincount(values, minlength=3)).pvalue > 1e-6
 
     with monkeypatch.context() as patch:  # silo 0 forgets ρ_u
-        patch.setattr(
-            LatticeSilo,
-            "_receiver",
-            property(
-                lambda self: SimpleNamespace(choices=[0] * 24, answer=receivers[self.index].answer)
-            ),
-        )
-        receivers = {0: _receiver_of(facts)}
+        patch.setattr(CommonSecrets, "shifts", [0] * 24)
         totals, _ = totals_and_parts()
     assert (totals == 2).all()
 
@@ -345,23 +337,17 @@ def test_counts_on_the_wire_are_uniform_whatever_they_are(monkeypatch):
     assert (parts[1] == 1).all()
 
 
-def _receiver_of(facts):
-    from flower_ext.secure.weighting.oblivious import Receiver, Sender
-
-    return Receiver(Sender().public, bytes(32), transfers=24, choices=facts.choices)
-
-
 def test_entries_beside_the_chosen_one_stay_sealed(world):
     """A silo's key opens the entry at ρ_u; at another place it gives no candidate of the table."""
     message = world.open_epoch()
     silo = world.silos[0]
     own = silo._weights._constants[0]
     table = set((weight_table(silo.settings.choices) % ring.PRIMES[0].value).tolist())
-    for place, choice in enumerate(silo._receiver.choices):
+    for place, choice in enumerate(silo._shared.shifts):
         for other in range(silo.settings.choices):
             at = (place * silo.settings.choices + other) * 12
             entry = np.frombuffer(message.sealed[at : at + 12], np.uint8)
-            pad = weights._pad(silo.settings, silo._transfer_keys[place], 1, place, other)
+            pad = weights._pad(silo.settings, silo._shared.entry_keys[place], 1, place, other)
             found = int.from_bytes(bytes(entry ^ np.frombuffer(pad, np.uint8))[:6], "little")
             if other != choice:
                 differences = {(found - int(own[place]) + w) % ring.PRIMES[0].value for w in table}
@@ -371,7 +357,12 @@ def test_entries_beside_the_chosen_one_stay_sealed(world):
 def test_no_secret_is_sent_in_the_clear(world):
     raw = b"".join(message.to_bytes() for message in world.sent)
     silo, server = world.silos[0], world.server
-    for secret in (silo._seed, silo._pairs.private, server._key_seed, *silo._transfer_keys):
+    for secret in (
+        silo._shared.seed,
+        silo._pairs.private,
+        server._key_seed,
+        *silo._shared.entry_keys,
+    ):
         assert secret not in raw
 
 
@@ -398,9 +389,9 @@ def test_an_active_server_learns_a_choice_from_a_refused_round(world):
     """The limit that the documentation states: entries are not authenticated."""
     message = world.server.open_epoch()
     silo = world.silos[0]
-    choice, size = silo._receiver.choices[0], 12
+    choice, size = silo._shared.shifts[0], 12
     sealed = bytearray(message.sealed)
-    pad = weights._pad(silo.settings, silo._transfer_keys[0], message.epoch, 0, choice)
+    pad = weights._pad(silo.settings, silo._shared.entry_keys[0], message.epoch, 0, choice)
     sealed[choice * size : (choice + 1) * size] = bytes(b ^ 255 for b in pad)
     wrong = LatticeWeights(epoch=message.epoch, words=message.words, sealed=bytes(sealed))
     with pytest.raises(InvalidValue, match="expected those sealed for these silos"):
