@@ -1,22 +1,27 @@
 """Measure private weighting over ring-LWE on this machine.
 
-    python -m benchmarks.lattice [--large] [--users 1000] [--paillier 20000]
+    python -m benchmarks.lattice [--large] [--curve] [--paillier 20000]
 
 One round runs in one process. Every user has records in every silo, and N_max = 2000. The table has
 CPU seconds of all threads of one silo: transforms and products of its users' updates (adding), then
-randomness, masks and words (finishing). All silos do the same work, so the fastest one counts.
-``--large`` adds 11,181,642 parameters, the size of ResNet-18. ``--users`` adds a row with that many
-users. ``--paillier`` adds the protocol over Paillier with that many coordinates; 20,000 take a
-quarter of an hour.
+randomness, masks and words (finishing). All silos do the same work, so the fastest one counts. An
+epoch lasts until other users are drawn; its columns are the costs of the server and of silo 0.
+
+* ``--large`` adds 11,181,642 parameters, the size of ResNet-18.
+* ``--curve`` adds 1,000 and 10,000 users, and draws ``lattice-users.svg``. It takes ten minutes.
+* ``--paillier`` adds the protocol over Paillier with that many coordinates, beside ring-LWE with as
+  many; 20,000 take a quarter of an hour.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib.pyplot as plt
 import numpy as np
 import typer
 
@@ -26,62 +31,104 @@ from flower_ext.runs.page import table
 from flower_ext.secure.weighting.lattice import ring
 
 RESNET_18 = 11_181_642
-HEAD = ["d", "users", "silos", "threads", "a silo, CPU s", "adding", "finishing", "elapsed, s"]
-HEAD += ["server, CPU s", "MB up", "MB down, an epoch", "largest error, C", "plain sum, CPU s"]
-HEAD += ["set-up: server, silo 0", "epoch: server, silo"]
+CURVE = {
+    users: {"coordinates": 147_000, "users": users, "silos": 3} for users in (100, 1000, 10_000)
+}
+HEAD = ["protocol", "d", "users", "silos", "draw", "threads", "a silo, CPU s", "adding, finishing"]
+HEAD += ["elapsed, s", "server, CPU s", "MB up", "MB down, an epoch", "largest error, C"]
+HEAD += ["plain sum, CPU s", "set-up: server, silo 0", "epoch: server, silo 0"]
 
 
-def _row(facts: dict[str, int], cost: Cost) -> list[str]:
+def _row(facts: Mapping[str, int], cost: Cost) -> list[str]:
     return [
+        "ring-LWE",
         f"{facts['coordinates']:,}",
         f"{facts['users']:,}",
         f"{facts['silos']}",
+        f"1 of {facts['draw_choices']}, hidden" if "draw_choices" in facts else "–",
         f"{facts.get('workers', 1)}",
         f"{cost.silo:.3f}",
-        f"{cost.adding:.3f}",
-        f"{cost.finishing:.3f}",
+        f"{cost.adding:.3f}, {cost.finishing:.3f}",
         f"{cost.elapsed:.3f}",
         f"{cost.closing:.3f}",
         f"{cost.up / 1e6:.2f}",
         f"{cost.down / 1e6:.2f}",
-        f"{cost.largest_error:.1e}",
+        "–" if "draw_choices" in facts else f"{cost.largest_error:.1e}",
         f"{cost.plain:.3f}",
         f"{cost.set_up_server:.1f}, {cost.set_up_silo:.1f}",
         f"{cost.weights_server:.2f}, {cost.weights_silo:.2f}",
     ]
 
 
+def _paillier_row(coordinates: int) -> list[str]:
+    silo, server, up = paillier.round_cost(coordinates=coordinates, users=100, silos=3)
+    facts = ["Paillier", f"{coordinates:,}", "100", "3", "–", "1", f"{silo:.0f}", "–", "–"]
+    return [*facts, f"{server:.0f}", f"{up / 1e6:.2f}", *["–"] * 5]
+
+
+def draw(costs: Mapping[int, Cost], path: Path) -> None:
+    """Draw CPU seconds against the number of users."""
+    users = sorted(costs)
+    lines = {
+        "a silo, every round": [costs[many].silo for many in users],
+        "server, every round": [costs[many].closing for many in users],
+        "server, every epoch": [costs[many].weights_server for many in users],
+        "a silo, every epoch": [costs[many].weights_silo for many in users],
+        "server, set-up": [costs[many].set_up_server for many in users],
+        "silo 0, set-up": [costs[many].set_up_silo for many in users],
+    }
+    figure, axes = plt.subplots(figsize=(6, 4.2))
+    for (name, values), mark in zip(lines.items(), "os^v+x", strict=True):
+        axes.loglog(users, values, marker=mark, label=name)
+    axes.set_xlabel("users")
+    axes.set_ylabel("CPU seconds")
+    axes.set_title("Private weighting over ring-LWE, 147,000 parameters, three silos", fontsize=9)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    with plt.rc_context({"svg.hashsalt": "lattice-users", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main(
     large: Annotated[bool, typer.Option("--large", help="11,181,642 parameters")] = False,
-    users: Annotated[list[int] | None, typer.Option(help="a row with so many users")] = None,
+    curve: Annotated[bool, typer.Option("--curve", help="1,000 and 10,000 users")] = False,
     with_paillier: Annotated[
         int, typer.Option("--paillier", help="coordinates over Paillier, if any")
     ] = 0,
     output: Annotated[Path, typer.Option(help="where the table goes")] = Path("runs/lattice"),
 ) -> None:
     """Print the table and write it."""
+    million = {"coordinates": 1_000_000, "users": 100, "silos": 5}
     cases = [
         {"coordinates": 20_000, "users": 100, "silos": 5},
         {"coordinates": 147_000, "users": 100, "silos": 5},
-        {"coordinates": 1_000_000, "users": 100, "silos": 5},
-        {"coordinates": 1_000_000, "users": 100, "silos": 5, "workers": 2},
+        million,
+        {**million, "workers": 2},
+        {**million, "draw_choices": 10},
     ]
-    cases += [{"coordinates": 147_000, "users": many, "silos": 3} for many in users or ()]
     if large:
         cases.append({"coordinates": RESNET_18, "users": 100, "silos": 3, "workers": 2})
+    if curve:
+        cases += CURVE.values()
+    if with_paillier:
+        cases.append({"coordinates": with_paillier, "users": 100, "silos": 3})
+    output.mkdir(parents=True, exist_ok=True)
     round_cost(coordinates=5000, users=2, silos=2)  # compiles
-    rows = []
+    rows, costs = [], {}
     for facts in cases:
-        rows.append(_row(facts, round_cost(**facts)))
+        cost = round_cost(**facts)
+        rows.append(_row(facts, cost))
         print(" | ".join(rows[-1]), flush=True)
+        if facts in CURVE.values():
+            costs[facts["users"]] = cost
+    if curve:
+        draw(costs, output / "lattice-users.svg")
+    if with_paillier:
+        rows.append(_paillier_row(with_paillier))
     compiled = ring.work.__name__.rpartition(".")[2]
     machine = f"{platform.machine()}, {os.cpu_count()} cores, NumPy {np.__version__}, {compiled}"
     page = f"# Private weighting over ring-LWE\n\n{machine}\n\n{table(HEAD, rows)}\n"
-    if with_paillier:
-        silo, server, up = paillier.round_cost(coordinates=with_paillier, users=100, silos=3)
-        page += f"\nOver Paillier, {with_paillier:,} coordinates, 100 users, 3 silos: "
-        page += f"a silo {silo:.0f} CPU s, server {server:.0f} CPU s, {up / 1e6:.1f} MB up.\n"
-    output.mkdir(parents=True, exist_ok=True)
     (output / "table.md").write_text(page, encoding="utf-8")
     print(page)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_ext.privacy import seeded_generator
+from flower_ext.secure.weighting.lattice.messages import LatticeWeights
 from flower_ext.secure.weighting.lattice.server import LatticeServer
 from flower_ext.secure.weighting.lattice.settings import LatticeSettings
 from flower_ext.secure.weighting.lattice.silo import LatticeSilo
@@ -84,7 +86,7 @@ def set_up(
     server.receive_counts(
         [silo.mask_counts(own.tolist()) for silo, own in zip(silos, counts, strict=True)]
     )
-    weights, cost.weights_server = timed(server.open_epoch)
+    weights, cost.weights_server, answering = _opened(server, silos[0])
     cost.down = len(weights.to_bytes())
     # The first opening also computes the silo's keys of the transfer, once per run.
     _, spent = timed(lambda: silos[0]._shared.entry_keys)
@@ -96,18 +98,31 @@ def set_up(
         opened = silo._weights
         assert opened is not None
         cost.weights_silo += timed(opened.keys, range(min(settings.users, 1000)))[1] / len(silos)
+    cost.weights_silo += answering
     return server, silos
 
 
+def _opened(server: LatticeServer, silo: LatticeSilo) -> tuple[LatticeWeights, float, float]:
+    """Return an epoch's weights, and the CPU seconds of the server and of the silo that answers."""
+    if server.settings.draw_choices is None:
+        return *timed(server.open_epoch), 0.0
+    offer, offering = timed(server.offer_draw)
+    answer, answering = timed(silo.answer_draw, offer)
+    weights, opening = timed(server.open_drawn_epoch, answer)
+    return weights, offering + opening, answering
+
+
 def round_cost(
-    *, coordinates: int, users: int, silos: int, workers: int = 1, present: float = 1.0
+    *,
+    coordinates: int,
+    users: int,
+    silos: int,
+    workers: int = 1,
+    draw_choices: int | None = None,
 ) -> Cost:
     """Run one round and compare it with the plain sum.
 
-    Parameters
-    ----------
-    present : float
-        Share of the users that have records in any one silo.
+    If ``draw_choices`` is given, nobody knows who is drawn, so the sum is compared with none.
     """
     settings = LatticeSettings(
         run="benchmark",
@@ -118,10 +133,10 @@ def round_cost(
         clipping_norm=1.0,
         noise_stddev=1.0,
         rounds=1000,
+        draw_choices=draw_choices,
     )
     rng = seeded_generator(0, "counts")
     counts = rng.integers(1, _LIMIT // silos + 1, (silos, users))
-    counts *= rng.random((silos, users)) < present
     cost, updates = Cost(), _Updates(settings)
     server, parties = set_up(settings, counts, workers, cost)
     opening, expected, sums = server.open_round(1), np.zeros(coordinates), []
@@ -132,9 +147,9 @@ def round_cost(
         expected += noise
         adding = elapsed = 0.0
         weighing = silo.begin(opening)
-        own = np.flatnonzero(counts[at]).tolist()
-        for first in range(0, len(own), _TOGETHER):
-            batch = {user: updates.of(at, user) for user in own[first : first + _TOGETHER]}
+        for first in range(0, users, _TOGETHER):
+            together = range(first, min(first + _TOGETHER, users))
+            batch = {user: updates.of(at, user) for user in together}
             start = time.perf_counter()
             adding += timed(weighing.add, batch)[1]
             elapsed += time.perf_counter() - start
@@ -147,7 +162,8 @@ def round_cost(
     cost.adding, cost.finishing, cost.elapsed = (float(part) for part in np.min(spent, axis=0))
     cost.up = len(sums[0].to_bytes())
     found, cost.closing = timed(server.close_round, sums)
-    cost.largest_error = float(np.abs(found - expected).max())
+    error = float(np.abs(found - expected).max())
+    cost.largest_error = math.nan if draw_choices else error
     return cost
 
 

@@ -92,7 +92,7 @@ class _Vectors:
 
     def __init__(self, builder: Any, q: Any, inverse: Any) -> None:
         self._builder = builder
-        self._fused = cgutils.get_or_insert_function(
+        self._fused = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module, ir.FunctionType(self._eight, [self._eight] * 3), f"llvm.fma.v{LANES}f64"
         )
         self._q, self._inverse = self.every(q), self.every(inverse)
