@@ -19,6 +19,7 @@ n_su, N_u, ρ_u, x_u        ``counts``, their sum over silos, ``shifts``, ``shif
 s, (pk0, pk1), a_u, b_u    `keys`, `weights`
 K_{u,i}                    keys of the oblivious transfer, `oblivious.Sender.keys`
 V_su, r, e2, D_s, z_s      `sums`; z_s is ``noise``
+second key per entry       `draw`: ``draw_choices`` is P, ``draw_hits`` / P the sampling rate
 =========================  ================================================================
 
 The order of calls, with the message that each step returns (classes are in `messages`):
@@ -38,6 +39,10 @@ step     call                                                message
 5        ``silo.mask_counts(counts)``                        MaskedCounts, to the server
          ``server.receive_counts(messages)``
 epoch    ``server.open_epoch(sampled=None)``                 LatticeWeights, to all silos
+         or, if nobody may know who is drawn:
+         ``server.offer_draw()``                             DrawOffer, to silo 0
+         ``silo0.answer_draw(offer)``                        DrawAnswer, to the server
+         ``server.open_drawn_epoch(answer)``                 LatticeWeights, to all silos
          ``silo.receive_weights(weights)``
 round    ``server.open_round(round_number)``                 RoundOpening, to all silos
          ``silo.weigh(opening, updates, noise)``             LatticeSum, to the server
