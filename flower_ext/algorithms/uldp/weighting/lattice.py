@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,7 +255,7 @@ class LatticeServer(ServerEnd):
     @property
     def sum_bytes(self) -> int:
         """Length of a silo's masked sum in bytes."""
-        return _length(LatticeSum, self.settings)
+        return LatticeSum.size(self.settings)
 
     def set_up(self, silos: Silos) -> None:
         """Exchange keys, transfer the keys of the weights, and receive masked counts."""
@@ -266,7 +266,7 @@ class LatticeServer(ServerEnd):
             settings.weights_bytes / 1e6,
         )
         facts = {PROTOCOL: NAME, **settings_to_facts(settings)}
-        told = silos.ask(BEGIN, KEY, _length(SiloKey, settings), facts=facts)
+        told = silos.ask(BEGIN, KEY, SiloKey.size(settings), facts=facts)
         keys = party.relay_keys(
             [replace(SiloKey.from_bytes(key, settings), silo=silo) for silo, key in told.items()]
         )
@@ -275,8 +275,8 @@ class LatticeServer(ServerEnd):
             SILO_KEYS: np.stack([records.to_bytes_array(key.to_bytes()) for key in keys]),
         }
         shared = {silo: {KEYS: records.to_record(public)} for silo in told}
-        one, others = _length(SealedSeed, settings), settings.silos - 1
-        length = one * others + _length(TransferAnswer, settings)
+        one, others = SealedSeed.size(settings), settings.silos - 1
+        length = one * others + TransferAnswer.size(settings)
         sealed = silos.ask(KEYS, SEALED, length, own=shared, only=(0,))[0]
         seeds = party.relay_seed(
             [
@@ -286,7 +286,7 @@ class LatticeServer(ServerEnd):
         )
         party.receive_answer(TransferAnswer.from_bytes(sealed[one * others :], settings))
         for_one = {seed.receiver: {SEED: as_record({SEED: seed.to_bytes()})} for seed in seeds}
-        counts = silos.ask(COUNT, COUNTS, _length(MaskedCounts, settings), own=for_one)
+        counts = silos.ask(COUNT, COUNTS, MaskedCounts.size(settings), own=for_one)
         party.receive_counts(
             [
                 replace(MaskedCounts.from_bytes(masked, settings), silo=silo)
@@ -309,7 +309,7 @@ class LatticeServer(ServerEnd):
         """Return the weights of an epoch of which no party knows who was drawn."""
         party, settings = self.party, self.settings
         offer = as_record({OFFER: party.offer_draw().to_bytes()})
-        length = _length(DrawAnswer, settings)
+        length = DrawAnswer.size(settings)
         told = silos.ask(DRAW, ANSWER, length, own={0: {OFFER: offer}}, asked=(0,))
         return party.open_drawn_epoch(DrawAnswer.from_bytes(told[0], settings))
 
@@ -326,8 +326,3 @@ class LatticeServer(ServerEnd):
         """Return the sum under the number of its sender, which the transport knows."""
         found = LatticeSum.from_bytes(upload.data, self.settings)
         return replace(found, silo=silo, round_number=upload.round_number)
-
-
-def _length(kind: Any, settings: LatticeSettings) -> int:
-    """Return the length in bytes of a message of one kind."""
-    return int(len(kind.kind) + 8 * len(kind.integers) + sum(kind._lengths(settings)))

@@ -43,6 +43,11 @@ class _Message:
     def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
         raise NotImplementedError
 
+    @classmethod
+    def size(cls, settings: LatticeSettings) -> int:
+        """Return the length of a message in bytes."""
+        return len(cls.kind) + 8 * len(cls.integers) + sum(cls._lengths(settings))
+
     def to_bytes(self) -> bytes:
         """Return the message's bytes."""
         head = struct.pack(f">{len(self.integers)}Q", *(getattr(self, i) for i in self.integers))
@@ -59,9 +64,9 @@ class _Message:
             silo's number is out of range.
         """
         name, lengths = cls.__name__, cls._lengths(settings)
+        if len(data) != cls.size(settings):
+            raise InvalidValue(f"{name} of {len(data)} bytes: expected {cls.size(settings)}")
         start = len(cls.kind) + 8 * len(cls.integers)
-        if len(data) != start + sum(lengths):
-            raise InvalidValue(f"{name} of {len(data)} bytes: expected {start + sum(lengths)}")
         view = memoryview(data)
         if view[: len(cls.kind)] != cls.kind:
             raise InvalidValue(f"{name}: expected bytes that begin with {cls.kind!r}")
