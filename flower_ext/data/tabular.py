@@ -199,7 +199,10 @@ def _records(path: Path) -> Iterator[dict[str, str]]:
 def _numbers(path: Path, rows: Sequence[dict[str, str]], columns: Sequence[str]) -> np.ndarray:
     missing = [name for name in columns if not rows or name not in rows[0]]
     if missing:
-        raise InvalidValue(f"{path}: expected rows with the columns {', '.join(missing)}")
+        raise InvalidValue(
+            f"{path}: found no values of the columns {', '.join(missing)}; expected a CSV file "
+            "whose first line names all columns, and one or more rows below it"
+        )
     try:
         return np.array([[_finite(row[name]) for name in columns] for row in rows])
     except (TypeError, ValueError) as error:

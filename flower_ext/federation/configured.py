@@ -123,7 +123,7 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
     if config.get("evaluation", "plain") != "plain":
         raise UnfitSetting(
             f"run-config evaluation={config['evaluation']!r} with method={config.get('method')!r}: "
-            "expected 'plain', as nothing is noised there"
+            "expected 'plain', because this method noises nothing, and secure scores are noised"
         )
     told = _those_there(config, partial(choice, allowed=("clients", "examples")), "weighting")
     drawn = changes.get("sampling") or sampling(config)
@@ -131,18 +131,24 @@ def non_private_plan(config: UserConfig, **changes: Any) -> NonPrivatePlan:
 
 
 def release_plan(config: UserConfig, **changes: Any) -> ReleasePlan:
-    """Return the plan of a noised sum over sampled clients.
+    """Return the plan under which the server releases noised sums of sampled clients' updates.
 
-    Reads the settings of `sampling`, ``clipping-norm``, ``rounds``, ``delta`` (0: one over
-    ``clients``) and ``noise-multiplier``. If the app has them, also ``noise-placement``,
-    ``dropout-policy``, ``aggregation`` (with ``colluding-share`` and ``dropout-share``, for secure
-    sums) and ``evaluation`` (with ``evaluation-share``, ``evaluation-noise-multiplier`` and
-    ``evaluation-loss-bound``, for scores in secure sums).
+    The function reads these settings:
+
+    * the settings of `sampling`, ``clipping-norm``, ``rounds`` and ``noise-multiplier``;
+    * ``delta``, where 0 stands for one over ``clients``;
+    * if the app has them, ``noise-placement`` and ``dropout-policy``;
+    * if the app has it, ``aggregation``; for ``secure``, also ``colluding-share`` and
+      ``dropout-share``;
+    * if the app has it, ``evaluation``; for ``secure``, also ``evaluation-share``,
+      ``evaluation-noise-multiplier`` and ``evaluation-loss-bound``.
 
     If the app has ``epsilon`` and no ``noise-multiplier`` above 0, the function chooses the least
-    noise for ``epsilon``: by the provable bound, or by the published one if ``calibration`` asks
-    for it. ``changes`` are fields of `ReleasePlan` that replace what the settings say;
-    ``noise_multiplier`` cannot be among them.
+    noise that keeps ``epsilon``. The setting ``calibration`` says by which bound: the provable
+    one, or the published one.
+
+    ``changes`` are fields of `ReleasePlan` that override the settings; ``noise_multiplier`` cannot
+    be among them.
     """
     _refuse_weights(config)
     facts: dict[str, Any] = {
@@ -189,7 +195,8 @@ def _secure_scores(
     if facts["secure_aggregation"] is None:
         raise UnfitSetting(
             "run-config evaluation='secure' with aggregation='plain': expected "
-            "aggregation='secure', as scores go the same way as updates"
+            "aggregation='secure', because clients send scores in the same kind of secure sum as "
+            "updates"
         )
     if every < 1:
         raise UnfitSetting(

@@ -206,7 +206,9 @@ class SecureRound:
     def _read(self, reply: Message, kind: type[T], record: str) -> T:
         arrays = records.read_answer(reply, record)
         if set(arrays) != {SENT} or arrays[SENT].dtype != np.uint8:
-            raise records.RefusedReply(f"{sorted(arrays)}: expected {SENT!r} as bytes")
+            raise records.RefusedReply(
+                f"arrays named {sorted(arrays)}: expected a single one, {SENT!r}, of bytes (uint8)"
+            )
         try:
             message = kind.from_bytes(arrays[SENT].tobytes(), self._context)
         except (ProtocolError, InvalidValue) as error:
@@ -214,7 +216,8 @@ class SecureRound:
         partition = self._exchange.partition_of(reply)
         if message.member != self._places[partition]:
             raise records.RefusedReply(
-                f"member {message.member}: expected {self._places[partition]}, the sender's number"
+                f"member={message.member}: expected {self._places[partition]}, the number of the "
+                "client that sent the message"
             )
         return message
 

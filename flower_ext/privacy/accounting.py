@@ -1,10 +1,13 @@
 """Account for releases: compute (ε, δ) of what was released, through dp-accounting.
 
-The result is the least of the upper bounds that apply. That is mostly PLD's; RDP's where δ or the
-number of rounds is beyond what Fourier transforms resolve; and the bound without amplification
-where sampling hides nothing. dp-accounting 0.6 reads replace-one differently in its two
-accountants: PLD doubles a Gaussian's sensitivity, RDP does not. This module therefore encodes
-replace-one as sensitivity 2 and asks no accountant to double it.
+The result is the least of all upper bounds on ε that apply. Usually this is the bound of the PLD
+accountant. For a tiny δ or very many rounds, PLD's Fourier transforms lose precision, and the RDP
+accountant gives the lesser bound. Where sampling hides nothing, the bound that ignores sampling is
+the least.
+
+The two accountants of dp-accounting 0.6 read replace-one differently: PLD doubles a Gaussian's
+sensitivity, RDP does not. This module therefore passes a Gaussian of sensitivity 2 for replace-one
+and asks no accountant to double it.
 
 =========================  =======================  ====================================
 sampling                   relation                 accounted as
@@ -15,7 +18,8 @@ Poisson                    any other                refused: no accountant cover
 fixed size                 replace-one              sub-sampled without replacement, RDP
                                                     (or unamplified, if that is smaller)
 fixed size                 replace-special          Gaussian composition, no amplification
-fixed size                 add-or-remove-one        refused: a new one takes another's place, 2C
+fixed size                 add-or-remove-one        refused: an added unit takes another's place,
+                                                    which moves the sum by 2C
 everyone                   any                      Gaussian composition
 =========================  =======================  ====================================
 """
@@ -84,8 +88,9 @@ class Release:
         contribution. It does not depend on the relation.
     relation : NeighboringRelation
     residue : float
-        How far the sum may be from the exact one, or one unit move it though it was not drawn, in
-        standard deviations of the noise (see `with_residue`).
+        Bound on two errors of the sum, in standard deviations of the noise: its distance from the
+        exact sum, and the distance by which a unit that was not drawn moves it. See
+        `with_residue`.
     """
 
     sampling: Sampling

@@ -99,9 +99,10 @@ class CellSum:
 
 
 def cell_of(stddev: float) -> float:
-    """Return the width of a cell for a sum with noise of ``stddev``: 2⁻¹⁷ to 2⁻¹⁶ of it.
+    """Return the width of a cell for a sum whose noise has the standard deviation ``stddev``.
 
-    It is a power of two that depends on public numbers only.
+    The width is the power of two above 2⁻¹⁷ and up to 2⁻¹⁶ times ``stddev``. It depends on
+    public numbers only.
     """
     require_positive("stddev", stddev)
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _PER_STDDEV)

@@ -59,9 +59,10 @@ _TOGETHER = 2**15
 
 
 def noise_grid(stddev: float) -> float:
-    """Return the grid for releases with noise of ``stddev``: 2⁻¹⁹ to 2⁻¹⁸ of it.
+    """Return the spacing of the grid to which noise of standard deviation ``stddev`` is rounded.
 
-    The grid is a power of two. It depends on ``stddev`` alone, so it reveals nothing of a value.
+    The spacing is the power of two above 2⁻¹⁹ and up to 2⁻¹⁸ times ``stddev``. It depends on
+    ``stddev`` alone, so it reveals nothing of a value.
     """
     return math.ldexp(1.0, math.frexp(stddev)[1] - 1 - _CELLS_PER_STDDEV)
 
@@ -220,8 +221,9 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             rest *= 1 / grid
             if not float(namespace.max(namespace.abs(rest))) <= _MOST_CELLS:
                 raise NonFiniteUpdate(
-                    f"{name!r} is not finite, or so large that noise of stddev {stddev:g} is lost "
-                    "in it; clip it first"
+                    f"{name!r} is not finite, or has numbers so large that float64 cannot hold "
+                    f"them together with noise of standard deviation {stddev:g}: clip the array "
+                    "before it is noised"
                 )
             whole = namespace.round(rest)
             rest -= whole
@@ -234,7 +236,7 @@ def _noised(name: str, array: Any, stddev: float, grid: float, rng: np.random.Ge
             noised[start : start + _TOGETHER] = noise
     if not bool(namespace.all(namespace.isfinite(noised))):
         raise NonFiniteUpdate(
-            f"{name!r} is not finite after noise of stddev {stddev:g} in {array.dtype}; "
-            "use a wider precision or less noise"
+            f"{name!r} is no longer finite once noise of standard deviation {stddev:g} is added: "
+            f"the sum is too large for {array.dtype}; use a wider type or less noise"
         )
     return namespace.reshape(noised, array.shape)

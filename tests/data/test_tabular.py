@@ -146,7 +146,7 @@ def test_missing_files_are_named_with_the_folder_and_what_is_always_there(name, 
 
 def test_files_of_something_else_are_refused_by_name(tmp_path):
     (tmp_path / "creditcard.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"creditcard\.csv: expected rows with the columns Time"):
+    with pytest.raises(ValueError, match=r"creditcard\.csv: found no values of the columns Time"):
         tabular.creditcard(tmp_path, rng=rng())
     (tmp_path / "creditcard.csv").unlink()
     (tmp_path / "creditcard.csv.gz").write_bytes(gzip.compress(b"Time,V1\n" * 99)[:30])

@@ -295,7 +295,7 @@ def test_a_client_that_names_another_member_is_lost():
 
     strategy = strategy_of()
     _, found = run(strategy, Impersonating)
-    assert any("the sender's number" in refusal for refusal in strategy.refusals)
+    assert any("the client that sent the message" in refusal for refusal in strategy.refusals)
     assert_same(found, expected_model(set(range(1, CLIENTS))))
 
 

@@ -193,7 +193,7 @@ class PrivateUldpAvg(UldpAvg):
         return cohort
 
     def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
-        """Decrypt the sum over all silos, or nothing.
+        """Decrypt the sum over all silos, or refuse and decrypt nothing.
 
         Raises
         ------
@@ -202,13 +202,18 @@ class PrivateUldpAvg(UldpAvg):
         ProtocolError
             A silo has lost its keys, so no later round could be decrypted either.
         OverflowError
-            Some user has more records than ``protocol`` allows.
+            A user has more records than ``protocol`` allows.
         """
         if self._not_drawn:
-            raise RoundDiscarded(f"no users were drawn: {self._not_drawn}")
+            raise RoundDiscarded(
+                f"the secret draw of users failed because a silo is missing: {self._not_drawn}"
+            )
         received = dict(updates)
         if lost := [silo for silo, update in received.items() if LOST in update.arrays]:
-            raise ProtocolError(f"silos {lost} have lost their keys: start a new run")
+            raise ProtocolError(
+                f"silos {lost} have lost their keys, without which no later sum can be decrypted: "
+                "start a new run"
+            )
         started = time.monotonic()
         try:
             total = self._connected.close_round(

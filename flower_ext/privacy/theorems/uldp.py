@@ -334,7 +334,7 @@ def _theorem_5(plan: NoisedSum, rounds: int) -> Guarantee:
 
 
 def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
-    """Refuse a plan whose unit is not the user, or that these methods cannot fulfil.
+    """Refuse a plan whose unit is not the user, or that the Uldp-FL methods cannot carry out.
 
     Raises
     ------
@@ -343,15 +343,15 @@ def check_user_plan(plan: NoisedSum, num_silos: int, weighting: str) -> None:
     """
     if plan.sensitivity < 1:
         raise InvalidValue(
-            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, as one user may "
-            "move a sum by a whole clipping norm; leave it out"
+            f"sensitivity={plan.sensitivity!r} of the plan: expected 1 or more, because one user "
+            "can move a sum by a whole clipping norm; leave the field out, and it is 1"
         )
     if plan.unit is not PrivacyUnit.USER:
         raise InvalidValue(f"unit={plan.unit.value!r} of the plan: expected 'user'")
     if plan.noise_placement != "client":
         raise InvalidValue(
-            f"noise_placement={plan.noise_placement!r} of the plan: expected 'client', as the "
-            "silos add the noise"
+            f"noise_placement={plan.noise_placement!r} of the plan: expected 'client', because "
+            "the silos, which are the clients, add the noise"
         )
     if isinstance(plan.sampling, FixedSizeSampling):
         raise InvalidValue("sampling of the plan: expected FullParticipation or PoissonSampling")

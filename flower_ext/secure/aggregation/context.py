@@ -55,7 +55,9 @@ class RoundContext:
     def __post_init__(self) -> None:
         size = len(self.order)
         if sorted(self.order) != list(range(size)):
-            raise InvalidValue("order: expected each member once, numbered from 0")
+            raise InvalidValue(
+                "order: expected the numbers from 0 to the count of members - 1, each once"
+            )
         if self.round_number < 0:
             raise InvalidValue(f"round_number={self.round_number}: expected 0 or more")
         if self.bits not in (32, 64):
@@ -64,16 +66,18 @@ class RoundContext:
             raise InvalidValue(f"length={self.length}: expected at least 1")
         if degree(size, self.neighbours) != self.neighbours:
             raise InvalidValue(
-                f"neighbours={self.neighbours}: expected an even number below {size - 1}, "
-                f"or {size - 1}; take degree({size}, {self.neighbours})"
+                f"neighbours={self.neighbours}: expected an even number below {size - 1}, or "
+                f"{size - 1}, with which each member is a neighbour of all others; the function "
+                f"graph.degree({size}, {self.neighbours}) returns an accepted number"
             )
         if not 1 <= self.threshold <= self.neighbours:
             raise InvalidValue(
-                f"threshold={self.threshold}: expected 1 to {self.neighbours}, the neighbours"
+                f"threshold={self.threshold}: expected 1 to {self.neighbours}, the number of "
+                "neighbours"
             )
         if not 2 <= self.least_answers <= size:
             raise InvalidValue(
-                f"least_answers={self.least_answers}: expected 2 to {size}, the members"
+                f"least_answers={self.least_answers}: expected 2 to {size}, the number of members"
             )
 
     @property

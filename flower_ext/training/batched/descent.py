@@ -220,7 +220,10 @@ class Stack:
         return real, share if factors is None else share * factors.unsqueeze(1)
 
     def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return slope and offset by name; the gradient of a job's terms is slope · w + offset."""
+        """Return a factor and an offset for each parameter name.
+
+        The gradient of the objective's extra terms at parameter w is factor · w + offset.
+        """
         if not any(job.objective for job in self.jobs):
             return {}
         slopes = torch.zeros(len(self.jobs), dtype=self.dtype, device=self.device)
@@ -246,7 +249,11 @@ def along(values: Tensor, like: Tensor) -> Tensor:
 def add_terms(
     slopes: Params, terms: Mapping[str, tuple[Tensor, Tensor]], point: Mapping[str, Tensor]
 ) -> None:
-    """Add the gradient of ``terms`` (see `Stack.terms`) at ``point`` to ``slopes``."""
+    """Add the gradient of the objective's extra ``terms`` to ``slopes``, in place.
+
+    ``slopes`` holds the gradient of each job's loss, by parameter name. ``terms`` holds what
+    `Stack.terms` returns. The gradient is taken at the parameters ``point``.
+    """
     for name, (factor, offset) in terms.items():
         active = len(point[name])
         slopes[name].addcmul_(along(factor[:active], point[name]), point[name])

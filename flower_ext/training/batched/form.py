@@ -52,7 +52,7 @@ class Target:
         self.tensor.add_(gradient, alpha=self.factor)
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Add the gradient a @ b, which is never written down elsewhere."""
+        """Add the gradient a @ b, without a tensor for the product itself."""
         self.tensor.baddbmm_(a, b, beta=self.keep, alpha=self.factor)
 
 
@@ -69,7 +69,10 @@ class ManyModels(Protocol):
     """True if a model draws random numbers."""
 
     def stack(self, many: Sequence[Tensor]) -> Tensor:
-        """Stack one parameter of many models into one tensor."""
+        """Stack the values that many models have for one parameter.
+
+        The result's first dimension numbers the models.
+        """
 
     def gradient(
         self,
@@ -79,19 +82,20 @@ class ManyModels(Protocol):
         targets: Mapping[str, Target],
         draws: Draws | None = None,
     ) -> None:
-        """Send the gradient of ``loss`` to ``targets``, by parameter name.
+        """Compute the gradient of ``loss`` and write it to ``targets``.
 
         Parameters
         ----------
         params : Mapping[str, Tensor]
-            Parameters of K models, each with a first dimension of K. Those without a target are
-            frozen.
+            Parameters of K models by name, each with a first dimension of K.
         x : Tensor
             Mini-batches (K, batch, …).
         loss : Callable[[Tensor], Tensor]
         targets : Mapping[str, Target]
+            Destinations of the gradient by parameter name. A parameter without a destination is
+            frozen: no gradient is computed for it.
         draws : Draws, optional
-            Random numbers for models that draw.
+            Random numbers, for models whose `draws` is true.
         """
 
 
