@@ -190,7 +190,7 @@ class Apple(OnePhase):
 
     @property
     def settings(self) -> Mapping[str, float]:
-        """η_2, μ, L and N."""
+        """Settings for clients: η_2, μ, L, and the number N of clients."""
         return {
             RATE: self.relation_learning_rate,
             PENALTY: self.penalty,

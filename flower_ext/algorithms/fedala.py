@@ -83,9 +83,10 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 def aggregation(work: ClientWork, local: Params, weights: Params) -> Training:
-    """Return the training of W_i on a new sample of the records.
+    """Return the training of the aggregation weights W_i on a random part of the client's records.
 
-    In a client's first such training, W_i starts at ones and trains for more passes.
+    The part is drawn anew in each round. In a client's first such training, W_i starts at ones and
+    trains for more passes.
     """
     modules = [name.removeprefix(ADAPTIVE) for name in work.settings if name.startswith(ADAPTIVE)]
     names = {name for name in local if matches(name, modules)}

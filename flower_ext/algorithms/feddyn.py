@@ -113,7 +113,7 @@ class FedDyn(OnePhase):
         return {name: moved[name] - self.h[name] / self.regularization for name in base}
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """Return h."""
+        """Return h, the server's correction, for a checkpoint."""
         return {"h": self.h}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:

@@ -142,7 +142,10 @@ class Scaffold(OnePhase):
         return super().next_model(base, mean, updates)
 
     def extrapolate(self, coefficient: float) -> None:
-        """Extrapolate c in an even round of Upcycled-FL, as in its authors' experiments."""
+        """Extrapolate the server's control variate c in an even round of Upcycled-FL.
+
+        The authors of Upcycled-FL do so in their experiments.
+        """
         before, c = self._control_before, self.control
         self.control = {
             name: (c[name] + coefficient * (c[name] - before[name])).astype(c[name].dtype)

@@ -33,7 +33,8 @@ class Observation:
     sums : Sequence[Arrays | None]
         For each round, the sum in whole cells that the server of a secure round computes.
     bare : Sequence[Mapping[int, Arrays]]
-        For each secure round, by partition: uploads in whole cells that no mask hides.
+        For each secure round, by partition: the uploads, in whole cells, that the server can read
+        in the clear.
     """
 
     models: Sequence[Arrays]

@@ -174,7 +174,7 @@ def audit(
 def promised(
     experiment: Experiment, strategy: Strategy
 ) -> dict[AdversaryView, tuple[float, float, bool]]:
-    """Return, by view, the provable ε, δ, and True for a Gaussian mechanism."""
+    """Return by adversary's view: the provable ε, δ, and True if the mechanism is Gaussian."""
     if experiment.printed is not None:
         assert experiment.delta is not None
         gaussian = bool(experiment.gaussian)

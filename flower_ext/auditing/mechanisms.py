@@ -333,7 +333,7 @@ def _ditto(
 
 
 def ditto_uploads(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """`DPDitto` with noise on clipped models: one record turns the model around."""
+    """`DPDitto` with noise on clipped models: one record reverses the direction of the model."""
     return _ditto(
         "DP-Ditto, uploads",
         local=ONE_STEP,
@@ -345,7 +345,7 @@ def ditto_uploads(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 
 
 def ditto_steps(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """`DPDitto` with clipped and noised steps: one record's gradients turn around."""
+    """`DPDitto` with clipped and noised steps: one record's gradients reverse their direction."""
     return _ditto(
         "DP-Ditto, clipped steps",
         local=LocalTraining(steps=2, batch_size=2, learning_rate=1.0),
@@ -367,7 +367,7 @@ ONE_CLIENT: dict[str, Any] = {
 
 
 def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """FedAvg with clipped and noised models: one record turns the model around."""
+    """FedAvg with clipped and noised models: one record reverses the direction of the model."""
     plan = PerturbationPlan(
         sampling=FullParticipation(1),
         perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),

@@ -81,10 +81,12 @@ class SecureTranscript:
         return self._shaped(total, like)
 
     def bare(self, like: Arrays) -> Mapping[int, Arrays]:
-        """Return, by node, the uploads that no mask hides once the server removes the own mask.
+        """Return the uploads that the server can read in the clear, by node.
 
-        The server learns the seed of each client's own mask and can subtract this mask. The rest of
-        the upload is uniform as long as it carries the masks shared with the client's neighbours.
+        A client adds two kinds of masks to its upload: its own mask, and one mask for each of its
+        neighbours. The server learns the seed of a client's own mask and can subtract it. The
+        masks of neighbours must hide the rest; where they are missing, the upload is in the
+        result.
         """
         if self._context is None or not self._is_of(like) or self._context.length < LEAST_NUMBERS:
             return {}

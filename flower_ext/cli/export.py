@@ -171,8 +171,8 @@ def _parts(
     sides = client_app.sides if isinstance(client_app, MethodsApp) else {}
     if use["method"] not in sides:
         raise InvalidValue(
-            f"app={named}: expected the app of the run, with a client_app of flower_ext.federation;"
-            f" the ClientApp of this one knows no method {use['method']!r}"
+            f"app={named}: its ClientApp knows no method {use['method']!r}, which trained this "
+            "run; expected the app of the run, whose client_app comes from flower_ext.federation"
         )
     return sides[use["method"]], InProcessGrid(client_app, use["clients"], run.config)
 

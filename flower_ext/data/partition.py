@@ -119,8 +119,8 @@ def dirichlet(
     most = len(targets) // num_partitions
     if not 0 < min_size <= most:
         raise InvalidValue(
-            f"min_size={min_size!r}: expected 1 … {most}, as {num_partitions} equal shares have "
-            "no more examples"
+            f"min_size={min_size!r}: expected 1 … {most}, because there are not enough examples "
+            f"for more in each of {num_partitions} partitions"
         )
     for _ in range(attempts):
         pieces: list[list[np.ndarray]] = [[] for _ in range(num_partitions)]

@@ -196,7 +196,8 @@ def histogram(silos: Sequence[SiloData], num_users: int) -> np.ndarray:
     if max(map(len, counts), default=0) > num_users:
         most = max(map(len, counts))
         raise InvalidValue(
-            f"num_users={num_users!r}: expected at least {most}, one per user number"
+            f"num_users={num_users!r}: expected at least {most}, because the silos number their "
+            "users from 0 up to one less"
         )
     return torch.stack(counts).numpy()
 

@@ -194,7 +194,7 @@ def _by_device(
     if not len(features) == len(targets) == len(device):
         raise InvalidValue(
             f"{path}: {len(features)} features, {len(targets)} targets and {len(device)} devices; "
-            "expected as many of each"
+            "expected one target and one device for each row of features"
         )
     if features.shape[1:] != (FEATURES,) or not np.isfinite(features).all():
         raise InvalidValue(f"{path}: expected finite features of shape (n, {FEATURES})")

@@ -64,7 +64,7 @@ class LowerBound:
 
     @property
     def ratio(self) -> float:
-        """Share of the printed ε that is shown to be spent; above 1 the promise is broken."""
+        """The lower bound divided by the printed ε; above 1, the printed guarantee is false."""
         if self.printed > 0:
             return self.epsilon / self.printed
         return math.inf if self.epsilon > 0 else 0.0

@@ -99,7 +99,7 @@ def _read_npy(array: Array) -> np.ndarray:
     missing.
     """
     if array.stype != "numpy.ndarray":
-        raise InvalidValue(f"serialised as {array.stype!r}: expected 'numpy.ndarray'")
+        raise InvalidValue(f"stype={array.stype!r} of an array: expected 'numpy.ndarray'")
     file = BytesIO(array.data)
     read_header = {
         (1, 0): np.lib.format.read_array_header_1_0,

@@ -44,7 +44,7 @@ class Evaluating(MethodHooks):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask every client in the rounds that evaluate, and in the last round."""
+        """Ask every client for scores, in rounds that evaluate and in the last round."""
         if self.evaluate_every == 0:
             return []
         if server_round % self.evaluate_every and server_round != self._last_round:

@@ -130,6 +130,10 @@ class HiddenUsers(UsersInSilos):
         self.forget_order()
 
     def forget_order(self) -> None:
-        """Forget which user has which place, if a round draws only some places."""
+        """Give every user the count of the user that took part most, where rounds draw users.
+
+        The server draws places in the silos' secret order. Call this when the silos have a new
+        order: then any user may have had any of the earlier places.
+        """
         if not isinstance(self.sampling, FullParticipation):
             self.forget_who()

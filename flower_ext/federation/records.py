@@ -171,7 +171,7 @@ def accept(
         node = own.src_node_id if asked_here is None else own.dst_node_id
         try:
             if reply.has_error() and node not in waiting:  # from the SuperLink, for a node
-                raise RefusedReply(f"in place of a reply: {said(reply.error)}")
+                raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
             if node not in waiting:
                 raise RefusedReply("not asked in this round, or answered already")
             if own.group_id != number:

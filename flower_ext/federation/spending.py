@@ -131,7 +131,9 @@ class Spending:
         server_round : int
             Number of the round.
         identity : int, optional
-            Identifies a release whose repetition is the same release.
+            Identifies everything that determines the release, if a repeated round would release
+            the same numbers bit for bit; the ledger then counts the repetition once (see
+            `Ledger.reserve`). None if a repetition has new noise.
         """
         if release is not None and self.ledger is not None:
             entry = self.ledger.reserve(release, round=server_round, identity=identity)

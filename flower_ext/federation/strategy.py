@@ -239,7 +239,7 @@ class FederatedStrategy(Evaluating):
         ]
 
     def spent(self) -> dict[str, float]:
-        """Return ε so far, for the log and the report's figures."""
+        """Return the ε spent so far and its δ, for the log and the report's figures."""
         run = self.run_facts
         spent = self.accounted.spent(run)
         if spent and self.accounted.delta is not None:

@@ -32,7 +32,7 @@ class PrivacyBudget:
     steps: ClippedSteps | None = None
 
     def noise_stddev(self, rounds: int, basis: Basis) -> float:
-        """Return the σ_u that the budget asks of an upload in each of ``rounds`` rounds."""
+        """Return the σ_u of each upload's noise with which ``rounds`` rounds keep the budget."""
         if basis == "published":
             return dp_ditto_noise_stddev(
                 epsilon=self.epsilon,
@@ -84,9 +84,20 @@ class PrivacyBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The schedule of one basis, the noise it needs, and the ε of that noise by every accounting.
+    """The planner's answer by one basis: the published theorem, or the provable bound.
 
-    With T* = 0 nothing is released, so there is neither noise nor ε.
+    Attributes
+    ----------
+    basis : {"published", "provable"}
+        The basis by which the noise was calibrated.
+    schedule : Schedule
+        T* and λ*. With T* = 0 clients release nothing, so there is neither noise nor ε.
+    noise_stddev : float
+        σ_u of the noise on an upload.
+    epsilons : dict[str, float]
+        ε of this noise, by the name of each way to account for it.
+    not_met : tuple[str, ...]
+        Conditions of the theorem that do not hold.
     """
 
     basis: Basis

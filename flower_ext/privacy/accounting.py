@@ -368,7 +368,10 @@ def _grid_interval(epsilon: float, delta: float, *, steps: int) -> float:
 def pld_epsilon(
     events: Sequence[tuple[dp_accounting.DpEvent, int]], delta: float, *, interval: float
 ) -> float:
-    """Return ε from a pessimistic discretisation; infinite where rounding could hide δ."""
+    """Return ε from a grid of privacy losses that are rounded up.
+
+    The result is infinite if rounding in the Fourier transforms can lose as much as ``delta``.
+    """
     from dp_accounting import pld
 
     resolved = delta - _ROUNDING * sum(count for _, count in events)

@@ -117,8 +117,9 @@ def sum_clipped(
 ) -> BoundedSum:
     """Clip every update and return the sum, in float64.
 
-    Each update is clipped and added as it comes, and then dropped. A `BoundedSum` of some of them
-    is added in their place.
+    Each update is clipped, added and dropped before the next one is read, so memory stays bounded.
+    ``updates`` may also yield a `Summed`, the sum of several updates that were clipped before. It
+    is added as it is.
 
     Raises
     ------

@@ -79,7 +79,9 @@ class Reservation:
             A fact has a name that the ledger itself uses.
         """
         if taken := _OWN_NAMES & set(facts):
-            raise InvalidValue(f"{sorted(taken)}: names the ledger uses itself; choose others")
+            raise InvalidValue(
+                f"facts named {sorted(taken)}: the ledger itself uses these names; choose others"
+            )
         self.notes.update(facts)
 
     def discard(self, reason: str) -> None:

@@ -38,8 +38,9 @@ class NoisedSum(PrivacyPlan):
 
     Guarantees
     ----------
-    For any number of answers, `aggregate` releases a sum with Gaussian noise of standard deviation
-    at least ``noise_multiplier * clipping_norm``, divided by a public constant, or nothing.
+    For any number of answers, `aggregate` releases nothing, or a sum that is divided by a public
+    constant. The sum has Gaussian noise of standard deviation ``noise_multiplier * clipping_norm``
+    or more.
 
     Parameters
     ----------

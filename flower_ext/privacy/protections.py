@@ -188,7 +188,7 @@ class PerturbObjective(Protection):
     Parameters
     ----------
     rate : float
-        α of the density of n.
+        α; the density of n is proportional to exp(−α‖n‖₂).
     least_examples : int
         Clients with fewer examples are not protected.
     """

@@ -145,7 +145,10 @@ class RecordLevelPlan(PlainAverage):
         return self.rounds
 
     def check(self, method: MethodTraits) -> None:
-        """Refuse noise in local steps if a record reaches the upload by another way as well."""
+        """Refuse a method whose uploads depend on records in more ways than the noised local steps.
+
+        Noise in the steps does not cover the other ways.
+        """
         if self.steps and method.upload_phase is None:
             raise InvalidValue(
                 f"plan.steps: {method.name} uploads more of a record than its gradients in local "
@@ -190,12 +193,19 @@ class RecordLevelPlan(PlainAverage):
         )
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return the bound for a clipped model and its noise; with ``steps`` clipping is last."""
+        """Return the largest norm of an honest upload.
+
+        Without ``steps`` the client clips its model and then adds noise, which the norm includes.
+        With ``steps`` the client clips last, so the norm is the clipping norm.
+        """
         stddev = self.noise_stddev if self.steps is None else 0.0
         return largest_noised_norm(self.clipping_norm, stddev, numbers)
 
     def guarantees(self, run: RunFacts) -> list[Guarantee]:
-        """Return the published and the provable guarantee; everyone uploads in every round."""
+        """Return the published and the provable guarantee.
+
+        Both count an upload of every client in every round.
+        """
         facts: dict[str, Any] = {
             "rounds": run.participations.rounds,
             "delta": self.delta,

@@ -120,10 +120,10 @@ class ReleasePlan(NoisedSum):
         return dict(found)
 
     def count_scores(self, participations: Participations) -> None:
-        """Count an evaluation of all clients, whose sum and uploads an adversary may see.
+        """Count an evaluation of all clients, of which an adversary may see the sum or uploads.
 
-        It counts (σ/σ_e)² times as much as a training round, because weights are in units of a
-        round's noise.
+        Participations are counted in training rounds, with noise multiplier σ. An evaluation with
+        noise multiplier σ_e reveals as much as (σ/σ_e)² of them, and therefore counts as many.
         """
         own = self.of_scores
         assert own is not None

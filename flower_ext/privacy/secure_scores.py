@@ -107,7 +107,11 @@ class SecureScores:
 
 
 def scores_vector(scores: Mapping[str, float], bounds: Bounds) -> np.ndarray:
-    """Return one client's vector of 1 + k numbers; zeros for a client without any scores."""
+    """Return the vector by which one client takes part in the sum of scores.
+
+    Its 1 + k numbers are a one, which counts the client, and k scores, each scaled to the range
+    from −½ to ½. A client without any scores takes part with zeros.
+    """
     if not scores:
         return np.zeros(1 + len(bounds))
     parts = [1.0]

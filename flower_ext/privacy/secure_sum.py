@@ -50,7 +50,10 @@ class SumParameters:
 
     @property
     def honest_answers(self) -> int:
-        """Least number of honest answers in a sum, whose noise colluders cannot subtract."""
+        """Least number of answers in a sum that come from honest clients.
+
+        Colluders can subtract their own noise, but not the noise of these clients.
+        """
         return self.least_answers - self.colluders
 
 
@@ -100,12 +103,13 @@ class SecureSum:
                 require_at_least_one(name, getattr(self, name))
 
     def for_cohort(self, members: int) -> SumParameters:
-        """Return the parameters for a cohort of that size.
+        """Return the parameters for a cohort of ``members`` clients.
 
         Raises
         ------
         InvalidValue
-            No parameters make a sum of this size secure under these shares.
+            In a cohort of this size, no parameters protect against the planned shares of colluding
+            and lost clients.
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(

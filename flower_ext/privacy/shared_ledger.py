@@ -83,7 +83,10 @@ class Charge:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpend:
-    """The spend of one run apart from other runs; ``epsilon`` is None if no ε covers it."""
+    """The privacy that one run of the account spent, counted without the account's other runs.
+
+    ``epsilon`` is None if no ε covers the run.
+    """
 
     run: str
     name: str
@@ -129,7 +132,7 @@ def charge(path: Path, new: Charge, budget: Budget) -> None:
         epsilon = _composed([*charges, facts], budget.delta)
         if epsilon > budget.epsilon:
             raise BudgetExhausted(
-                f"training round {new.training} would bring what {path} counts to ε = "
+                f"training round {new.training} would raise the total of {path} to ε = "
                 f"{epsilon:.4g} at δ = {budget.delta:.3g}, above the budget of {budget.epsilon:g}: "
                 f"{_why(charges, epsilon, budget.delta)}"
             )

@@ -35,14 +35,15 @@ class AdversaryView(StrEnum):
 
     * ``EACH_UPLOAD`` — every single upload and its sender: an honest-but-curious server without
       secure aggregation.
-    * ``SUM_ONLY`` — each round's released sum and its participants, never a single upload: a
+    * ``SUM_ONLY`` — each round's released sum and the clients in it, never a single upload: a
       server behind secure aggregation.
     * ``RELEASED_MODELS`` — the model after each round. The adversary does not see who took part,
       nor how many did, unless that number is fixed. This is a third party; the server is trusted.
-      A participant sees more: messages tell it the size of the cohort, and it can subtract its own
-      share of the noise.
+      A client that takes part sees more: messages tell it the size of the cohort, and it can
+      subtract its own share of the noise.
 
-    Amplification by sampling hides *who took part*, so only ``RELEASED_MODELS`` gets it.
+    Amplification by sampling needs an adversary that does not see *who took part*. It therefore
+    holds for ``RELEASED_MODELS`` only.
     """
 
     EACH_UPLOAD = "each-upload"

@@ -310,7 +310,11 @@ class RunDirectory:
         write_whole(self.path / "model.safetensors", save(tensors), private=False)
 
     def save_use(self, facts: Mapping[str, Any]) -> None:
-        """Write ``use.json``: method, clients, their memory, and the settings of evaluation."""
+        """Write ``use.json``, from which `flower-ext export` makes clients' own models.
+
+        It names the method, the number of clients, the facts of an evaluation request, and the
+        parts of a model that clients remember.
+        """
         self._write_json("use.json", dict(facts))
 
     def use(self) -> dict[str, Any]:

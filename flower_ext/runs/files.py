@@ -46,7 +46,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = True, private: bool 
 def write_rows(
     path: Path, header: Sequence[object], rows: Iterable[Sequence[object]], **options: bool
 ) -> None:
-    """Write a CSV file as `write_whole` does."""
+    """Write a CSV file, whole or not at all; ``options`` are those of `write_whole`."""
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(header)

@@ -126,8 +126,9 @@ class MLflow(Callback):
 class WandB(Callback):
     """Write to Weights & Biases: to ``wandb/`` in the run directory, offline.
 
-    ``WANDB_MODE=online`` sends everything to their servers while the run goes on, including
-    clients' un-noised scores; ``wandb sync RUN/wandb/offline-run-…`` does so afterwards. The
+    ``WANDB_MODE=online`` sends everything to the servers of Weights & Biases during the run,
+    including clients' un-noised scores. ``wandb sync RUN/wandb/offline-run-…`` does so after the
+    run. The
     project is ``flower_ext``, or ``WANDB_PROJECT``. A resumed run continues under the same id.
     """
 

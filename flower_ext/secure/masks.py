@@ -206,8 +206,8 @@ class PairKeys:
             return cipher.decrypt(nonce, text, self._header(sender, self._index, purpose))
         except (InvalidTag, ValueError) as error:
             raise InvalidValue(
-                f"sealed message from silo {sender}: expected one that it sealed for silo "
-                f"{self._index} in this run"
+                f"sealed message from silo {sender} cannot be opened: expected one that the sender "
+                f"sealed for silo {self._index} in this run"
             ) from error
 
     def _pads(

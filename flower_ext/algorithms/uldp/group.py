@@ -174,7 +174,7 @@ class UldpGroup(FederatedStrategy):
         return {LIMITS: records.to_record({LIMITS: self._limits[partition]})}
 
     def state(self) -> Mapping[str, records.Arrays]:
-        """Return the limits, and the k that they were drawn for."""
+        """Return each silo's limit for each user, and the group size k of these limits."""
         return {LIMITS: {LIMITS: self._limits, "k": np.asarray(self.group_size)}}
 
     def restore(self, state: Mapping[str, records.Arrays]) -> None:

@@ -1,4 +1,4 @@
-"""ULDP-NAIVE: DP-FedAvg between silos, with noise for a user with records in all silos.
+"""ULDP-NAIVE: DP-FedAvg over silos, with enough noise to hide a user who has records in all silos.
 
 Source: Kato et al., Uldp-FL (PVLDB 2024), Algorithm 1.
 
@@ -7,11 +7,12 @@ paper                 here
 ====================  =====================================================
 S                     ``num_silos``
 C, σ                  ``clipping_norm``, ``noise_multiplier`` of the given plan
-σ²C²|S|               variance of a silo's noise: its share of (σC|S|)² in the silos' plan
+σ²C²|S|               variance of one silo's noise; the |S| silos' noise adds up to (σC|S|)²
 Q, η_l, η_g           ``local.epochs``, ``local.learning_rate``, ``server_learning_rate``
 ====================  =====================================================
 
-The paper prints Δ = x_t − x_s although it adds Δ; here Δ = x_s − x_t, as in its other algorithms.
+The paper prints Δ = x_t − x_s although its server adds Δ. Here Δ is x_s − x_t, as in the paper's
+other algorithms.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def local_update(work: ClientWork) -> Steps[LocalResult]:
 
 
 class UldpNaive(OnePhase):
-    """Clip each silo's update as a whole, with noise for users with records in every silo.
+    """Clip each silo's update as a whole, and noise it for a user with records in every silo.
 
-    All silos count alike in the mean.
+    All silos have the same weight in the mean.
 
     The provable guarantees and the ledger count 2C for the largest change that one user can make to
     a silo's clipped update. The paper counts C (see `uldp_naive_guarantees`).
@@ -81,7 +82,8 @@ class UldpNaive(OnePhase):
         check_user_plan(plan, num_silos, "equal")
         if not isinstance(plan.sampling, FullParticipation):
             raise InvalidValue(
-                "sampling of the plan: expected FullParticipation, as ULDP-NAIVE samples no users"
+                "sampling of the plan: expected FullParticipation, because ULDP-NAIVE does not "
+                "sample users"
             )
         self.num_silos = num_silos
         among_silos(plan, num_silos)  # refuses numbers of silos without a secure sum
@@ -89,7 +91,10 @@ class UldpNaive(OnePhase):
 
     @property
     def accounted(self) -> ReleasePlan:
-        """The silos' plan: their noise adds up to σC|S|, and a user moves each update by 2C."""
+        """The plan for the silos' sum.
+
+        The silos' noise adds up to σC|S|, and one user can move each silo's update by 2C.
+        """
         return replace(
             among_silos(self.plan, self.num_silos),
             sampling=FullParticipation(self.num_silos),

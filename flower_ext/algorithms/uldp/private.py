@@ -120,8 +120,8 @@ class PrivateUldpAvg(UldpAvg):
             raise InvalidValue("weighting: expected none, as private weights are by records")
         if plan.dropout_policy != "discard":
             raise InvalidValue(
-                f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', as a sum "
-                "without all silos stays masked"
+                f"dropout_policy={plan.dropout_policy!r} of the plan: expected 'discard', because "
+                "the masks cancel only in the sum over all silos"
             )
         if plan.secure_aggregation is not None:
             raise InvalidValue(

@@ -1,6 +1,7 @@
 """A silo's side of `PrivateUldpAvg`: the set-up, then training, clipping and encryption.
 
-The `SiloEnd` in a protocol's module in `weighting` defines the protocol's work in each of them.
+Each protocol has its own set-up and encryption. They are the `SiloEnd` in the protocol's module in
+`weighting`, which this module calls.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _protocol() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenJob(SiloJob):
-    """Trainings of a silo's users, whose clipped updates enter one sum under encryption."""
+    """The trainings of a silo's users; their clipped updates go into one encrypted sum."""
 
     into: Adding
 

@@ -31,7 +31,7 @@ _BEFORE = "upcycled.before"
 
 @runtime_checkable
 class Extrapolates(Protocol):
-    """A strategy with server state to extrapolate in even rounds, such as SCAFFOLD's control."""
+    """A strategy with server state to extrapolate in even rounds: SCAFFOLD's control variate."""
 
     def extrapolate(self, coefficient: float) -> None:
         """Set s ← s + coefficient (s − s before the last training round)."""
@@ -162,7 +162,7 @@ class Upcycled(Strategy):
         return {**self._base_state(), _BEFORE: to_arrays(self._before)}
 
     def restore(self, state: Mapping[str, Arrays]) -> None:
-        """Restore both."""
+        """Restore the base's state, and the model before its last training round."""
         self._before = to_record(state[_BEFORE])
         self._base_restore({name: group for name, group in state.items() if name != _BEFORE})
 

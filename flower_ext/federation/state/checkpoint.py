@@ -210,7 +210,11 @@ class Checkpoints:
         return [one for number, one in sorted(found.items()) if number > after]
 
     def evaluations(self) -> int:
-        """Return the number of the last evaluation that was asked for; 0 where rounds repeat."""
+        """Return the number of the last evaluation for which the server asked clients.
+
+        The number is 0 if rounds repeat bit for bit (`repeats`), because a repeated evaluation
+        then needs no number of its own.
+        """
         if self.repeats:
             return 0
         noted = map(json.loads, whole_lines(self._folder() / ASKED))

@@ -106,8 +106,8 @@ def dp_ditto_guarantees(
     """Return the guarantees for one record when clients upload clipped models with noise σ_u.
 
     The first guarantee is as published, the second is provable. ``steps`` states that training
-    clipped each record's gradient. Without it only the clipping of the model bounds a record, which
-    may move the model by 2C.
+    clipped each record's gradient. Without ``steps``, only the clipping of the whole model limits
+    the influence of a record, which may then move the model by 2C.
 
     Raises
     ------

@@ -121,7 +121,9 @@ class Member:
         parts = [self._public, *keys.values()]
         halves = [part[at : at + KEY_BYTES] for part in parts for at in (0, KEY_BYTES)]
         if len(set(halves)) != len(halves):
-            raise InvalidValue("keys: expected different keys, each only once")
+            raise InvalidValue(
+                "keys: the same key occurs twice; expected two keys of its own for each member"
+            )
         state, threshold = self._state, self._context.threshold
         points = [other + 1 for other in sorted(keys)]
         of_seed = split(state.seed, points, threshold, self._token_bytes)
