@@ -2,7 +2,8 @@
 
 Each fault is planted alone in a copy of the project, where the tests of its module run until the
 first one fails. A fault that makes them run several times as long counts as found.
-``equivalent.toml`` lists faults that no test can find, with reasons.
+``equivalent.toml`` lists faults that no test can find, with reasons; entries whose line has changed
+since are reported.
 """
 
 from __future__ import annotations
@@ -105,6 +106,23 @@ def main() -> None:
     if any(reasons.values()):
         could = found + list(reasons.values()).count("")
         print(f"of those that can be found: {_share(found, could)}")
+    for entry in stale_entries():
+        print(
+            f"{_EQUIVALENT.name} is stale: {entry['module']} has no such fault in {entry['line']}"
+        )
+
+
+def stale_entries() -> list[dict[str, str]]:
+    """Return the entries of ``equivalent.toml`` that match no fault, since their line changed."""
+    changes = {
+        module: [Mutant(module, fault).change for fault in faults_of(_source(module))]
+        for module in TESTS
+    }
+    return [
+        entry
+        for entry in _equivalent()
+        if not any(_matches(entry, *change) for change in changes[entry["module"]])
+    ]
 
 
 def _missed(folder: Path, sample: Iterable[Mutant]) -> list[Mutant]:
@@ -176,12 +194,21 @@ def _source(module: str) -> bytes:
 
 def _why_none_can_find(mutant: Mutant) -> str:
     """Return the reason that ``equivalent.toml`` gives; empty if it gives none."""
-    old, new = mutant.change
-    for one in tomllib.loads(_EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]:
-        same = one["module"] == mutant.module and one["line"] == old
-        if same and one.get("instead", new) == new:
-            return str(one["reason"])
+    for entry in _equivalent():
+        if entry["module"] == mutant.module and _matches(entry, *mutant.change):
+            return entry["reason"]
     return ""
+
+
+def _equivalent() -> list[dict[str, str]]:
+    entries: list[dict[str, str]] = tomllib.loads(_EQUIVALENT.read_text(encoding="utf-8"))[
+        "equivalent"
+    ]
+    return entries
+
+
+def _matches(entry: dict[str, str], old: str, new: str) -> bool:
+    return entry["line"] == old and entry.get("instead", new) == new
 
 
 def _share(found: int, number: int) -> str:

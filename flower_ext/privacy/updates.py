@@ -158,8 +158,8 @@ def in_precision_of(like: Update, update: Update) -> dict[str, Any]:
 def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str, Any], int]:
     """Return the sum in float64 and the number of updates; zeros like ``like`` without any.
 
-    Each update is added as it comes and then dropped. A `Summed` of some of them is added in their
-    place.
+    Each update is added and dropped before the next one is read, so memory stays bounded.
+    ``updates`` may also yield a `Summed`, the sum of several updates. It is added as it is.
 
     Raises
     ------

@@ -2,7 +2,8 @@
 
 import ast
 
-from benchmarks.mutants.__main__ import TESTS, _source
+from benchmarks.mutants import __main__ as mutants
+from benchmarks.mutants.__main__ import TESTS, _source, stale_entries
 from benchmarks.mutants.faults import faults_of
 
 SOURCE = b'''"""Text with 1 < 2."""
@@ -56,3 +57,10 @@ def test_every_fault_in_the_modules_is_another_program_that_can_be_read():
         whole = ast.dump(ast.parse(source))
         for fault in faults_of(source):
             assert ast.dump(ast.parse(fault.planted(source))) != whole
+
+
+def test_every_fault_that_no_test_can_find_can_be_planted(monkeypatch):
+    assert stale_entries() == []
+    moved = {"module": "privacy/renyi.py", "line": "_MARGIN = 0.0", "reason": "another line"}
+    monkeypatch.setattr(mutants, "_equivalent", lambda: [moved])
+    assert stale_entries() == [moved]
