@@ -113,7 +113,8 @@ class SecureSum:
         """
         if members < LEAST_MEMBERS:
             raise InvalidValue(
-                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum"
+                f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
+                "more clients, or a larger share of them"
             )
         colluders = math.floor(self.colluding * members + 1e-9)
         lost = math.ceil(self.dropouts * members - 1e-9)

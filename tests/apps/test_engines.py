@@ -270,6 +270,38 @@ def test_secure_sums_of_silos_are_the_same_run_everywhere(where, flower, tmp_pat
     assert [row["answered"] for row in ours.metrics()] == [3, 3]
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("workers", marks=pytest.mark.full),
+        pytest.param("ray", marks=pytest.mark.full),
+        pytest.param("superlink", marks=pytest.mark.slow),
+    ],
+)
+def test_scores_in_secure_sums_are_the_same_means_everywhere(where, flower, tmp_path):
+    """On Ray and SuperLink each of two nodes answers for two clients."""
+    settings = {
+        "aggregation": "secure",
+        "evaluation": "secure",
+        "evaluation-noise-multiplier": 0.5,
+        "evaluation-loss-bound": 4.0,
+        "clients": 4,
+    }
+    places = {"workers": ["--in-process", "--workers", "2"], "superlink": ["loopback"]}
+    if where == "superlink":
+        flower.deploy(nodes=2)
+    together = {} if where == "workers" else {"clients-per-node": 2}
+    path = tmp_path / "run"
+    flower.run(DP2_FEDSAM, *places.get(where, []), run_directory=path, **settings, **together)
+    ours = RunDirectory.open(path)
+    reference = in_process(DP2_FEDSAM, tmp_path / "reference", **settings)
+    for row, other in zip(ours.metrics(), reference.metrics(), strict=True):
+        for name in ("scored_clients", "loss_mean", "accuracy_mean", "accuracy_mean_error"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5)
+    same_run(ours, reference)
+    assert ours.client_metrics() == []
+
+
 @pytest.mark.full
 def test_somebody_elses_project_on_superlink_equals_the_simulation(flower, tmp_path):
     flower.deploy(nodes=3)
