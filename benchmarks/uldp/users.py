@@ -25,7 +25,7 @@ import psutil
 import torch
 from torch.nn.functional import cross_entropy
 
-from flower_ext.algorithms.uldp.averaging import SiloJob, sums_over_users
+from flower_ext.algorithms.uldp.silo_training import SiloJob, sums_over_users
 from flower_ext.data import SiloData, load_silos
 from flower_ext.privacy.bounds import BoundedSum
 from flower_ext.runs.page import table

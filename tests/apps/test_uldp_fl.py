@@ -217,7 +217,7 @@ def test_groups_of_any_size(size, tmp_path):
         ({"delta": 0.0}, r"delta=0\.0"),
         ({"user_sampling_rate": 0.0}, r"rate=0\.0: expected a number in \(0, 1\]"),
         ({"user_sampling_rate": 1.5}, r"rate=1\.5"),
-        ({"method": "uldp-naive", "user_sampling_rate": 0.5}, "samples no users"),
+        ({"method": "uldp-naive", "user_sampling_rate": 0.5}, "does not sample users"),
         ({"method": "uldp-group", "group_size": "0"}, "group_size=0"),
         ({"method": "uldp-group", "group_size": "some"}, "group-size='some': expected a number"),
         ({"method": "uldp-group", "record_sampling_rate": 0.0}, r"sampling_rate=0\.0"),

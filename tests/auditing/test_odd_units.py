@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_ext.algorithms import DPDitto, DPFedAvg
-from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, averaging
+from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpSgd, silo_training
 from flower_ext.auditing import Experiment, World, audit, observe, projected
 from flower_ext.data import ClientData, Examples, SiloData
 from flower_ext.privacy import (
@@ -146,7 +146,7 @@ def no_one_by_one(task, jobs, **settings):
 
 def errors_of_one_are_errors_of_all(patch):
     """In ULDP-AVG and -SGD a record stands for its user, elsewhere for itself."""
-    patch.setattr(averaging, "train_surely", no_one_by_one)
+    patch.setattr(silo_training, "train_surely", no_one_by_one)
     own_gradient = ClippedGradient._own
 
     def unguarded(self, *record):

@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from flower_ext.algorithms.uldp import averaging
+from flower_ext.algorithms.uldp import averaging, silo_training
 from flower_ext.algorithms.uldp.weights import EqualWeights
 from flower_ext.auditing import Experiment
 from flower_ext.federation.client import masked_scores
@@ -68,8 +68,8 @@ def clipping_off(patch, experiment: Experiment) -> Experiment:
     patch.setattr(masked_scores, "scores_vector", _scores_not_clipped)
     patch.setattr("flower_ext.privacy.perturbation.clip", _not_clipped)
     patch.setattr("flower_ext.privacy.noised_sum.sum_clipped", _sum_not_clipped)
-    patch.setattr(averaging, "sum_clipped_rows", _rows_not_clipped)
-    patch.setattr(averaging, "sum_rows_in_cells", _rows_in_cells_not_clipped)
+    patch.setattr(silo_training, "sum_clipped_rows", _rows_not_clipped)
+    patch.setattr(silo_training, "sum_rows_in_cells", _rows_in_cells_not_clipped)
     made = ClippedGradient.__init__
     patch.setattr(
         ClippedGradient,
@@ -87,7 +87,7 @@ def rows_clipped_together(patch, experiment: Experiment) -> Experiment:
         whole = in_cells(summed, clipping_norm, cell)
         return CellSum(value=whole, bound=clipping_norm, cell=cell, count=len(weights))
 
-    patch.setattr(averaging, "sum_rows_in_cells", together)
+    patch.setattr(silo_training, "sum_rows_in_cells", together)
     return experiment
 
 

@@ -16,7 +16,12 @@ from typing import cast
 
 import numpy as np
 
-from flower_ext.algorithms.uldp.averaging import CLIPPING_NORM, SiloJob, silo_job, users_updates
+from flower_ext.algorithms.uldp.silo_training import (
+    CLIPPING_NORM,
+    SiloJob,
+    silo_job,
+    users_updates,
+)
 from flower_ext.algorithms.uldp.weighting.protocol import (
     BEGIN,
     LOST,

@@ -14,15 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.algorithms.uldp import (
-    UldpAvg,
     UldpGroup,
     UldpNaive,
-    UldpSgd,
     WeightsByRecords,
-    averaging,
     private_silo,
-    theory_learning_rate,
+    silo_training,
 )
+from flower_ext.algorithms.uldp.averaging import UldpAvg, UldpSgd, theory_learning_rate
 from flower_ext.algorithms.uldp.weights import check_weights
 from flower_ext.data import ClientData, Examples, SiloData, group_size, histogram
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
@@ -548,7 +546,7 @@ def test_naive_spends_on_the_ledger_what_is_provable_not_what_is_published(tmp_p
 
 def test_users_in_small_batches_are_the_same_users_in_large_ones(monkeypatch):
     def final(limit, prepared):
-        monkeypatch.setattr(averaging, "_PREPARED", prepared)
+        monkeypatch.setattr(silo_training, "_PREPARED", prepared)
         strategy = UldpAvg(plan=plan(), weighting="by-records", local=LOCAL, **COMMON)
         return run(strategy, memory_limit=limit)
 
@@ -576,7 +574,7 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
         user: Examples(torch.randn(size, 4, generator=draw), torch.arange(size) % 3)
         for user, size in enumerate(sizes)
     }
-    return averaging.SiloJob(
+    return silo_training.SiloJob(
         params=task.initial_params(1),
         examples=users[0],
         training=training,
@@ -592,7 +590,9 @@ def silo_job(task, sizes=(5, 5, 1, 9, 40), training=LOCAL):
 def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
     job = silo_job(task)
-    (total,) = averaging.sums_over_users(task, [job], trained=lambda name: True, memory_limit=limit)
+    (total,) = silo_training.sums_over_users(
+        task, [job], trained=lambda name: True, memory_limit=limit
+    )
     assert not total.value["scale"].any()
     assert total.value["layer.weight"].any()
     assert job.params["scale"] == 2.0
@@ -600,7 +600,7 @@ def test_buffers_stay_as_they_are_in_batches_and_alone(limit):
 
 def test_a_silos_sum_stays_in_double_precision_until_it_is_noised():
     task = Task(model=Scaled, data=lambda silo: silo, device="cpu")
-    (total,) = averaging.sums_over_users(
+    (total,) = silo_training.sums_over_users(
         task, [silo_job(task)], trained=lambda name: True, memory_limit=2**30
     )
     assert {value.dtype for value in total.value.values()} == {torch.float64}
@@ -628,7 +628,9 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
 
     def updates(users):
         own = replace(job, users={user: job.users[user] for user in users})
-        found = averaging.users_updates(task, [own], trained=lambda name: True, memory_limit=2**30)
+        found = silo_training.users_updates(
+            task, [own], trained=lambda name: True, memory_limit=2**30
+        )
         return {
             user: {name: part[row].clone() for name, part in rows.items()}
             for _, members, rows in found
@@ -644,7 +646,7 @@ def test_no_user_moves_the_update_of_another_by_a_single_bit(model):
 
 def updates_of(task, job):
     """Return each user's update before clipping."""
-    found = averaging.users_updates(task, [job], trained=lambda name: True, memory_limit=2**30)
+    found = silo_training.users_updates(task, [job], trained=lambda name: True, memory_limit=2**30)
     return {
         user: {name: part[row].clone() for name, part in rows.items()}
         for _, members, rows in found
@@ -906,7 +908,7 @@ def test_a_user_whose_training_diverges_adds_nothing_and_nobody_sees_it():
         (lambda: plan(sensitivity=0.0), r"sensitivity=0\.0"),
         (
             lambda: UldpNaive(plan=plan(PoissonSampling(USERS, 0.5)), **COMMON),
-            "samples no users",
+            "does not sample users",
         ),
         (lambda: grouped(0), "group_size=0: expected an integer >= 1"),
         (lambda: grouped("mean"), "group_size='mean'"),

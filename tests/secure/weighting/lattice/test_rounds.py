@@ -272,7 +272,7 @@ def test_steps_out_of_order_are_refused():
     with pytest.raises(ProtocolError, match="seal_seed at silo 1: expected silo 0"):
         silos[1].seal_seed()
     (seed,) = silos[0].seal_seed()
-    with pytest.raises(InvalidValue, match="expected one that it sealed"):
+    with pytest.raises(InvalidValue, match="expected one that the sender sealed"):
         silos[1].open_seed(SealedSeed(receiver=1, sealed=bytes(60)))
     with pytest.raises(ProtocolError, match="expected it to be answered"):
         server.receive_counts([])
