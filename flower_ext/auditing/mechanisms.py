@@ -1,30 +1,31 @@
-"""The package's mechanisms as experiments: tiny runs whose canary makes the tight case.
+"""The package's mechanisms as experiments: tiny runs that a canary moves as far as it can.
 
-The model and its loss are linear, so an update is a sum of features for every model. The canary's
-features are far above every bound, along one axis. All other features pull the other way, or not at
-all. The loss changes its sign in every round, but noise that is used twice does not, so an audit
-finds reused noise.
+All of them train the problem of `linear`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedProx
-from torch import Tensor, nn
 
 from flower_ext.algorithms import DPDitto, DPFedAvg, Hosted
 from flower_ext.algorithms.uldp import UldpAvg, UldpGroup, UldpNaive, UldpSgd
-from flower_ext.auditing.experiment import Experiment, Score, World, of_scores, projected
+from flower_ext.auditing.experiment import Experiment, of_scores
+from flower_ext.auditing.linear import (
+    HUGE,
+    LARGE,
+    ONE_STEP,
+    SIZE,
+    client_data,
+    linear_experiment,
+    pulls,
+    silo_data,
+)
 from flower_ext.auditing.plain_app import plain_app
-from flower_ext.data import ClientData, Examples, SiloData
-from flower_ext.federation import FederatedStrategy
+from flower_ext.data import ClientData, Examples
 from flower_ext.privacy import (
     AdversaryView,
     ClippedSteps,
@@ -41,98 +42,9 @@ from flower_ext.privacy import (
     SecureScores,
     SecureSum,
 )
-from flower_ext.training import DpSgdTraining, LocalTraining, Task
+from flower_ext.training import DpSgdTraining, LocalTraining
 
-SIZE = 100
-"""Number of parameters of the model."""
-HUGE = 1e3
-"""Magnitude of a canary's features, far above every bound."""
-LARGE = 30.0
-"""Magnitude above every bound but below the server's limit for noised uploads."""
 DELTA = 1e-5
-ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
-
-
-@dataclass
-class Turns:
-    """A public schedule: the loss changes its sign in every round."""
-
-    sign: float = field(default=1.0)
-
-    def begin(self, number: int) -> None:
-        """Begin training round ``number``, from 1."""
-        self.sign = 1.0 if number % 2 else -1.0
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean output with the round's sign."""
-        return -self.sign * (outputs.squeeze(-1) * targets).mean()
-
-    __hash__ = object.__hash__
-
-
-def pulls(*features: float, size: int = SIZE) -> Examples:
-    """Return records along the first axis, one per number."""
-    x = torch.zeros(len(features), size)
-    x[:, 0] = torch.tensor(features)
-    return Examples(x, torch.ones(len(features)))
-
-
-def _experiment(
-    name: str,
-    strategy: Callable[[], FederatedStrategy],
-    *,
-    without: Sequence[ClientData],
-    present: Sequence[ClientData],
-    rounds: int,
-    views: Sequence[AdversaryView] = tuple(AdversaryView),
-    partitions: Sequence[int] | None = None,
-    whole: bool = False,
-    gaussian: bool | None = None,
-    size: int = SIZE,
-    app: Callable[[Task], ClientApp] | None = None,
-    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] | None = None,
-    score: Score | None = None,
-) -> Experiment:
-    """Return two worlds of a strategy, from each partition's data without and with the canary.
-
-    The ClientApp is the strategy's own, or an ``app`` from elsewhere.
-    """
-    turns = Turns()
-    client_app = app or type(strategy()).client_app
-
-    def world(data: Sequence[ClientData]) -> World:
-        task = Task(
-            model=lambda: nn.Linear(size, 1, bias=False),
-            data=lambda partition: data[partition],
-            loss=turns.loss,
-            metrics=metrics or {},
-            device="cpu",
-        )
-        return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
-
-    axis = np.eye(1, size)
-    signs = [1.0 - 2.0 * (number % 2) for number in range(rounds)]
-    return Experiment(
-        name=name,
-        without=world(without),
-        present=world(present),
-        initial=ArrayRecord({"weight": torch.zeros(1, size)}),
-        score=score or projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
-        rounds=rounds,
-        views=views,
-        gaussian=gaussian,
-        on_round=turns.begin,
-    )
-
-
-def _client(*features: float, size: int = SIZE) -> ClientData:
-    own = pulls(*features, size=size)
-    return ClientData(train=own, test=own)
-
-
-def _silo(owners: Sequence[int], features: Sequence[float]) -> SiloData:
-    own = pulls(*features)
-    return SiloData(train=own, test=own, owners=torch.tensor(owners))
 
 
 def _plan(sampling: Sampling, noise_multiplier: float, rounds: int, **more: Any) -> ReleasePlan:
@@ -147,8 +59,8 @@ def _plan(sampling: Sampling, noise_multiplier: float, rounds: int, **more: Any)
 
 
 TURNED_AROUND: dict[str, Any] = {
-    "without": [_client(-HUGE, 0.0)],
-    "present": [_client(HUGE, 0.0)],
+    "without": [client_data(-HUGE, 0.0)],
+    "present": [client_data(HUGE, 0.0)],
 }
 """Data in which one of two records pulls the other way."""
 
@@ -170,12 +82,12 @@ def client_level(
     sampling = PoissonSampling(2, 0.5) if sampled else FullParticipation(2)
     sigma = (3.0 if sampled else 0.5) * noise
     plan = _plan(sampling, sigma, rounds, noise_placement=placement)
-    return _experiment(
+    return linear_experiment(
         f"client level, {'Poisson sampling, ' if sampled else ''}noise by the {placement}"
         f"{', in a mod around a foreign ClientApp' if foreign else ''}",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
-        without=[_client(0.0), _client(0.0)],
-        present=[_client(LARGE if sampled else HUGE), _client(0.0)],
+        without=[client_data(0.0), client_data(0.0)],
+        present=[client_data(LARGE if sampled else HUGE), client_data(0.0)],
         views=[AdversaryView.RELEASED_MODELS] if sampled else tuple(AdversaryView),
         rounds=rounds,
         partitions=[0],
@@ -190,11 +102,11 @@ def secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """
     sums = SecureSum(colluding=0.0, dropouts=0.0)
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, secure_aggregation=sums)
-    return _experiment(
+    return linear_experiment(
         "client level, secure sums",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=0),
-        without=[_client(0.0), _client(0.0), _client(0.0)],
-        present=[_client(HUGE), _client(0.0), _client(0.0)],
+        without=[client_data(0.0), client_data(0.0), client_data(0.0)],
+        present=[client_data(HUGE), client_data(0.0), client_data(0.0)],
         views=[AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY],
         partitions=[0],
         rounds=rounds,
@@ -219,7 +131,7 @@ def secure_scores(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         test = Examples(torch.zeros(len(told), SIZE), torch.tensor(told))
         return ClientData(train=pulls(0.0), test=test)
 
-    return _experiment(
+    return linear_experiment(
         "scores in secure sums",
         lambda: DPFedAvg(plan=plan, local=ONE_STEP, evaluate_every=1),
         without=[rated(), rated(0.5), rated(0.5)],
@@ -235,11 +147,11 @@ def uldp(method: Any = UldpAvg, *, noise: float = 1.0, rounds: int = 1) -> Exper
     """`UldpAvg` or `UldpSgd`: a user with a record in each of two silos."""
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
     local = {"local": ONE_STEP} if method is UldpAvg else {}
-    return _experiment(
+    return linear_experiment(
         "ULDP-AVG" if method is UldpAvg else "ULDP-SGD",
         lambda: method(plan=plan, num_silos=2, evaluate_every=0, **local),
-        without=[_silo([1, 2], [0.0, 0.0])] * 2,
-        present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
+        without=[silo_data([1, 2], [0.0, 0.0])] * 2,
+        present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 2,
         rounds=rounds,
     )
 
@@ -257,11 +169,11 @@ def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         unit=PrivacyUnit.USER,
         secure_aggregation=SecureSum(colluding=0.0, dropouts=0.0),
     )
-    return _experiment(
+    return linear_experiment(
         "ULDP-AVG, secure sums",
         lambda: UldpAvg(plan=plan, num_silos=3, local=ONE_STEP, evaluate_every=0),
-        without=[_silo([1, 2], [0.0, 0.0])] * 3,
-        present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0])] * 3,
+        without=[silo_data([1, 2], [0.0, 0.0])] * 3,
+        present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0])] * 3,
         views=[AdversaryView.RELEASED_MODELS],
         rounds=rounds,
     )
@@ -270,13 +182,13 @@ def uldp_secure_sum(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpAvg` weighted by records, as under encryption: a user with all weight in one silo."""
     plan = _plan(FullParticipation(3), 0.5 * noise, rounds, unit=PrivacyUnit.USER)
-    return _experiment(
+    return linear_experiment(
         "ULDP-AVG, weighted by records",
         lambda: UldpAvg(
             plan=plan, num_silos=2, weighting="by-records", local=ONE_STEP, evaluate_every=0
         ),
-        without=[_silo([1, 2], [0.0, 0.0])] * 2,
-        present=[_silo([0, 1, 2], [HUGE, 0.0, 0.0]), _silo([1, 2], [0.0, 0.0])],
+        without=[silo_data([1, 2], [0.0, 0.0])] * 2,
+        present=[silo_data([0, 1, 2], [HUGE, 0.0, 0.0]), silo_data([1, 2], [0.0, 0.0])],
         rounds=rounds,
         partitions=[0],
     )
@@ -285,11 +197,11 @@ def uldp_by_records(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 def uldp_naive(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
     """`UldpNaive`: with the canary user, both silos' updates point the other way."""
     plan = _plan(FullParticipation(2), noise, rounds, unit=PrivacyUnit.USER)
-    return _experiment(
+    return linear_experiment(
         "ULDP-NAIVE",
         lambda: UldpNaive(plan=plan, num_silos=2, local=ONE_STEP, evaluate_every=0),
-        without=[_silo([1], [-HUGE])] * 2,
-        present=[_silo([0, 1], [3 * HUGE, -HUGE])] * 2,
+        without=[silo_data([1], [-HUGE])] * 2,
+        present=[silo_data([0, 1], [3 * HUGE, -HUGE])] * 2,
         rounds=rounds,
     )
 
@@ -304,13 +216,13 @@ def uldp_group(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         clipping_norm=1.0,
         noise_multiplier=noise,
     )
-    return _experiment(
+    return linear_experiment(
         "ULDP-GROUP-2",
         lambda: UldpGroup(
             num_silos=2, num_users=2, group_size=2, local=local, delta=DELTA, evaluate_every=0
         ),
-        without=[_silo([1], [0.0])] * 2,
-        present=[_silo([0, 0, 1], [HUGE, HUGE, 0.0]), _silo([1], [0.0])],
+        without=[silo_data([1], [0.0])] * 2,
+        present=[silo_data([0, 0, 1], [HUGE, HUGE, 0.0]), silo_data([1], [0.0])],
         rounds=rounds,
         partitions=[0],
         gaussian=True,  # no step samples
@@ -323,7 +235,7 @@ def _ditto(
     plan = RecordLevelPlan(
         sampling=FullParticipation(1), num_examples=2, rounds=rounds, delta=DELTA, **noise
     )
-    return _experiment(
+    return linear_experiment(
         name,
         lambda: DPDitto(plan=plan, local=local, personal_training=ONE_STEP, evaluate_every=0),
         **TURNED_AROUND,
@@ -373,7 +285,7 @@ def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
         perturbation=OutputPerturbation(clipping_norm=1.0, noise_stddev=noise),
         delta=DELTA,
     )
-    return _experiment(
+    return linear_experiment(
         "output perturbation",
         lambda: Hosted(FedAvg(**ONE_CLIENT), plan=plan, local=ONE_STEP, evaluate_every=0),
         **TURNED_AROUND,
@@ -383,7 +295,7 @@ def output_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
 
 
 def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment:
-    """FedProx whose exact minimisers are perturbed: one record turns around, in one dimension."""
+    """FedProx with perturbed exact minimisers, in one dimension: one record changes its sign."""
     plan = PerturbationPlan(
         sampling=FullParticipation(1),
         perturbation=ObjectivePerturbation(rate=1 / noise),
@@ -397,13 +309,13 @@ def objective_perturbation(*, noise: float = 1.0, rounds: int = 1) -> Experiment
         delta=DELTA,
     )
     exact = LocalTraining(tolerance=1e-9)
-    return _experiment(
+    return linear_experiment(
         "objective perturbation",
         lambda: Hosted(
             FedProx(proximal_mu=1.0, **ONE_CLIENT), plan=plan, local=exact, evaluate_every=0
         ),
-        without=[_client(-1.0, 0.0, size=1)],
-        present=[_client(1.0, 0.0, size=1)],
+        without=[client_data(-1.0, 0.0, size=1)],
+        present=[client_data(1.0, 0.0, size=1)],
         rounds=rounds,
         size=1,
     )

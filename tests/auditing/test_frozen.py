@@ -11,7 +11,8 @@ from torch import nn
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.auditing import audit
 from flower_ext.auditing.experiment import World, projected
-from flower_ext.auditing.mechanisms import HUGE, MECHANISMS, SIZE, Turns, pulls
+from flower_ext.auditing.linear import HUGE, SIZE, Turns, pulls
+from flower_ext.auditing.mechanisms import MECHANISMS
 from flower_ext.data import ClientData
 from flower_ext.training import Task
 from tests.support import planted_faults as faults

@@ -8,7 +8,7 @@ from torch import nn
 
 from flower_ext.algorithms import DPFedAvg
 from flower_ext.auditing import World, audit_in_one_run
-from flower_ext.auditing.mechanisms import ONE_STEP, Turns
+from flower_ext.auditing.linear import ONE_STEP, Turns
 from flower_ext.data import ClientData, Examples
 from flower_ext.privacy import AdversaryView, FullParticipation, ReleasePlan
 from flower_ext.training import Task

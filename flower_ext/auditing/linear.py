@@ -1,0 +1,116 @@
+"""A linear problem for audits, whose updates are known for every model.
+
+The model and its loss are linear, so an update is a sum of features for every model. The canary's
+features are far above every bound, along one axis. All other features pull the other way, or not at
+all. The loss changes its sign in every round, but noise that is used twice does not, so an audit
+finds reused noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+
+from flower_ext.auditing.experiment import Experiment, Score, World, projected
+from flower_ext.data import ClientData, Examples, SiloData
+from flower_ext.federation import FederatedStrategy
+from flower_ext.privacy import AdversaryView
+from flower_ext.training import LocalTraining, Task
+
+SIZE = 100
+"""Number of parameters of the model."""
+HUGE = 1e3
+"""Magnitude of a canary's features, far above every bound."""
+LARGE = 30.0
+"""Magnitude above every bound but below the server's limit for noised uploads."""
+ONE_STEP = LocalTraining(steps=1, batch_size=64, learning_rate=1.0)
+
+
+@dataclass
+class Turns:
+    """A public schedule: the loss changes its sign in every round."""
+
+    sign: float = field(default=1.0)
+
+    def begin(self, number: int) -> None:
+        """Begin training round ``number``, from 1."""
+        self.sign = 1.0 if number % 2 else -1.0
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean output with the round's sign."""
+        return -self.sign * (outputs.squeeze(-1) * targets).mean()
+
+    __hash__ = object.__hash__
+
+
+def pulls(*features: float, size: int = SIZE) -> Examples:
+    """Return records along the first axis, one per number."""
+    x = torch.zeros(len(features), size)
+    x[:, 0] = torch.tensor(features)
+    return Examples(x, torch.ones(len(features)))
+
+
+def linear_experiment(
+    name: str,
+    strategy: Callable[[], FederatedStrategy],
+    *,
+    without: Sequence[ClientData],
+    present: Sequence[ClientData],
+    rounds: int,
+    views: Sequence[AdversaryView] = tuple(AdversaryView),
+    partitions: Sequence[int] | None = None,
+    whole: bool = False,
+    gaussian: bool | None = None,
+    size: int = SIZE,
+    app: Callable[[Task], ClientApp] | None = None,
+    metrics: Mapping[str, Callable[[Tensor, Tensor], float]] | None = None,
+    score: Score | None = None,
+) -> Experiment:
+    """Return two worlds of a strategy, from each partition's data without and with the canary.
+
+    The ClientApp is the strategy's own, or an ``app`` from elsewhere.
+    """
+    turns = Turns()
+    client_app = app or type(strategy()).client_app
+
+    def world(data: Sequence[ClientData]) -> World:
+        task = Task(
+            model=lambda: nn.Linear(size, 1, bias=False),
+            data=lambda partition: data[partition],
+            loss=turns.loss,
+            metrics=metrics or {},
+            device="cpu",
+        )
+        return World(strategy=strategy, client_app=client_app(task), num_clients=len(data))
+
+    axis = np.eye(1, size)
+    signs = [1.0 - 2.0 * (number % 2) for number in range(rounds)]
+    return Experiment(
+        name=name,
+        without=world(without),
+        present=world(present),
+        initial=ArrayRecord({"weight": torch.zeros(1, size)}),
+        score=score or projected({"weight": axis}, signs=signs, partitions=partitions, whole=whole),
+        rounds=rounds,
+        views=views,
+        gaussian=gaussian,
+        on_round=turns.begin,
+    )
+
+
+def client_data(*features: float, size: int = SIZE) -> ClientData:
+    """Return a client's data, with one record per number (see `pulls`)."""
+    own = pulls(*features, size=size)
+    return ClientData(train=own, test=own)
+
+
+def silo_data(owners: Sequence[int], features: Sequence[float]) -> SiloData:
+    """Return a silo's data, with one record per number and its owner (see `pulls`)."""
+    own = pulls(*features)
+    return SiloData(train=own, test=own, owners=torch.tensor(owners))
