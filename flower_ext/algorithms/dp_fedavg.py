@@ -156,8 +156,9 @@ class Hosted(DPFedAvg):
 
     The Flower strategy is FedAvg or a subclass that sends only the model and the configuration:
     FedAvgM, FedProx, FedAdam, FedYogi, FedMedian and others. Replies that fail a check of this
-    package never reach it. Its round numbers count its own steps from 1, because FedAdam's bias
-    correction needs that. A round that is discarded, or abandoned and repeated, has no number.
+    package never reach it. The Flower strategy receives round numbers that count its own steps from
+    1, because FedAdam's bias correction needs that. A round that is discarded, or abandoned and
+    repeated, has no number.
 
     Parameters
     ----------

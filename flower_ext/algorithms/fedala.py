@@ -70,7 +70,10 @@ class Aggregation(Job):
 
 
 def local_update(work: ClientWork) -> Steps[LocalResult]:
-    """Train W_i if there is a local model, mix it with the shared one, and train the mix."""
+    """Mix the client's last model with the shared one by trained weights W_i, and train the mix.
+
+    A client without a last model trains the shared one.
+    """
     kept = work.memory or {}
     weights = part(kept, WEIGHTS)
     start = work.received

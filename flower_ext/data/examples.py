@@ -49,7 +49,9 @@ class Examples:
         first, most = leaves[0][0], leaves[0][1].shape[0]
         for name, rows in leaves:
             if (count := rows.shape[0]) != most:
-                raise InvalidValue(f"{most} {first} but {count} {name}: expected as many rows")
+                raise InvalidValue(
+                    f"{most} rows of {first} but {count} rows of {name}: expected equally many"
+                )
         object.__setattr__(self, "_count", most)
 
     def __len__(self) -> int:

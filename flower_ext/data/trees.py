@@ -71,7 +71,7 @@ def row_bytes(tree: Tree) -> int:
 
 
 def form(tree: Tree) -> tuple[Hashable, ...]:
-    """Return the shape and type of one row; for a mapping by name, whatever its order."""
+    """Return the shape and type of one row. The order of a mapping's names does not matter."""
     if isinstance(tree, Tensor):
         return tree.shape[1:], tree.dtype
     made = [(key, form(own)) for key, own in _children(tree).items()]

@@ -50,7 +50,10 @@ def failed(app: ClientApp | Mod, message: Message, context: Context, error: Exce
 
 
 class ClientFailed(RuntimeError):
-    """An error on a client whose message is fixed; the client's own log has the reason."""
+    """An error on a client, with a fixed message that tells nothing about the client's data.
+
+    The client's own log has the reason.
+    """
 
 
 @contextmanager
@@ -95,7 +98,11 @@ def said(error: Error) -> str:
 
 
 def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]:
-    """Apply a step to each client's row of ``columns``; a client with an error keeps its error."""
+    """Apply ``step`` to the arguments of each client, and return the results or errors.
+
+    Each column holds one argument for every client. If a client's argument is an exception, an
+    earlier step failed for this client, and the exception is its result.
+    """
     made: list[R | Exception] = []
     for row in zip(*columns, strict=True):
         errors = [value for value in row if isinstance(value, Exception)]

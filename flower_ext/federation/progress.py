@@ -146,8 +146,8 @@ class Progress:
 class Remaining:
     """A logger of the progress of a long piece of work, and of the time that is left.
 
-    Call it with the number of parts that are done, and the number of all. It logs nothing for work
-    shorter than ``every`` seconds.
+    Call it with the number of parts that are done and the total number of parts. It logs nothing
+    for work shorter than ``every`` seconds.
 
     Parameters
     ----------

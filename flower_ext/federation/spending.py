@@ -24,7 +24,8 @@ class Spending:
     budget : Budget, optional
         Limit: a round that would exceed it is refused.
     exposed : Sequence[str]
-        Other things that reveal something about the clients' data, for the population's account.
+        Names of what the run reveals about clients' data beyond any ε; the population's account
+        records them.
     """
 
     ledger: Ledger | None

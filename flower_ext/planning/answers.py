@@ -140,7 +140,10 @@ def answers(
         A parameter is out of range, or not exactly one of λ and the fairness problem is given.
     """
     if (global_weight is None) == (fairness is None):
-        raise InvalidValue("expected either a λ or the fairness problem that determines it")
+        raise InvalidValue(
+            "global_weight (λ) and fairness: expected one of them, because the fairness problem "
+            "determines λ"
+        )
     bases: list[Basis] = ["provable"]
     if math.isfinite(problem.gradient_bound) and math.isfinite(problem.model_spread):
         bases.insert(0, "published")

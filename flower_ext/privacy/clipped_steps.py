@@ -84,8 +84,9 @@ class ClippedSteps:
     def upload_sensitivity(self) -> float:
         """Largest L2 distance by which replacing one record moves the upload, without step noise.
 
-        After a single step it is `sensitivity`. Later steps start from different models, so nothing
-        keeps these together, but no step moves a model further than ηG.
+        After a single step it is `sensitivity`. After that step the two models differ, and all of
+        their further gradients may differ. Each step moves each model by at most ηG, so the
+        distance is at most 2ηG times the number of steps.
         """
         return self.sensitivity if self.local_steps == 1 else 2 * self.local_steps * self._step
 

@@ -101,7 +101,7 @@ def share_stddev(total: float, shares: int) -> float:
 
 
 def sum_distance(stddev: float, shares: int) -> float:
-    """Return a bound on ln of the factor by which step 5 misses a probability of one coordinate."""
+    """Return τ for one coordinate of a sum: a bound on ln of the factor in step 5."""
     _check(stddev)
     each = 2.01 * math.exp(-(math.pi**2) * stddev**2)  # θ(r) at r² = s²/2
     smoothed = 2.01 * math.exp(-2 * math.pi**2 * _SMOOTHED)

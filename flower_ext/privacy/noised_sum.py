@@ -73,8 +73,8 @@ class NoisedSum(PrivacyPlan):
         require_one_of("dropout_policy", self.dropout_policy, ("top-up", "discard"))
         if self.secure_aggregation is not None and self.noise_placement == "server":
             raise InvalidValue(
-                "secure_aggregation with noise_placement='server': expected 'client', as the "
-                "server sees no upload that it could clip"
+                "secure_aggregation with noise_placement='server': expected 'client', because the "
+                "server of a secure sum sees no single upload, so it cannot clip one"
             )
         if self.secure_aggregation is not None:
             check_cell(self.cell, self.clipping_norm)

@@ -1,7 +1,7 @@
 """Participations of each unit in rounds: the view of an adversary who sees the cohorts.
 
-Cohorts are drawn from public or secret randomness, never from data, so a guarantee may be stated
-for the schedule that was realised.
+Cohorts are drawn from public or secret randomness, never from data. A guarantee may therefore be
+stated for the participations that took place, rather than for their distribution.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class PerturbationPlan(PlainAverage):
         return PerturbObjective(rate=own.rate, least_examples=least)
 
     def largest_upload(self, *, cohort_size: int, numbers: int, norms: float = 1.0) -> float:
-        """Return the bound for output perturbation; objective perturbation bounds no model."""
+        """Return the largest norm of an honest upload; infinite for objective perturbation."""
         own = self.perturbation
         if not isinstance(own, OutputPerturbation):
             return math.inf

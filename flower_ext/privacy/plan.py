@@ -1,4 +1,4 @@
-"""The base class of all plans, through which a round runs under any of them."""
+"""The base class of all plans. A round uses every plan through this class only."""
 
 from __future__ import annotations
 

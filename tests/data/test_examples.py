@@ -12,13 +12,13 @@ def examples(count: int = 5) -> Examples:
 
 
 def test_features_and_targets_must_have_as_many_rows():
-    with pytest.raises(ValueError, match="3 features but 2 targets"):
+    with pytest.raises(ValueError, match="3 rows of features but 2 rows of targets"):
         Examples(torch.zeros(3, 1), torch.zeros(2))
     with pytest.raises(ValueError, match="targets are a single number"):
         Examples(torch.zeros(1, 1), torch.tensor(0))
-    with pytest.raises(ValueError, match=r"3 features\['a'\] but 2 features\['b'\]"):
+    with pytest.raises(ValueError, match=r"3 rows of features\['a'\] but 2 rows of features\['b'\]"):
         Examples({"a": torch.zeros(3, 1), "b": torch.zeros(2)}, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"3 features\[0\] but 2 targets\['y'\]"):
+    with pytest.raises(ValueError, match=r"3 rows of features\[0\] but 2 rows of targets\['y'\]"):
         Examples((torch.zeros(3, 1),), {"y": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"features\['b'\] are a single number"):
         Examples({"a": torch.zeros(3, 1), "b": torch.tensor(1)}, torch.zeros(3))

@@ -83,7 +83,10 @@ def local_update(work: ClientWork) -> LocalResult:
 
 
 def kept(work: ClientWork) -> Examples:
-    """Return the silo's records within the limits, which are the same in every round."""
+    """Return the records that the silo may use under its limit for each user.
+
+    They are the same in every round.
+    """
     data, limits = owned(work.data, int(work.settings[USERS])), work.state[LIMITS][LIMITS].numpy()
     return data.limited(limits, seeded_generator(work.seed, "kept records")).train
 
@@ -91,7 +94,7 @@ def kept(work: ClientWork) -> Examples:
 class UldpGroup(FederatedStrategy):
     """Record-level DP inside the silos, with group privacy for the records of a user.
 
-    All silos count alike in the mean.
+    All silos have the same weight in the mean.
 
     To draw the limits, the server needs every silo's histogram in the clear. No guarantee covers
     that.

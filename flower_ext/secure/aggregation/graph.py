@@ -13,10 +13,11 @@ from flower_ext.errors import InvalidValue
 
 
 def degree(members: int, neighbours: int) -> int:
-    """Return the number of neighbours of each member for at least ``neighbours`` of them.
+    """Return the smallest possible number of neighbours that is at least ``neighbours``.
 
-    It is the next even number, with half of the neighbours on each side of the circle, but at most
-    ``members - 1``, which gives the complete graph.
+    The number is even, because half of the neighbours are on each side of a circle, or it is
+    ``members - 1``, which makes every member a neighbour of all others. If ``neighbours`` is above
+    ``members - 1``, the result is ``members - 1``.
 
     Raises
     ------

@@ -179,9 +179,15 @@ class MaskedInput(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Question(_Message):
-    """Members that answered, and members that shared but were lost; the same for all receivers.
+    """Question to the members after the training: all members receive the same one.
 
-    The mappings' entries are empty.
+    Parameters
+    ----------
+    answered : Mapping[int, bytes]
+        Members whose masked vectors arrived, as keys; the values are empty.
+    lost : Mapping[int, bytes]
+        Members that sent shares of their secrets but no masked vector, as keys; the values are
+        empty.
     """
 
     kind = b"Q"
