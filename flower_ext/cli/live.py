@@ -190,11 +190,11 @@ def panel(run: RunDirectory, config: Mapping[str, Any]) -> Panel:
     table.add_row("", ProgressBar(total=max(total, 1), completed=min(done, total), width=40))
     table.add_row("rounds", f"{done} of {total}{_left(rows, total - done)}")
     if row := _last(rows, "accuracy_mean"):
-        table.add_row(
-            "accuracy",
-            f"{row['accuracy_mean']:.3f} mean, {row.get('accuracy_worst_decile', 0):.3f} worst "
-            f"tenth (round {row['round']:.0f})",
-        )
+        if (error := row.get("accuracy_mean_error")) is not None:  # of a noised sum
+            beside = f"± {error:.2g} by noise"
+        else:
+            beside = f"mean, {row.get('accuracy_worst_decile', 0):.3f} worst tenth"
+        table.add_row("accuracy", f"{row['accuracy_mean']:.3f} {beside} (round {row['round']:.0f})")
     if spent := _spent(rows, config):
         table.add_row("privacy", spent)
     if row := _last(rows, "answered"):

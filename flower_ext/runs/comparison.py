@@ -13,6 +13,7 @@ from flower_ext.privacy import AdversaryView, Guarantee, epsilon_text
 from flower_ext.runs.directory import NotARun, RunDirectory
 from flower_ext.runs.figures import Line, cumulative, draw_comparison
 from flower_ext.runs.page import table, write_page
+from flower_ext.runs.scores import noised_scores
 from flower_ext.runs.settings import INCIDENTAL
 
 
@@ -29,7 +30,8 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     """
     runs = list({run.path.resolve(): run for run in runs}.values())
     for run in runs:
-        if not all("accuracy" in row for row in run.client_metrics() or [{}]):
+        accurate = all("accuracy" in row for row in run.client_metrics() or [{}])
+        if not accurate and _noised(run) is None:
             raise NotARun(
                 f"{run.path} lacks the accuracy of its clients (clients.csv), so there is nothing "
                 "to compare; name a run that evaluated its clients"
@@ -39,6 +41,7 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
     groups = grouped(runs)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(name, members) for name, members in groups.items()]
+    secure = any(_noised(run) is not None for run in runs)
     figures = _figures(groups, folder / "figures")
     short = [run.path.name for run in runs if run.facts["status"] == "budget-exhausted"]
     text = "\n\n".join(
@@ -49,6 +52,11 @@ def write_comparison(runs: Sequence[RunDirectory], folder: Path, *, title: str) 
             "over all clients of the accuracy of the client's own model on its own test examples. "
             "Messages, megabytes (model arrays) and seconds: of training, both ways, mean over "
             "runs.",
+            *(
+                ["± by noise: standard error due to the noise of secure evaluations."]
+                if secure
+                else []
+            ),
             *([f"Stopped early by their budget: {', '.join(short)}."] if short else []),
             *(f"![{title}](figures/{path.name})" for title, path in figures.items()),
         ]
@@ -93,8 +101,25 @@ def method_name(run: RunDirectory) -> str:
     return f"{method}, upcycled" if run.config.get("upcycled") else method
 
 
+def _noised(run: RunDirectory) -> tuple[float, float] | None:
+    """Return the mean accuracy that a secure evaluation released, and its standard error."""
+    found = noised_scores(run.metrics())
+    if found is None or "accuracy" not in found.means:
+        return None
+    return found.means["accuracy"], found.errors["accuracy"]
+
+
 def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
-    spreads = [summarize([row["accuracy"] for row in run.client_metrics()]) for run in runs]
+    noised = [found for run in runs if (found := _noised(run)) is not None]
+    spreads = [
+        summarize([row["accuracy"] for row in run.client_metrics()])
+        for run in runs
+        if _noised(run) is None
+    ]
+    accuracy = mean_and_std([*(s.mean for s in spreads), *(mean for mean, _ in noised)])
+    if noised:
+        error = sum(error**2 for _, error in noised) ** 0.5 / len(runs)
+        accuracy += f" (± {error:.2g} by noise)"
 
     def mean(*names: str) -> float:
         return sum(sum(run.series(n)[1]) for run in runs for n in names) / len(runs)
@@ -102,9 +127,9 @@ def _row(name: str, runs: Sequence[RunDirectory]) -> dict[str, object]:
     return {
         "method": name,
         "runs": len(runs),
-        "accuracy": mean_and_std([s.mean for s in spreads]),
-        "worst tenth": mean_and_std([s.worst_decile for s in spreads]),
-        "std over clients": mean_and_std([s.std for s in spreads]),
+        "accuracy": accuracy,
+        "worst tenth": "–" if noised else mean_and_std([s.worst_decile for s in spreads]),
+        "std over clients": "–" if noised else mean_and_std([s.std for s in spreads]),
         "messages": f"{mean('messages'):.0f}",
         "MB": f"{mean('bytes_down', 'bytes_up') / 1e6:.2f}",
         "seconds": f"{mean('training_seconds'):.1f}",

@@ -17,7 +17,7 @@ from flower_ext.privacy.assumptions import NOT_PROVIDED
 from flower_ext.runs.directory import RunDirectory
 from flower_ext.runs.figures import draw_figures, in_words, qualities
 from flower_ext.runs.page import Markup, escaped, table, write_page
-from flower_ext.runs.scores import lower_is_better
+from flower_ext.runs.scores import lower_is_better, noised_scores
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -72,6 +72,13 @@ def _verdict(run: RunDirectory, guarantees: list[Guarantee]) -> list[str]:
             f"{escaped(in_words(name).capitalize())} of the clients' models: "
             f"**{spread.mean:.3f}** on average, {spread.worst_decile:.3f} over their worst tenth"
         )
+    if (noised := noised_scores(run.metrics())) is not None:
+        said += [
+            f"{escaped(in_words(name).capitalize())} of the clients' models: **{mean:.3f} ± "
+            f"{noised.errors[name]:.2g}** on average, where ± is the standard error due to noise"
+            for name, mean in noised.means.items()
+            if not lower_is_better(name)
+        ]
     rounds, clients = len(run.metrics()), len(run.client_metrics())
     ran = f"{rounds} round{'s' * (rounds != 1)}{f', {clients} clients' if clients else ''}"
     lines = [". ".join([ran, *said]) + "."]
@@ -119,12 +126,25 @@ def _scores(run: RunDirectory) -> list[str]:
             "clients": str(len(scores)),
         }
         lines.append(table((f"{in_words(name)} of the clients' models", "value"), facts.items()))
+    if (noised := noised_scores(run.metrics())) is not None:
+        for name, mean in noised.means.items():
+            facts = {
+                "mean over clients, with noise": f"{mean:.4f}",
+                "standard error due to noise": f"{noised.errors[name]:.4f}",
+                "clients, with noise": f"{noised.clients:.1f}",
+                "evaluated after round": str(noised.round),
+            }
+            title = f"{in_words(name)} of the clients' models"
+            lines.append(table((title, "value"), facts.items()))
+    if not lines and run.series("evaluation_messages")[0]:
+        return ["No evaluation gave scores; the run's log has the reasons."]
     return lines or ["No client was evaluated."]
 
 
 def _behind(run: RunDirectory) -> str | None:
     """Return a note if the scores belong to an earlier model than the last, else None."""
-    evaluated, _ = run.series("evaluation_messages")
+    noised = noised_scores(run.metrics())
+    evaluated = run.series("evaluation_messages")[0] if noised is None else [noised.round]
     last = max((row["round"] for row in run.metrics()), default=0)
     if not evaluated or evaluated[-1] == last:
         return None

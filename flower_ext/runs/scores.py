@@ -3,7 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+_CLIENTS, _MEAN, _ERROR = "scored_clients", "_mean", "_mean_error"
+"""Name and endings of a secure evaluation's numbers in ``metrics.jsonl``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisedScores:
+    """Mean scores over all clients that a secure evaluation released, with noise.
+
+    Parameters
+    ----------
+    round : int
+        The round after which clients were evaluated.
+    clients : float
+        Number of clients with scores, with noise.
+    means, errors : Mapping[str, float]
+        By name of the score: its mean, and the mean's standard error due to noise.
+    """
+
+    round: int
+    clients: float
+    means: Mapping[str, float]
+    errors: Mapping[str, float]
+
+
+def noised_scores(rows: Sequence[Mapping[str, float]]) -> NoisedScores | None:
+    """Return the last noised scores in a run's rows of metrics; None if there are none."""
+    for row in reversed(rows):
+        if _CLIENTS in row:
+            names = [key.removesuffix(_ERROR) for key in row if key.endswith(_ERROR)]
+            return NoisedScores(
+                round=int(row["round"]),
+                clients=row[_CLIENTS],
+                means={name: row[name + _MEAN] for name in names},
+                errors={name: row[name + _ERROR] for name in names},
+            )
+    return None
 
 
 def reported_by_most(by_client: Iterable[Mapping[str, float]]) -> set[str]:

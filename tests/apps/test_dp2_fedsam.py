@@ -169,6 +169,8 @@ def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
     assert run_.client_metrics() == []
     text = (run_.path / "report.md").read_text(encoding="utf-8")
     assert "un-noised at evaluation" not in text
+    assert f"**{rows[-1]['accuracy_mean']:.3f} ± {rows[-1]['accuracy_mean_error']:.2g}**" in text
+    assert "No client was evaluated" not in text
 
 
 def test_with_hardly_any_noise_the_mean_score_is_the_one_that_clients_tell(tmp_path):

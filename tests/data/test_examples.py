@@ -16,7 +16,9 @@ def test_features_and_targets_must_have_as_many_rows():
         Examples(torch.zeros(3, 1), torch.zeros(2))
     with pytest.raises(ValueError, match="targets are a single number"):
         Examples(torch.zeros(1, 1), torch.tensor(0))
-    with pytest.raises(ValueError, match=r"3 rows of features\['a'\] but 2 rows of features\['b'\]"):
+    with pytest.raises(
+        ValueError, match=r"3 rows of features\['a'\] but 2 rows of features\['b'\]"
+    ):
         Examples({"a": torch.zeros(3, 1), "b": torch.zeros(2)}, torch.zeros(3))
     with pytest.raises(ValueError, match=r"3 rows of features\[0\] but 2 rows of targets\['y'\]"):
         Examples((torch.zeros(3, 1),), {"y": torch.zeros(2)})

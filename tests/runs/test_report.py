@@ -333,3 +333,48 @@ def test_a_guarantee_that_rests_on_a_secret_draw_names_the_files_that_tell_it(tm
         (rests,) = [text for text in g.assumptions if "was drawn" in text]
         assert file in rests
         assert "stay with the server" in rests
+
+
+def secure_run(path, **more):
+    """Return a run of three rounds whose second ended with a secure evaluation."""
+    run = RunDirectory.create(path, {"method": "dp2-fedsam", "rounds": 3, **more})
+    run.log(1, evaluation_messages=16)  # too few answered
+    scores = {"accuracy_mean": 0.7, "accuracy_mean_error": 0.06}
+    scores |= {"loss_mean": 1.5, "loss_mean_error": 0.25}
+    run.log(2, evaluation_messages=16, scored_clients=8.25, **scores)
+    run.log(3, evaluation_messages=16)
+    run.finish("completed")
+    return run
+
+
+def test_noised_means_are_reported_with_their_errors_and_the_round_that_gave_them(tmp_path):
+    run = secure_run(tmp_path / "run")
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    assert "Accuracy of the clients' models: **0.700 ± 0.06** on average" in text
+    assert "the model after round 2; the run ended after round 3" in text
+    for fact in ("mean over clients, with noise | 0.7000", "due to noise | 0.0600"):
+        assert f"{fact} |" in text
+    assert "| standard error due to noise | 0.2500 |" in text  # of the loss
+    assert text.count("| clients, with noise | 8.2 |") == 2
+    assert "worst tenth" not in text
+
+
+def test_an_evaluation_that_released_nothing_is_not_called_none(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {"method": "dp2-fedsam"})
+    run.log(1, evaluation_messages=16)
+    run.finish("completed")
+    write_report(run)
+    text = (run.path / "report.md").read_text(encoding="utf-8")
+    assert "No evaluation gave scores" in text
+    assert "No client was evaluated" not in text
+
+
+def test_runs_with_noised_means_are_compared_with_the_error_of_their_mean(tmp_path):
+    runs = [secure_run(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3, 4)]
+    write_comparison([*runs, finished(tmp_path / "plain", method="fedavg")], tmp_path, title="Both")
+    lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
+    (secure,) = (line for line in lines if line.startswith("| dp2-fedsam"))
+    assert "| 4 | 0.700 ± 0.000 (± 0.03 by noise) | – | – |" in secure
+    (plain,) = (line for line in lines if line.startswith("| fedavg"))
+    assert "by noise" not in plain

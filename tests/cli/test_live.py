@@ -1,0 +1,28 @@
+"""The panel of a run in progress."""
+
+import io
+
+from rich.console import Console
+
+from flower_ext.cli.live import panel
+from flower_ext.runs import RunDirectory
+
+
+def shown(run):
+    console = Console(width=120, file=(written := io.StringIO()))
+    console.print(panel(run, {}))
+    return written.getvalue()
+
+
+def test_a_plain_mean_is_shown_with_the_worst_tenth(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {"rounds": 3})
+    run.log(2, accuracy_mean=0.7, accuracy_worst_decile=0.25)
+    assert "0.700 mean, 0.250 worst tenth (round 2)" in shown(run)
+
+
+def test_a_noised_mean_is_shown_with_its_error_and_claims_no_worst_tenth(tmp_path):
+    run = RunDirectory.create(tmp_path / "run", {"rounds": 3})
+    run.log(2, accuracy_mean=0.7, accuracy_mean_error=0.06, scored_clients=8.25)
+    text = shown(run)
+    assert "0.700 ± 0.06 by noise (round 2)" in text
+    assert "worst tenth" not in text
