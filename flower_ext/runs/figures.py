@@ -45,8 +45,9 @@ def draw_figures(run: RunDirectory, folder: Path) -> dict[str, str]:
 
     scores = qualities(run)
     for name in scores:
+        noised = ", with noise" if run.series(f"{name}_mean_error")[0] else ""
         quality = {
-            "mean over clients": run.series(f"{name}_mean"),
+            f"mean over clients{noised}": run.series(f"{name}_mean"),
             "worst tenth of clients": run.series(f"{name}_worst_decile"),
         }
         add(name, f"Test {in_words(name)} of the clients' models", in_words(name), quality)

@@ -357,6 +357,8 @@ def test_noised_means_are_reported_with_their_errors_and_the_round_that_gave_the
         assert f"{fact} |" in text
     assert "| standard error due to noise | 0.2500 |" in text  # of the loss
     assert text.count("| clients, with noise | 8.2 |") == 2
+    drawn = (run.path / "figures" / "accuracy.csv").read_text(encoding="utf-8")
+    assert "mean over clients, with noise" in drawn
     assert "worst tenth" not in text
 
 
