@@ -51,12 +51,20 @@ def calibrate_noise_multiplier(
     Raises
     ------
     TargetOutOfReach
-        The target needs more noise than `MAX_NOISE_MULTIPLIER`.
+        The target needs more noise than `MAX_NOISE_MULTIPLIER`, or the releases ``besides`` exceed
+        it by themselves.
     ValueError
         ``epsilon`` is not above 0, ``delta`` is outside (0, 1), or ``rounds`` is below 1.
     """
     _check_target(epsilon, rounds)
     relation = relation or default_relation(sampling)
+    others = privacy_loss_of(besides or {}, delta=delta, accountant=accountant).epsilon
+    if others > epsilon:
+        raise TargetOutOfReach(
+            f"epsilon={epsilon!r} at delta={delta!r}: the run's other releases, such as its "
+            f"evaluations, alone spend {others:.4g}; give them more noise, or raise epsilon or "
+            "delta"
+        )
 
     def fits(noise_multiplier: float) -> bool:
         one = Release(sampling=sampling, noise_multiplier=noise_multiplier, relation=relation)

@@ -11,6 +11,7 @@ from flower_ext.privacy import (
     calibrate_noise_multiplier,
     privacy_loss,
 )
+from flower_ext.privacy.accounting import Release, privacy_loss_of
 from flower_ext.privacy.calibration import (
     calibrate_rounds,
     calibrate_sampling_rate,
@@ -94,6 +95,19 @@ def test_an_unreachable_target_is_an_error_that_says_what_to_change():
         calibrate_noise_multiplier(
             epsilon=1e-9, delta=1e-9, sampling=FullParticipation(10), rounds=10_000
         )
+
+
+def test_a_target_that_other_releases_exceed_by_themselves_is_blamed_on_them():
+    facts = {"delta": 1e-5, "sampling": FullParticipation(10), "rounds": 1}
+    one = Release(
+        sampling=facts["sampling"],
+        noise_multiplier=2.0,
+        relation=default_relation(facts["sampling"]),
+    )
+    spent = privacy_loss_of({one: 3}, delta=1e-5).epsilon
+    with pytest.raises(TargetOutOfReach, match=f"other releases, .* alone spend {spent:.4g}"):
+        calibrate_noise_multiplier(epsilon=0.99 * spent, besides={one: 3}, **facts)
+    assert calibrate_noise_multiplier(epsilon=1.1 * spent, besides={one: 3}, **facts) > 2.0
 
 
 def test_not_even_one_round_may_fit():
