@@ -110,6 +110,42 @@ def test_where_the_server_puts_the_drawn_column_says_nothing_of_who_is_drawn(mon
     assert stats.binomtest(count, 80, 1 / 3).pvalue > 1e-6
 
 
+def server_guesses(monkeypatch, settings):
+    """Return how often the first choice is a hit exactly if the user is drawn.
+
+    The server knows the hits, so this is its guess if it expects silos to take the first text.
+    """
+    hits = []
+
+    class Watched:
+        def sample(self, places, count):
+            hits.append(np.random.default_rng(len(hits)).permutation(len(places))[:count].tolist())
+            return hits[-1]
+
+    made, sender = draw.columns(settings), Sender()
+    chosen = draw.draw.chooser(settings, bytes(32), 1, sender.public, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("secrets.SystemRandom", Watched)
+        sealed = draw.sealed(settings, made, sender, chosen.answer, workers=1)
+    taken = draw.opened(settings, chosen, sealed)
+    drawn = [own[column] for own, (column, _) in zip(made.drawn, taken, strict=True)]
+    return sum((0 in own) == y for own, y in zip(hits, drawn, strict=True))
+
+
+def test_the_server_cannot_tell_who_is_drawn_unless_it_knows_the_choices(monkeypatch):
+    settings = facts(users=40, draw_choices=2)
+    assert stats.binomtest(server_guesses(monkeypatch, settings), 40, 0.5).pvalue > 1e-6
+    of_draw = draw.draw.chooser
+
+    def first(*arguments, **options):  # the planted fault: silos always take the first text
+        chosen = of_draw(*arguments, **options)
+        chosen._choices = [0 * choice for choice in chosen._choices]
+        return chosen
+
+    monkeypatch.setattr(draw.draw, "chooser", first)
+    assert server_guesses(monkeypatch, settings) == 40
+
+
 def guesses(settings, monkeypatch, made=None):
     """Return how often a silo's column number is y_u, over all users of one draw."""
     if made is not None:
