@@ -108,6 +108,7 @@ def test_a_method_with_a_rule_of_its_own_refuses_the_weights(method):
 def test_every_method_says_how_clients_count(method):
     words = (
         "count alike",
+        "have the same weight in the mean",
         "plain mean",
         "weighted by",
         "weights all clients equally",

@@ -123,7 +123,7 @@ def replace_noise(own, factor):
 
 def test_evaluations_that_leave_no_room_for_a_round_are_refused():
     scores = SecureScores(noise_multiplier=0.5, evaluations=4)
-    with pytest.raises(ValueError, match="needs a noise multiplier above"):
+    with pytest.raises(ValueError, match="such as its evaluations, alone spend"):
         ReleasePlan.for_target(
             epsilon=1.0,
             delta=1e-3,

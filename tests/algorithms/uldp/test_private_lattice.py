@@ -264,7 +264,7 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path
     entries = Ledger.read(tmp_path / "ledger.jsonl")
     kinds = [entry["kind"] for entry in entries]
     assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
-    assert "no users were drawn: partitions [0] cannot take part" in entries[3]["reason"]
+    assert "draw of users failed because a silo is missing" in entries[3]["reason"]
 
 
 def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
