@@ -274,8 +274,8 @@ def check_addressee(message: Message, context: Context) -> None:
     ValueError
         The message is for another partition.
     """
-    address = message.content.get(_ADDRESS)
-    if not isinstance(address, ConfigRecord):
+    content = message.content
+    if _ADDRESS not in content or not isinstance(address := content[_ADDRESS], ConfigRecord):
         return
     if address["partition"] != (own := partition_of(context.node_config)):
         raise tellable(

@@ -105,8 +105,12 @@ def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]
     """
     made: list[R | Exception] = []
     for row in zip(*columns, strict=True):
-        errors = [value for value in row if isinstance(value, Exception)]
-        made.append(errors[0] if errors else attempted(step, *row))
+        for value in row:
+            if isinstance(value, Exception):
+                made.append(value)
+                break
+        else:
+            made.append(attempted(step, *row))
     return made
 
 

@@ -41,7 +41,8 @@ def difference(
     ValueError
         ``before`` lacks a name.
     """
-    if missing := sorted(after.keys() - before.keys()):
+    if not after.keys() <= before.keys():
+        missing = sorted(after.keys() - before.keys())
         raise tellable(
             InvalidValue(
                 f"difference: {missing} are not in the received part of the model; expected the "

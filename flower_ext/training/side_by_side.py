@@ -31,7 +31,8 @@ def check_whole(params: Mapping[str, torch.Tensor], task: Task) -> None:
         Parameters are missing; the message names them and says where a client can get them.
     """
     check_yielded(params)
-    if missing := sorted(set(task.shapes) - set(params)):
+    if not params.keys() >= task.shapes.keys():
+        missing = sorted(task.shapes.keys() - params.keys())
         raise tellable(
             InvalidValue(
                 f"{missing} of the model are missing: with personal=... the server sends only the "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -267,24 +266,24 @@ class ClientSide:
         self, messages: Sequence[Message], contexts: Sequence[Context], *, alone: bool
     ) -> tuple[list[Request | Exception], list[ClientWork | Exception]]:
         devices = each(_device_of, contexts)
-        errors = [device for device in devices if isinstance(device, Exception)]
-        if len(errors) == len(devices):
-            return [*errors], [*errors]
         # All clients of a process share one task, so build it for the first with a valid device.
-        sound = [not isinstance(device, Exception) for device in devices]
-        task = self.task_of(contexts[sound.index(True)])
+        sound = (n for n, device in enumerate(devices) if not isinstance(device, Exception))
+        if (first := next(sound, None)) is None:
+            errors = [device for device in devices if isinstance(device, Exception)]
+            return [*errors], [*errors]
+        task = self.task_of(contexts[first])
         read = reader(task)
 
         def own(message: Message, context: Context, device: str | None) -> Request:
             check_addressee(message, context)
             return read(message)
 
+        def work(request: Request, context: Context) -> ClientWork:
+            steady = not alone and protects(request.protection)
+            return self._work(request, context, task, steady=steady)
+
         requests = each(own, messages, contexts, devices)
-        # One server sends all requests, so one protected request means that all are protected.
-        steady = not alone and any(
-            protects(r.protection) for r in requests if isinstance(r, Request)
-        )
-        return requests, each(partial(self._work, task=task, steady=steady), requests, contexts)
+        return requests, each(work, requests, contexts)
 
     def _remembering(
         self,
