@@ -2,10 +2,14 @@
 
 Building a small model takes as long as a training step or two, and all numbers that it draws are
 replaced at once. A copy may stand in for a newly built model only if nothing that a training leaves
-in a module can reach the next training. A `Hull` therefore consists of layers whose code is torch's
-or this package's and keeps no data elsewhere, that hold plain values, and that have no hooks. Every
-copy has its own containers and buffers. Only frozen weights are shared, as in every model of a
-`Blueprint`. All other models are built anew.
+in a module can reach the next training. A `Hull` therefore consists of modules that hold plain
+values and have no hooks. Every copy has its own containers and buffers. Only frozen weights are
+shared, as in every model of a `Blueprint`.
+
+The caller's own classes may be among these modules if two builds show that building makes nothing
+new: both have the same classes and equal values, and no container in common. What such a class
+keeps elsewhere, as in a global variable, it also keeps between models that are built anew. All
+other models are built anew.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from flower_ext.training.dropout import own_dropout
 
 Travelling = Mapping[str, tuple[torch.Size, torch.dtype]]
 _KNOWN = ("torch.nn.modules.", "flower_ext.training.models", "flower_ext.training.dropout")
+_CONTAINERS = (dict, set, list)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -66,6 +71,8 @@ class Hull:
         names = {id(tensor): name for name, tensor in named if name in travelling}
         self._layers = [_layer(module, numbers, names) for module in modules]
         self.learnable = frozenset(name for name, _ in model.named_parameters())
+        self.known = all(map(_is_known, modules))
+        """True if no module is of the caller's own class, whose code may do anything."""
         self.convolves = any(isinstance(module, nn.Conv2d) for module in modules)
 
     def takes(self, params: Mapping[str, Tensor]) -> bool:
@@ -99,13 +106,12 @@ class Hull:
 
 def _layer(module: nn.Module, numbers: Mapping[int, int], names: Mapping[int, str]) -> _Layer:
     kind = type(module)
-    if not kind.__module__.startswith(_KNOWN):
-        raise NotPlain(f"{kind.__name__} may keep data anywhere")
+    foreign = not _is_known(module) and kind.__module__.startswith("torch.")
+    if foreign or any(vars(base).get("__slots__") for base in kind.__mro__):
+        raise NotPlain(f"{kind.__name__} may keep data elsewhere")
     values, containers = {}, {}
-    for key, value in vars(module).items():
-        if key in ("_modules", "_parameters", "_buffers"):
-            continue
-        if isinstance(value, dict | set | list):  # hooks are held in such too, and are not plain
+    for key, value in _held(module).items():
+        if isinstance(value, _CONTAINERS):  # hooks are held in such too, and are not plain
             if not all(type(one) in _PLAIN for one in _contents(value)):
                 raise NotPlain(f"{kind.__name__}.{key}")
             containers[key] = value.copy()
@@ -138,6 +144,28 @@ def _layer(module: nn.Module, numbers: Mapping[int, int], names: Mapping[int, st
     )
 
 
+def _is_known(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_KNOWN)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return all attributes but tensors and children."""
+    kinds = ("_modules", "_parameters", "_buffers")
+    return {key: value for key, value in vars(module).items() if key not in kinds}
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Return True if two plain models have the same classes and values, and share no container."""
+    ours, theirs = [*one.modules()], [*other.modules()]
+    if [*map(type, ours)] != [*map(type, theirs)]:
+        return False
+    pairs = [(_held(a), _held(b)) for a, b in zip(ours, theirs, strict=True)]
+    return all(
+        a == b and not any(isinstance(v, _CONTAINERS) and v is b[key] for key, v in a.items())
+        for a, b in pairs
+    )
+
+
 def _contents(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container, *container.values()]
@@ -151,9 +179,13 @@ def _is_plain_tuple(value: object) -> bool:
 @lru_cache(maxsize=64)
 def hull_of(build: Blueprint, device: torch.device) -> Hull | None:
     """Return the hull of a blueprint's models; None if each training must build a model anew."""
-    with seeded(0, devices=device.type != "cpu"):
-        model = own_dropout(in_training(build().to(device)))
+
+    def built(seed: int) -> nn.Module:
+        with seeded(seed, devices=device.type != "cpu"):
+            return own_dropout(in_training(build().to(device)))
+
     try:
-        return Hull(model, build.travelling)
+        hull = Hull(model := built(0), build.travelling)
     except NotPlain:
         return None
+    return hull if hull.known or _alike(model, built(1)) else None

@@ -66,10 +66,11 @@ def local_problem(
         everything = {n: p.to(dtype) if p.is_floating_point() else p for n, p in everything.items()}
     layout = torch.contiguous_format
     hull = hull_of(task.blueprint, device) if dtype is None else None
-    known = hull is not None and hull.takes(params)
-    if hull is not None and known:
+    known = False
+    if hull is not None and hull.takes(params):
+        known = hull.known
         replaced, learnable = hull.copied(), hull.learnable
-        if any_layout and hull.convolves and device.type == "cpu":
+        if any_layout and hull.known and hull.convolves and device.type == "cpu":
             layout = torch.channels_last
     else:
         model = own_dropout(in_training(task.model().to(device)))

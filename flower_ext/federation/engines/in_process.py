@@ -25,7 +25,6 @@ from flower_ext.federation.engines.workers import Workers
 from flower_ext.federation.uploads import Asked
 from flower_ext.training import MEMORY_LIMIT
 
-
 _YOUNG = 10_000
 """Objects that a round may make before the garbage collector looks at them."""
 

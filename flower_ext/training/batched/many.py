@@ -166,7 +166,8 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
     """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
     if len(jobs) == 1 and not steady:
         # Known layers show all that they do, so the cost of a trial can be saved.
-        if why_unusual(jobs) is None and hull_of(task.blueprint, task.torch_device()):
+        hull = hull_of(task.blueprint, task.torch_device())
+        if why_unusual(jobs) is None and hull is not None and hull.known:
             network = dense.network(task, jobs[0])
             if network is not None:
                 yield network
