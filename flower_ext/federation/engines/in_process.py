@@ -113,6 +113,7 @@ class InProcessGrid(Grid):
             ids.append(str(next(self._ids)))
             private.set_message_id(message, ids[-1])
         self._replies.update(self._coming)
+        self._coming = iter(())  # a zip holds its last reply, whose update would be fetched
         if self.workers.count == 1:
             self._replies |= zip(ids, self._answers(messages), strict=True)
         else:
