@@ -5,23 +5,27 @@
 1,000 clients of 50 images (28×28), 100 a round, one epoch of SGD in batches of 10, one thread;
 with and without central DP. ``--full`` adds 10,000 clients, 1,000 a round. pfl-research needs
 another environment: ``python -m venv pfl; pfl/bin/pip install pfl torch``, then
-``--pfl pfl/bin/python``. Ray's two contenders may use every core.
+``--pfl pfl/bin/python``. Two workers and Ray's contenders may use every core.
+
+The tables are those of ``docs/speed.md``, for one processor and one version.
 """
 
 from __future__ import annotations
 
 import platform
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import torch
 import typer
 
 from benchmarks.speed import growth
-from benchmarks.speed.contest import Contender, Measured, by_turns, contenders
+from benchmarks.speed.contest import HERE, Contender, Measured, by_turns, contenders
 from benchmarks.speed.workload import MODELS, Workload
 from flower_ext.runs.page import table
 
@@ -31,6 +35,8 @@ NAMES = {
     "mlp": "perceptron, 50,890",
     "cnn": "convolutional, 147,146",
 }
+Found = dict[str, list[dict[str, Measured]]]
+"""For each model, the contenders' measurements without and with central DP."""
 
 
 def main(
@@ -43,9 +49,9 @@ def main(
     turns: Annotated[int, typer.Option(help="runs of each contender; the best counts")] = 2,
     rounds: Annotated[int, typer.Option(help="rounds a run, the first not counted")] = 8,
     timeout: Annotated[float, typer.Option(help="seconds a run may take")] = 900.0,
-    output: Annotated[Path, typer.Option(help="where table and figures go")] = Path("runs/speed"),
+    output: Annotated[Path, typer.Option(help="where tables and figures go")] = Path("runs/speed"),
 ) -> None:
-    """Print the table; write it and the growth plot."""
+    """Print the tables; write them and the growth plot."""
     chosen = only or list(MODELS)
     for name in chosen:
         if name not in MODELS:
@@ -56,62 +62,104 @@ def main(
         for one in contenders(pfl)
         if not contender or one.name == OURS or any(part in one.name for part in contender)
     ]
-    parts = [f"# Speed\n\n{machine()}\n"]
-    for name in chosen:
-        for private in (False, True):
-            workload = Workload(model=name, private=private, rounds=rounds)
-            parts.append(contest(workload, every, turns=turns, timeout=timeout))
-            print(parts[-1])
+    parts = [f"{machine()} The better of {turns} turns of {rounds} rounds."]
+
+    def write(part: str) -> None:
+        parts.append(part)
+        (output / "speed.md").write_text("\n\n".join(parts) + "\n")
+        print(f"{part}\n", flush=True)
+
+    print(f"{parts[0]}\n", flush=True)
+    small = {
+        name: [
+            by_turns(
+                every,
+                Workload(model=name, private=private, rounds=rounds),
+                turns=turns,
+                timeout=timeout,
+            )
+            for private in (False, True)
+        ]
+        for name in chosen
+    }
+    write(f"{title(100, 1_000)}, without and with central DP:\n\n{times(every, small)}")
+    write(f"Peak memory in MB, without and with central DP:\n\n{memory(every, small)}")
     if full:
         here = [one for one in every if "Ray" not in one.name or "Flower" in one.name]
-        for name in chosen:
-            large = Workload(model=name, clients=10_000, cohort=1_000, rounds=3)
-            parts.append(contest(large, here, turns=1, timeout=timeout))
-            print(parts[-1])
-    for name in chosen:
-        both = Workload(model=name, rounds=rounds)
-        one, two = (
-            every[0].run(replace(both, workers=workers), timeout=timeout) for workers in (1, 2)
+        large = {
+            name: [
+                by_turns(
+                    here,
+                    Workload(model=name, clients=10_000, cohort=1_000, rounds=3),
+                    turns=1,
+                    timeout=timeout,
+                )
+            ]
+            for name in chosen
+        }
+        write(f"{title(1_000, 10_000)}, without privacy:\n\n{times(here, large)}")
+        write(f"Peak memory in MB:\n\n{memory(here, large)}")
+    write(growth.draw(output, rounds=rounds))
+    print(f"written to {output}")
+
+
+def title(cohort: int, clients: int) -> str:
+    """Name a table by the size of its rounds."""
+    return f"{cohort:,} of {clients:,} clients a round; milliseconds a round (times ours)"
+
+
+def times(every: Sequence[Contender], found: Found) -> str:
+    """Milliseconds a round, and how many times ours they are."""
+
+    def cell(one: Measured, ours: Measured | None) -> str:
+        took = f"{one.milliseconds:,.{1 if one.milliseconds < 1_000 else 0}f}"
+        return f"{took} ({one.milliseconds / ours.milliseconds:.2f})" if ours else took
+
+    return _rows(every, found, cell)
+
+
+def memory(every: Sequence[Contender], found: Found) -> str:
+    """Megabytes at the peak."""
+    return _rows(every, found, lambda one, ours: f"{one.megabytes:,.0f}")
+
+
+def _rows(every: Sequence[Contender], found: Found, cell: Callable[..., str]) -> str:
+    def cells(name: str, contests: Sequence[Mapping[str, Measured]]) -> str:
+        return " / ".join(
+            cell(measured[name], measured.get(OURS)) if name in measured else "–"
+            for measured in contests
         )
-        if one and two:
-            ratio = one.milliseconds / two.milliseconds
-            parts.append(f"{NAMES[name]} parameters, two workers: {ratio:.2f} times as fast.\n")
-            print(parts[-1])
-    parts.append(growth.draw(output, rounds=rounds))
-    (output / "speed.md").write_text("\n".join(parts))
-    print(f"{parts[-1]}\nwritten to {output}")
+
+    rows = [(one.name, *(cells(one.name, own) for own in found.values())) for one in every]
+    return table((processor(), *(NAMES[name] for name in found)), rows)
 
 
-def contest(workload: Workload, every: Sequence[Contender], *, turns: int, timeout: float) -> str:
-    """One workload's table."""
-    measured = by_turns(every, workload, turns=turns, timeout=timeout)
-    privacy = "central DP" if workload.private else "no privacy"
-    title = (
-        f"## {NAMES[workload.model]} parameters · {workload.cohort:,} of {workload.clients:,} "
-        f"clients a round · {privacy}\n"
-    )
-    return f"{title}\n{rows(measured)}\n"
-
-
-def rows(measured: Mapping[str, Measured]) -> str:
-    """Milliseconds, how many times ours they are, and memory."""
-    ours = measured[OURS].milliseconds if OURS in measured else float("nan")
-    return table(
-        ("", "ms a round", "times ours", "peak MB"),
-        [
-            (name, f"{m.milliseconds:,.1f}", f"{m.milliseconds / ours:.2f}", f"{m.megabytes:,.0f}")
-            for name, m in measured.items()
-        ],
-    )
+def processor() -> str:
+    """Return the processor's name, as its system tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def machine() -> str:
-    """Processor, versions, and its speed limit as measured now."""
+    """Describe what is measured, and where: versions, cores, other work, and the speed limit."""
+    others = psutil.cpu_percent(interval=2.0)
     return (
-        f"{platform.machine()}, {torch.get_num_threads()} cores, Python "
+        f"flower-ext {version('flower-ext')}{_commit()} on {processor()}, {psutil.cpu_count()} "
+        f"cores of which other work took {others:.0f} % before the run, Python "
         f"{platform.python_version()}, torch {torch.__version__}; matrix product of 2,048² on one "
         f"thread: {gemm_peak():.0f} GFLOP/s."
     )
+
+
+def _commit() -> str:
+    """Return the commit of the measured code; empty outside of a repository."""
+    asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f" ({told.stdout.strip()})"
 
 
 def gemm_peak(size: int = 2048, turns: int = 5) -> float:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -30,13 +30,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that runs a workload and prints what a round took."""
+    """A program that runs a workload in ``workers`` processes and prints what a round took."""
 
     name: str
     command: tuple[str, ...]
+    workers: int = 1
 
     def run(self, workload: Workload, *, timeout: float) -> Measured | None:
         """None if it fails, or takes longer than ``timeout`` seconds; then it says so."""
+        workload = replace(workload, workers=self.workers)
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(workload.threads),
@@ -67,6 +69,7 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
 
     every = [
         Contender("vectorised, in process", module("ours", "--engine", "vectorised")),
+        Contender("the same with two workers", module("ours", "--engine", "vectorised"), workers=2),
         Contender("loop, in process", module("ours", "--engine", "loop")),
         Contender("bare PyTorch loop", module("bare")),
         Contender("ours on Ray", module("ours", "--engine", "ray")),
@@ -75,7 +78,7 @@ def contenders(pfl_python: Path | None) -> list[Contender]:
     ]
     if pfl_python is not None:
         pfl = Contender("pfl-research", (str(pfl_python), str(HERE / "pfl_research.py")))
-        every.insert(2, pfl)
+        every.insert(3, pfl)
     return every
 
 
