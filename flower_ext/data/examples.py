@@ -70,8 +70,10 @@ class Examples:
     @property
     def form(self) -> tuple[Hashable, ...]:
         """Shape and type of one example: of its features and of its target."""
-        features, targets = trees.form(self.features), trees.form(self.targets)
-        return (*features, *targets) if self.plain else (features, targets)
+        features, targets = self.features, self.targets
+        if self.plain:
+            return features.shape[1:], features.dtype, targets.shape[1:], targets.dtype
+        return trees.form(features), trees.form(targets)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Examples:
         """Return the rows at ``indices``, in this order.

@@ -225,6 +225,7 @@ class Rows:
 
     def __init__(self, like: Params, count: int) -> None:
         self._like, self._layout, self._left = like, layout_of(like), count
+        self._kinds = {name: (value.shape, value.dtype) for name, value in like.items()}
         self._numbers = sum(value.numel() for value in like.values())
         self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in like.values())
         self._free: list[tuple[np.ndarray, Params]] = []
@@ -240,11 +241,11 @@ class Rows:
         """
         if not self._usable or like.keys() != self._like.keys():
             return None
-        for name, own in self._like.items():
+        for name, (shape, dtype) in self._kinds.items():
             value = like[name]
             if not isinstance(value, torch.Tensor) or not value.is_cpu or value.requires_grad:
                 return None
-            if value.shape != own.shape or value.dtype != own.dtype:
+            if value.shape != shape or value.dtype != dtype:
                 return None
         if not self._free:
             self._allocate()

@@ -274,16 +274,17 @@ class ClientSide:
         task = self.task_of(contexts[first])
         read = reader(task)
 
-        def own(message: Message, context: Context, device: str | None) -> Request:
+        def own(
+            message: Message, context: Context, device: str | None
+        ) -> tuple[Request, ClientWork]:
             check_addressee(message, context)
-            return read(message)
-
-        def work(request: Request, context: Context) -> ClientWork:
+            request = read(message)
             steady = not alone and protects(request.protection)
-            return self._work(request, context, task, steady=steady)
+            return request, self._work(request, context, task, steady=steady)
 
-        requests = each(own, messages, contexts, devices)
-        return requests, each(work, requests, contexts)
+        both = each(own, messages, contexts, devices)
+        requests = [one if isinstance(one, Exception) else one[0] for one in both]
+        return requests, [one if isinstance(one, Exception) else one[1] for one in both]
 
     def _remembering(
         self,

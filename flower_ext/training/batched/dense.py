@@ -255,8 +255,10 @@ def _order(job: Job) -> Tensor:
     """Return rows in their order of use, epoch after epoch."""
     count = len(job.examples)
     epochs = math.ceil(job.num_steps / math.ceil(count / job.training.batch_size))
+    if epochs == 1:
+        return torch.randperm(count, generator=job.generator)
     orders = [torch.randperm(count, generator=job.generator) for _ in range(epochs)]
-    return orders[0] if epochs == 1 else torch.cat([_NO_TARGETS, *orders])
+    return torch.cat([_NO_TARGETS, *orders])
 
 
 def network(task: Task, job: Job) -> DenseNetwork | None:
