@@ -1,5 +1,6 @@
 """The in-process engine, and every private name of Flower that it needs."""
 
+import gc
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -17,6 +18,7 @@ from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedDyn, PFedMe, Scaffold
 from flower_ext.federation import InProcessGrid, Stragglers, records, run_in_process
 from flower_ext.federation import _flower_private as private
 from flower_ext.federation.cohort import FederationNotReady
+from flower_ext.federation.engines.in_process import modules_uncollected
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, FullParticipation, NonPrivatePlan
 from flower_ext.training import LocalTraining
@@ -231,3 +233,16 @@ def test_flowers_simulation_is_known_while_ray_is_still_being_imported(monkeypat
     assert not private.in_simulation()
     assert private.simulates(InMemoryGrid.__new__(InMemoryGrid))
     assert not private.simulates(HttpGrid.__new__(HttpGrid))
+
+
+def test_a_run_leaves_the_garbage_collector_as_it_was():
+    frozen, usual, inside = gc.get_freeze_count(), gc.get_threshold(), []
+    gc.unfreeze()  # other tests may have frozen objects
+    try:
+        with modules_uncollected():
+            inside.append(gc.get_threshold())
+        assert gc.get_freeze_count() == 0
+        assert gc.get_threshold() == usual != inside[0]
+    finally:
+        if frozen:
+            gc.freeze()
