@@ -154,7 +154,7 @@ class LatticeSilo(SiloSetUp):
         noise : ArrayLike
             This silo's share of the noise, of shape (coordinates,).
         progress : callable, optional
-            Called with the number of finished groups of 32,768 coordinates.
+            Called with the number of finished parts of the work, and of all parts.
 
         Raises
         ------

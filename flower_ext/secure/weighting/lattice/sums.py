@@ -102,34 +102,32 @@ class EncryptedSum:
         counts : Sequence of int
         keys : float64 (users, 2 primes, 2 parts, DEGREE)
         progress : callable, optional
-            Counts groups of 32,768 coordinates.
+            Counts groups of 32,768 coordinates, once for each prime.
         """
         scale = 1.0 / self._settings.step
         reducing = [(self._added + at) % ROOM == ROOM - 1 for at in range(len(updates))]
 
-        def work(groups: Sequence[Group]) -> list[Reals]:
+        def work(parts: Sequence[tuple[Group, int]]) -> list[Reals]:
             x, found = np.zeros(GROUP), []
-            for group in groups:
-                squares = np.zeros((len(updates), _SQUARES))
-                for prime in range(len(PRIMES)):
-                    totals = self._totals[group.number, prime]
-                    unused = np.zeros(_SQUARES)
-                    for at, update in enumerate(updates):
-                        values = group.spread(update[group.coordinates])
-                        ring.work.encode(
-                            values, scale, float(counts[at]), x, unused if prime else squares[at]
-                        )
-                        ring.add_products(x, keys[at, prime], totals, prime)
-                        if reducing[at]:
-                            for total in totals:
-                                ring.reduce(total, prime)
+            for group, prime in parts:
+                squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
+                for at, update in enumerate(updates):
+                    values = group.spread(update[group.coordinates])
+                    ring.work.encode(values, scale, float(counts[at]), x, squares[at])
+                    ring.add_products(x, keys[at, prime], totals[prime], prime)
+                    if reducing[at]:
+                        for total in totals[prime]:
+                            ring.reduce(total, prime)
                 found.append(squares.sum(1))
             return found
 
+        # One prime after the other: both together would not fit the caches.
+        parts = [(group, prime) for group in self._of_groups for prime in range(len(PRIMES))]
         with np.errstate(invalid="ignore", over="ignore"):
-            squares = map_slices(work, self._of_groups, workers=self._workers, progress=progress)
+            squares = map_slices(work, parts, workers=self._workers, progress=progress)
         self._added += len(updates)
-        norms: Reals = np.sqrt(np.sum(squares, axis=0)) * self._settings.step
+        # Each prime counts every square once.
+        norms: Reals = np.sqrt(np.sum(squares[:: len(PRIMES)], axis=0)) * self._settings.step
         return norms
 
     def words(

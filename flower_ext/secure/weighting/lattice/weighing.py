@@ -57,7 +57,7 @@ class Weighing:
         updates : Mapping[int, ArrayLike]
             Updates of some users, as for `LatticeSilo.weigh`.
         progress : callable, optional
-            Called with the number of finished groups of 32,768 coordinates.
+            Called with the number of finished parts of the work, and of all parts.
 
         Raises
         ------
