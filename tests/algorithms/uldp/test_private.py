@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from gmpy2 import mpz
 
 from flower_ext.algorithms.uldp import (
+    LatticeWeighting,
     PrivateUldpAvg,
     PrivateUldpSgd,
     PrivateWeighting,
@@ -148,6 +149,8 @@ def test_users_may_be_restricted_to_a_few_totals_and_then_share_ciphertexts():
 
 
 HIDDEN = replace(SMALL, draw_choices=5)
+LATTICE = LatticeWeighting(silo_record_limits=(8, 8, 8))
+EITHER = pytest.mark.parametrize("protocol", [SMALL, LATTICE], ids=["paillier", "lattice"])
 
 
 @pytest.mark.full
@@ -198,7 +201,8 @@ def test_the_server_receives_group_elements_for_a_draw_and_only_from_silo_0():
     assert {len(data) for data in sent} == {USERS * 5 * (facts.ciphertext_bytes + 16)}
 
 
-def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path):
+@EITHER
+def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(protocol, tmp_path):
     class Silent(InProcessGrid):
         draws = 0
 
@@ -211,7 +215,8 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path
             return super().send_and_receive(messages, timeout=timeout)
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    strategy = make(protocol=HIDDEN, sampling=PoissonSampling(USERS, 0.4), ledger=ledger)
+    hidden = replace(protocol, draw_choices=5)
+    strategy = make(protocol=hidden, sampling=PoissonSampling(USERS, 0.4), ledger=ledger)
     start(strategy, Silent)
     entries = Ledger.read(tmp_path / "ledger.jsonl")
     kinds = [entry["kind"] for entry in entries]
@@ -220,11 +225,12 @@ def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path
     assert strategy.participations.rounds == ROUNDS
 
 
-def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
+@EITHER
+def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well(protocol):
     views = {}
-    for name, protocol in (("known", SMALL), ("hidden", HIDDEN)):
+    for name, own in (("known", protocol), ("hidden", replace(protocol, draw_choices=5))):
         loud = {"noise_multiplier": 5.0}
-        strategy = make(protocol=protocol, sampling=PoissonSampling(USERS, 0.4), plan=loud)
+        strategy = make(protocol=own, sampling=PoissonSampling(USERS, 0.4), plan=loud)
         strategy.participations.record(range(USERS), SILOS, asked=SILOS)
         views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
     known, hidden = views["known"], views["hidden"]

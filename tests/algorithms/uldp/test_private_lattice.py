@@ -248,41 +248,6 @@ def test_only_silo_0_is_asked_for_a_draw_and_the_server_sees_group_elements():
     assert len(set(pieces)) == len(pieces) == ROUNDS * USERS
 
 
-def test_where_silo_0_does_not_answer_for_a_draw_the_round_is_discarded(tmp_path):
-    class Silent(InProcessGrid):
-        draws = 0
-
-        def send_and_receive(self, messages, *, timeout=None):
-            messages = list(messages)
-            if messages and "offer" in messages[0].content.array_records:
-                self.draws += 1
-                if self.draws == 2:
-                    return []
-            return super().send_and_receive(messages, timeout=timeout)
-
-    start(hidden_lattice(ledger=Ledger(tmp_path / "ledger.jsonl")), Silent)
-    entries = Ledger.read(tmp_path / "ledger.jsonl")
-    kinds = [entry["kind"] for entry in entries]
-    assert kinds == ["reserve", "commit", "reserve", "discard", "reserve", "commit"]
-    assert "draw of users failed because a silo is missing" in entries[3]["reason"]
-
-
-def test_drawing_that_the_server_does_not_see_amplifies_against_it_as_well():
-    views = {}
-    for name, protocol in (("known", LATTICE), ("hidden", HIDDEN)):
-        loud = {"noise_multiplier": 5.0}
-        strategy = make(protocol=protocol, sampling=SOME, plan=loud)
-        strategy.participations.record(range(USERS), SILOS, asked=SILOS)
-        views[name] = {g.view: g for g in strategy.guarantees() if g.basis == "provable"}
-    known, hidden = views["known"], views["hidden"]
-    models, sums = AdversaryView.RELEASED_MODELS, AdversaryView.SUM_ONLY
-    assert hidden[models].epsilon == known[models].epsilon
-    assert hidden[sums].epsilon == hidden[models].epsilon < 0.7 * known[sums].epsilon
-    assert any("oblivious transfer" in text for text in hidden[sums].assumptions)
-    assert not any("drawn: the server" in text for text in hidden[sums].not_covered)
-    assert any("drawn: the server" in text for text in known[sums].not_covered)
-
-
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
