@@ -204,6 +204,20 @@ def _add_row(row: Any, key: Any, total: Any, q: Any) -> None:
 
 
 @_fast
+def _add_later_stages(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
+    """Transform from the third stage on, and add the products with the keys to the totals."""
+    for stage in (4, 16):
+        _two_stages(x, roots, stage, stage, q)
+    for r in range(_ROWS):
+        row = x[r * _ROW : (r + 1) * _ROW]
+        for stage in (1, 4, 16):
+            _two_stages(row, roots, stage * (_ROWS + r), stage, q)
+        for part in range(keys.shape[0]):
+            key = keys[part, r * _COLUMNS : (r + 1) * _COLUMNS]
+            _add_row(row, key, totals[part, r * _ROW : (r + 1) * _ROW], q)
+
+
+@_fast
 def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
     """Transform eight polynomials and add their products with the keys to the totals.
 
@@ -221,15 +235,50 @@ def add_products(x: Any, keys: Any, totals: Any, roots: Any, q: Any) -> None:
     q : float
         The prime.
     """
-    for stage in (1, 4, 16):
-        _two_stages(x, roots, stage, stage, q)
-    for r in range(_ROWS):
-        row = x[r * _ROW : (r + 1) * _ROW]
-        for stage in (1, 4, 16):
-            _two_stages(row, roots, stage * (_ROWS + r), stage, q)
-        for part in range(keys.shape[0]):
-            key = keys[part, r * _COLUMNS : (r + 1) * _COLUMNS]
-            _add_row(row, key, totals[part, r * _ROW : (r + 1) * _ROW], q)
+    _two_stages(x, roots, 1, 1, q)
+    _add_later_stages(x, keys, totals, roots, q)
+
+
+@_fast
+def add_encoded(
+    values: Any,
+    scale: Any,
+    count: Any,
+    squares: Any,
+    x: Any,
+    keys: Any,
+    totals: Any,
+    roots: Any,
+    q: Any,
+) -> None:
+    """Do `add_products` with x = count · rint(scale · values), and add squares of scale · values.
+
+    The loop that encodes also does the first two stages, which saves passes through memory.
+    ``squares`` holds 512 partial sums, so that additions do not wait for one another.
+    """
+    p = 1.0 / q
+    u, v, w = roots[1], roots[2], roots[3]
+    step, quarter = squares.shape[0], x.shape[0] // 4
+    for start in range(0, quarter, step):
+        one, two = values[start : start + step], values[quarter + start : quarter + start + step]
+        third, fourth = 2 * quarter + start, 3 * quarter + start
+        three, four = values[third : third + step], values[fourth : fourth + step]
+        to_one, to_two = x[start : start + step], x[quarter + start : quarter + start + step]
+        to_three, to_four = x[third : third + step], x[fourth : fourth + step]
+        for i in range(step):
+            a, b, c, d = one[i] * scale, two[i] * scale, three[i] * scale, four[i] * scale
+            squares[i] += (a * a + b * b) + (c * c + d * d)
+            a, b = ((a + _ROUND) - _ROUND) * count, ((b + _ROUND) - _ROUND) * count
+            c, d = ((c + _ROUND) - _ROUND) * count, ((d + _ROUND) - _ROUND) * count
+            t = _times(c, u, q, p)
+            a, c = a + t, a - t
+            t = _times(d, u, q, p)
+            b, d = b + t, b - t
+            t = _times(b, v, q, p)
+            to_one[i], to_two[i] = a + t, a - t
+            t = _times(d, w, q, p)
+            to_three[i], to_four[i] = c + t, c - t
+    _add_later_stages(x, keys, totals, roots, q)
 
 
 @_fast
@@ -269,21 +318,6 @@ def invert(x: Any, back: Any, q: Any, scale: Any) -> None:
         groups, width = groups // 2, width * 2
     for i in range(x.shape[0]):
         x[i] = _canonical(_times(x[i], scale, q, p), q, p)
-
-
-@_fast
-def encode(values: Any, scale: Any, count: Any, x: Any, squares: Any) -> None:
-    """Set x to count · rint(scale · values), and add the squares of scale · values to ``squares``.
-
-    ``squares`` holds 512 partial sums, so that additions do not wait for one another.
-    """
-    step = squares.shape[0]
-    for start in range(0, values.shape[0], step):
-        own, out = values[start : start + step], x[start : start + step]
-        for i in range(own.shape[0]):
-            scaled = own[i] * scale
-            squares[i] += scaled * scaled
-            out[i] = ((scaled + _ROUND) - _ROUND) * count
 
 
 @_fast

@@ -68,13 +68,22 @@ def invert(x: Reals, back: Reals, q: float, scale: float) -> None:
     x[:] = _canonical(_times(x, scale, q), q)
 
 
-def encode(values: NDArray[Any], scale: float, count: float, x: Reals, squares: Reals) -> None:
-    """See `compiled.encode`."""
+def add_encoded(
+    values: NDArray[Any],
+    scale: float,
+    count: float,
+    squares: Reals,
+    x: Reals,
+    keys: Reals,
+    totals: Reals,
+    roots: Reals,
+    q: float,
+) -> None:
+    """See `compiled.add_encoded`."""
     scaled = values * np.float64(scale)
-    for start in range(0, len(scaled), len(squares)):
-        part = scaled[start : start + len(squares)]
-        squares[: len(part)] += part * part
-    x[: len(scaled)] = np.rint(scaled) * count
+    squares += np.square(scaled).reshape(-1, len(squares)).sum(0)
+    x[:] = np.rint(scaled) * count
+    add_products(x, keys, totals, roots, q)
 
 
 def switch(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,33 @@ def add_products(x: Reals, keys: Reals, totals: Reals, prime: int) -> None:
     """
     own = PRIMES[prime]
     work.add_products(x, keys, totals, own.roots, own.q)
+
+
+def add_encoded(
+    values: NDArray[Any],
+    scale: float,
+    count: float,
+    squares: Reals,
+    scratch: Reals,
+    keys: Reals,
+    totals: Reals,
+    prime: int,
+) -> None:
+    """Do `add_products` with the polynomials count · rint(scale · values).
+
+    Parameters
+    ----------
+    values : float32 or float64 (GROUP,)
+        Alternating coefficients.
+    squares : float64 (512,)
+        The squares of scale · values are added to these, which together are their sum.
+    scratch : float64 (GROUP,)
+        Overwritten.
+    keys, totals, prime
+        See `add_products`.
+    """
+    own = PRIMES[prime]
+    work.add_encoded(values, scale, count, squares, scratch, keys, totals, own.roots, own.q)
 
 
 def _alternating(polynomials: Reals) -> Reals:

@@ -113,8 +113,16 @@ class EncryptedSum:
                 squares, totals = np.zeros((len(updates), _SQUARES)), self._totals[group.number]
                 for at, update in enumerate(updates):
                     values = group.spread(update[group.coordinates])
-                    ring.work.encode(values, scale, float(counts[at]), x, squares[at])
-                    ring.add_products(x, keys[at, prime], totals[prime], prime)
+                    ring.add_encoded(
+                        values,
+                        scale,
+                        float(counts[at]),
+                        squares[at],
+                        x,
+                        keys[at, prime],
+                        totals[prime],
+                        prime,
+                    )
                     if reducing[at]:
                         for total in totals[prime]:
                             ring.reduce(total, prime)
