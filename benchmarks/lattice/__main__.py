@@ -77,13 +77,13 @@ def draw(costs: Mapping[int, Cost], path: Path) -> None:
         "server, set-up": [costs[many].set_up_server for many in users],
         "silo 0, set-up": [costs[many].set_up_silo for many in users],
     }
-    figure, axes = plt.subplots(figsize=(6, 4.2))
+    figure, axes = plt.subplots(figsize=(7.5, 4))
     for (name, values), mark in zip(lines.items(), "os^v+x", strict=True):
         axes.loglog(users, values, marker=mark, label=name)
     axes.set_xlabel("users")
     axes.set_ylabel("CPU seconds")
     axes.set_title("Private weighting over ring-LWE, 147,000 parameters, three silos", fontsize=9)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     with plt.rc_context({"svg.hashsalt": "lattice-users", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
