@@ -29,6 +29,7 @@ from flower_ext.secure.weighting.messages import (
     from_bytes,
     to_bytes,
 )
+from flower_ext.secure.weighting.oblivious import Receiver
 from flower_ext.secure.weighting.paillier import PublicKey, ZeroPool
 from flower_ext.secure.weighting.silo_state import SiloState, Stage
 from flower_ext.secure.weighting.sums import EncryptedSums
@@ -218,9 +219,7 @@ class WeightingSilo:
         """
         self._expect(Stage.COUNTED)
         check_later(message.round_number, self._last_round)
-        number, public = message.round_number, message.public
-        choices = draw.chooser(self.settings, self._seed, number, public, workers=self._workers)
-        return DrawAnswer(round_number=message.round_number, answer=choices.answer)
+        return DrawAnswer(round_number=message.round_number, answer=self._chooser(message).answer)
 
     def weigh(
         self,
@@ -377,10 +376,13 @@ class WeightingSilo:
                     "EncryptedWeights under settings with draw_choices: expected SealedWeights"
                 )
             return message.weights
-        number, public = message.round_number, message.public
-        chosen = draw.chooser(self.settings, self._seed, number, public, workers=self._workers)
         size = self.settings.ciphertext_bytes
+        chosen = self._chooser(message)
         return b"".join(draw.opened(self.settings, chosen, message.sealed, size=size))
+
+    def _chooser(self, message: DrawOffer | SealedWeights) -> Receiver:
+        number, public = message.round_number, message.public
+        return draw.chooser(self.settings, self._seed, number, public, workers=self._workers)
 
     def _factors(self, users: Sequence[int]) -> dict[int, mpz]:
         """Return n_su · r_u · C_LCM of each of ``users``, by place in the secret order."""
