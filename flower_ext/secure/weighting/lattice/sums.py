@@ -89,7 +89,7 @@ class EncryptedSum:
         self,
         updates: Sequence[NDArray[Any]],
         counts: Sequence[int],
-        keys: Reals,
+        keys: Sequence[Reals],
         *,
         progress: Progress | None = None,
     ) -> Reals:
@@ -100,7 +100,7 @@ class EncryptedSum:
         updates : Sequence of arrays
             Of float32 or float64, contiguous, each of shape (coordinates,).
         counts : Sequence of int
-        keys : float64 (users, 2 primes, 2 parts, DEGREE)
+        keys : Sequence of float64 (2 primes, 2 parts, DEGREE)
         progress : callable, optional
             Counts groups of 32,768 coordinates, once for each prime.
         """
@@ -119,7 +119,7 @@ class EncryptedSum:
                         float(counts[at]),
                         squares[at],
                         x,
-                        keys[at, prime],
+                        keys[at][prime],
                         totals[prime],
                         prime,
                     )

@@ -141,22 +141,13 @@ class OpenedWeights:
             raise InvalidValue("weights: expected those sealed for these silos") from error
         self._kept: dict[int, Reals] = {}
 
-    def keys(self, places: Sequence[int]) -> Reals:
-        """Return the transforms (places, 2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
-        found = np.empty((len(places), 2, 2, DEGREE))
-        missing = []
-        for at, place in enumerate(places):
-            if place in self._kept:
-                found[at] = self._kept[place]
-            else:
-                missing.append(at)
-        if missing:
-            made = self._made([places[at] for at in missing])
-            found[missing] = made
-            for at, own in zip(missing, made, strict=True):
-                if len(self._kept) < _KEPT:
-                    self._kept[places[at]] = own.copy()
-        return found
+    def keys(self, places: Sequence[int]) -> list[Reals]:
+        """Return, for each place, the transforms (2 primes, 2 parts, DEGREE) of (b_u, a_u)."""
+        missing = [place for place in places if place not in self._kept]
+        made = dict(zip(missing, self._made(missing), strict=True)) if missing else {}
+        for place in missing[: max(0, _KEPT - len(self._kept))]:
+            self._kept[place] = made[place].copy()
+        return [made[place] if place in made else self._kept[place] for place in places]
 
     def _made(self, places: Sequence[int]) -> Reals:
         words = np.empty((2, len(places), DEGREE))

@@ -195,7 +195,7 @@ def weight_sums(world) -> np.ndarray:
     silo = world.silos[0]
     masks = weights._masks(silo._told.public_seed, message.epoch, range(world.settings.users))
     users = world.settings.users
-    pairs = silo._weights.keys(range(users))
+    pairs = np.stack(silo._weights.keys(range(users)))
     own = np.empty((2, users))
     for prime, modulus in enumerate(ring.PRIMES):
         product = ring.multiplied(masks[prime], world.server._secret.transforms[prime], prime)
