@@ -230,7 +230,7 @@ class LatticeSilo(SiloSetUp):
     def _check_epoch(self, epoch: int) -> None:
         if epoch <= self._last_epoch:
             raise ProtocolError(
-                f"weights of epoch {epoch}: expected an epoch above {self._last_epoch}"
+                f"epoch {epoch}: expected an epoch above the last one, {self._last_epoch}"
             )
 
     def _check_round(self, opening: RoundOpening) -> None:

@@ -250,7 +250,7 @@ def test_columns_of_another_draw_are_refused(world):
 def test_a_silo_answers_no_draw_of_a_used_epoch(world):
     offer = world.server.offer_draw()
     world.silos[0].receive_weights(world.server.open_drawn_epoch(world.silos[0].answer_draw(offer)))
-    with pytest.raises(ProtocolError, match="expected an epoch above 1"):
+    with pytest.raises(ProtocolError, match="above the last one, 1"):
         world.silos[0].answer_draw(offer)
 
 
