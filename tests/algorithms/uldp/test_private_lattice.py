@@ -375,7 +375,7 @@ def test_a_silo_refuses_other_weights_of_a_known_epoch():
     parts = {"weights": server.open_epoch(sampled=[0]), "opening": server.open_round(3)}
     sent = {name: part.to_bytes() for name, part in parts.items()}
     before = vault(grid, 1).load()
-    with pytest.raises(ProtocolError, match="expected an epoch above 2"):
+    with pytest.raises(ProtocolError, match="above the last one, 2"):
         resume(vault(grid, 1)).open_sum(3, sent)
     assert vault(grid, 1).load() == before
 

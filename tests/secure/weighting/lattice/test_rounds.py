@@ -198,11 +198,11 @@ def test_rounds_and_epochs_only_rise(shared):
         world.silos[0].begin(dataclasses.replace(opening, round_number=101))
     old = next(m for m in world.sent if type(m).__name__ == "LatticeWeights")
     newest = world.open_epoch()
-    with pytest.raises(ProtocolError, match="expected an epoch above"):
+    with pytest.raises(ProtocolError, match="expected an epoch above the last one"):
         world.silos[0].receive_weights(old)
     world.silos[0].receive_weights(newest)  # the same, to the last bit
     sealed = bytes([newest.sealed[0] ^ 1]) + newest.sealed[1:]
-    with pytest.raises(ProtocolError, match="expected an epoch above"):
+    with pytest.raises(ProtocolError, match="expected an epoch above the last one"):
         world.silos[0].receive_weights(dataclasses.replace(newest, sealed=sealed))
     with pytest.raises(ProtocolError, match="expected weights of epoch"):
         world.silos[0].begin(dataclasses.replace(opening, round_number=next(numbers)))

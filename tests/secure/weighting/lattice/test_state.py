@@ -138,7 +138,7 @@ def test_a_silo_killed_in_an_epoch_takes_no_other_weights_of_it(world):
     world.server._last_epoch -= 1  # a server that lost its state
     other = world.server.open_epoch(sampled=[1])
     assert other.epoch == weights.epoch
-    with pytest.raises(ProtocolError, match="expected an epoch above"):
+    with pytest.raises(ProtocolError, match="expected an epoch above the last one"):
         silo.receive_weights(other)
     silo.receive_weights(weights)
 
