@@ -1,4 +1,4 @@
-"""SGD on networks of dense layers, as loops over numbers that Numba translates.
+"""SGD on chains of layers, as loops over numbers that Numba translates.
 
 A mini-batch has few rows. BLAS libraries rearrange matrices before they multiply them, which takes
 longer than these products, and a model leaves the processor's nearest caches between operations.
@@ -14,26 +14,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from flower_ext.training.batched.between import (
-    drop,
-    normalise,
-    numbers_drawn,
-    send_norm,
-    through_norm,
-)
 from flower_ext.training.batched.layout import (
     ACROSS,
-    ACTIVATION,
     BATCH_SIZE,
     BIAS,
     COLUMNS,
+    CONVOLUTION,
     COUNT,
-    DENSE,
-    DROP,
     FEATURES,
+    FILTERS,
     HAS_TERMS,
     INPUTS,
     JOB_COUNTS,
@@ -43,7 +34,6 @@ from flower_ext.training.batched.layout import (
     KIND,
     LEARNING_RATE,
     MOMENTUM,
-    NORM,
     OFFSET,
     ORDER,
     OUTPUTS,
@@ -57,19 +47,8 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WEIGHTS,
 )
-from flower_ext.training.batched.products import (
-    ONE,
-    ZERO,
-    activate,
-    add_products,
-    copy,
-    fill,
-    loops,
-    multiply,
-    through,
-)
-
-carray: Any = numba.carray  # type: ignore[attr-defined]
+from flower_ext.training.batched.passes import backward, carray, drawn_by, forward, weight_size
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops
 
 
 def train(
@@ -98,11 +77,11 @@ def train(
     counts, rates : int64, float64 (jobs, 4)
     jobs : int
         Number of jobs; `layout` names the columns above.
-    table : int64 (depth, 11)
+    table : int64 (depth, COLUMNS)
     depth, size : int
         Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
-    factors : float32 ((widest layer + 4) · (rows of a mini-batch + 4),)
+    factors : float32 (as many numbers as the passes need beside that,)
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
         Outputs of norms before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
@@ -185,12 +164,12 @@ def _descend(
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
             copy(features[row], outputs[place * features.shape[1] :])
-        needed = _drawn_by(layers, len(rows))
+        needed = drawn_by(layers, len(rows))
         if radius > 0:
             own = carray(drawn, used + needed)[used:]
-            _slope(weights, layers, most, outputs, slopes, targets, rows, normed, own)
+            forward(weights, layers, most, outputs, slopes, targets, rows, factors, normed, own)
             fill(climb, ZERO)
-            _send(
+            backward(
                 weights, layers, most, outputs, slopes, len(rows), factors, normed, own, climb, ONE
             )
             used += needed
@@ -200,9 +179,9 @@ def _descend(
             point = climbed
         own = carray(drawn, used + needed)[used:]
         used += needed
-        _slope(point, layers, most, outputs, slopes, targets, rows, normed, own)
+        forward(point, layers, most, outputs, slopes, targets, rows, factors, normed, own)
         if plain:
-            _send(
+            backward(
                 weights,
                 layers,
                 most,
@@ -218,7 +197,7 @@ def _descend(
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
-            _send(
+            backward(
                 point, layers, most, outputs, slopes, len(rows), factors, normed, own, velocity, ONE
             )
             if has_terms:
@@ -231,119 +210,6 @@ def _descend(
 
 
 @loops
-def _drawn_by(layers: np.ndarray, count: int) -> int:
-    """Return the number of draws in one pass of ``count`` rows."""
-    total = 0
-    for layer in layers:
-        if layer[KIND] == DROP:
-            total += numbers_drawn(layer, count)
-    return total
-
-
-@loops
-def _slope(
-    weights: np.ndarray,
-    layers: np.ndarray,
-    most: int,
-    outputs: np.ndarray,
-    slopes: np.ndarray,
-    targets: np.ndarray,
-    rows: np.ndarray,
-    normed: np.ndarray,
-    drawn: np.ndarray,
-) -> None:
-    """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
-    count = len(rows)
-    here = used = 0
-    for layer in layers:
-        below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
-        if layer[KIND] == DENSE:
-            multiply(weights, layer, outputs, below, here, count)
-        elif layer[KIND] == NORM:
-            normalise(
-                weights,
-                layer,
-                outputs[below:][: count * layer[INPUTS]],
-                outputs[here:],
-                normed[here:],
-                normed[len(outputs) + here :],
-            )
-        else:
-            drop(layer, drawn[used:], outputs[below:][: count * layer[INPUTS]], outputs[here:])
-            used += numbers_drawn(layer, count)
-        activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
-    classes = layers[-1, OUTPUTS]
-    for place, row in enumerate(rows):
-        start = here + place * classes
-        logits, slope = outputs[start:][:classes], slopes[start:][:classes]
-        largest = logits[0]
-        for label in range(1, classes):
-            largest = max(largest, logits[label])
-        total = ZERO
-        for label in range(classes):
-            slope[label] = math.exp(logits[label] - largest)
-            total += slope[label]
-        share = ONE / (total * np.float32(count))
-        for label in range(classes):
-            slope[label] *= share
-        slope[targets[row]] -= ONE / np.float32(count)
-
-
-@loops
-def _send(
-    weights: np.ndarray,
-    layers: np.ndarray,
-    most: int,
-    outputs: np.ndarray,
-    slopes: np.ndarray,
-    count: int,
-    room: Any,
-    normed: np.ndarray,
-    drawn: np.ndarray,
-    into: np.ndarray,
-    factor: np.float32,
-) -> None:
-    """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
-    lowest, used = 0, len(drawn)
-    while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
-        lowest += 1
-    for number in range(len(layers) - 1, lowest - 1, -1):
-        layer = layers[number]
-        wide, high = layer[INPUTS], layer[OUTPUTS]
-        below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
-        own = slopes[here:][: count * high]
-        through(own, outputs[here:][: count * high], layer[ACTIVATION])
-        if layer[KIND] == DROP:
-            used -= numbers_drawn(layer, count)
-            drop(layer, drawn[used:], own, slopes[below:])
-            continue
-        if layer[KIND] == NORM:
-            unscaled, scales = normed[here:], normed[len(outputs) + here :]
-            if number > lowest:
-                through_norm(weights, layer, own, slopes[below:], unscaled, scales)
-            send_norm(layer, own, unscaled, into, factor)
-            continue
-        if number > lowest:  # before the weights change
-            fill(slopes[below:][: count * wide], ZERO)
-            factors = carray(room, (count, high + -high % 5))
-            for row in range(count):
-                for place in range(factors.shape[1]):
-                    factors[row, place] = own[row * high + place] if place < high else ZERO
-            add_products(slopes[below:], factors, count, weights[layer[WEIGHT] :], high, wide)
-        if layer[TRAINS_WEIGHT]:
-            factors = carray(room, (high, count + -count % 5))
-            for place in range(high):
-                for row in range(factors.shape[1]):
-                    scale = own[row * high + place] if row < count else ZERO
-                    factors[place, row] = factor * scale
-            add_products(into[layer[WEIGHT] :], factors, high, outputs[below:], count, wide)
-        if layer[TRAINS_BIAS]:
-            for row in range(count):
-                for place in range(high):
-                    into[layer[BIAS] + place] += factor * own[row * high + place]
-
-
-@loops
 def _add_terms(
     slopes: np.ndarray,
     point: np.ndarray,
@@ -353,10 +219,10 @@ def _add_terms(
 ) -> None:
     """Add the terms' part of the gradient at ``point``, for trained parameters."""
     for layer in layers:
-        entries = layer[OUTPUTS] * (layer[INPUTS] if layer[KIND] == DENSE else 1)
+        shared = layer[FILTERS] if layer[KIND] == CONVOLUTION else layer[OUTPUTS]
         for part, trains, size in (
-            (layer[WEIGHT], layer[TRAINS_WEIGHT], entries),
-            (layer[BIAS], layer[TRAINS_BIAS], layer[OUTPUTS]),
+            (layer[WEIGHT], layer[TRAINS_WEIGHT], weight_size(layer)),
+            (layer[BIAS], layer[TRAINS_BIAS], shared),
         ):
             if trains:
                 for i in range(part, part + size):

@@ -1,6 +1,7 @@
-"""Networks of dense layers, each trained from its first step to its last by compiled code.
+"""Chains of layers, each trained from its first step to its last by compiled code.
 
-One thread trains all of them; two would take as long, because models move between their caches.
+One thread trains all networks of dense layers; two would take as long, because models move between
+their caches. Networks with convolutions are divided among PyTorch's number of threads.
 
 `compiled` needs Numba (``pip install 'flower-ext[fast]'``). Without it, and where it would not be
 faster, `network` returns None, and these models train in batches like all others.
@@ -11,31 +12,21 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
 from logging import getLogger
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.layout import (
-    DENSE,
-    DROP,
-    LINE,
-    NORM,
-    PLAIN,
-    RELU,
-    SIGMOID,
-    TANH,
-)
+from flower_ext.training.batched.chain import Layer, Part, chain
+from flower_ext.training.batched.layout import CHANNELS, COLUMNS, DENSE, DROP, LINE, NORM
 from flower_ext.training.batched.stacked import hooked
-from flower_ext.training.dropout import LEVELS, draw, levels_dropped, words
+from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
 from flower_ext.training.params import Params, Sizes, sizes
@@ -43,48 +34,12 @@ from flower_ext.training.task import Task
 
 log = getLogger("flwr")
 
-_ACTIVATIONS: Mapping[Any, int] = {
-    nn.Identity: PLAIN,
-    **dict.fromkeys((nn.ReLU, torch.relu, functional.relu, "relu"), RELU),
-    **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
-    **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
-}
 _TOGETHER = 2**22
 """Numbers of the models that are returned together, 16 MB. Training, and the Python code that uses
 the models, drive each other out of the processor's caches; larger groups make that rarer."""
 _MOST_DRAWN = 2**24
 """Limit on the 32-bit numbers that dropout of one training draws, 64 MB, since all are held."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One parameter's place among the numbers of its network."""
-
-    start: int
-    shape: torch.Size
-
-    @property
-    def where(self) -> slice:
-        """The slice of its numbers."""
-        return slice(self.start, self.start + self.shape.numel())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """A layer of one of `layout`'s kinds: its module, name, widths and activation.
-
-    `layout` explains ``groups`` and ``setting``.
-    """
-
-    module: nn.Module
-    name: str
-    kind: int
-    inputs: int
-    outputs: int
-    groups: int = 1
-    setting: int = 0
-    activation: int = PLAIN
 
 
 class DenseNetwork:
@@ -99,6 +54,8 @@ class DenseNetwork:
                 self.size += parameter.numel()
         self.size = math.ceil(self.size / LINE) * LINE
         self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
+        self.images = any(layer.window is not None for layer in layers)
+        """True if a layer works on images."""
 
     def takes(self, jobs: Sequence[Job]) -> list[bool]:
         """Return True for jobs with numbers of the usual types whose targets are all classes."""
@@ -176,14 +133,14 @@ class DenseNetwork:
             self.size,
             *self._room(most),
         )
-        parts = {name: self.parts[name] for name in names}
-        return {n: rows[:, part.where].view(-1, *part.shape) for n, part in parts.items()}
+        return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
         """Return parameters as one row; zeros where ``names`` has none."""
         row = torch.zeros(self.size)
         for name in names:
-            row[self.parts[name].where] = params[name].detach().flatten()
+            part = self.parts[name]
+            row[part.where] = part.laid_out(params[name].detach())
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
@@ -214,9 +171,11 @@ class DenseNetwork:
     def _room(self, rows: int) -> list[np.ndarray]:
         """Allocate outputs, slopes, factors and norms for ``rows`` examples, and three models."""
         widths = [layer.outputs for layer in self.layers]
+        widest = max((layer.outputs for layer in self.layers if layer.kind == DENSE), default=0)
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind == NORM for layer in self.layers) else 0
-        sizes = [numbers, numbers, (rows + 4) * (max(widths) + 4), norms, 3 * self.size]
+        beside = max((rows + 4) * (widest + 4), *(layer.scratch for layer in self.layers))
+        sizes = [numbers, numbers, beside, norms, 3 * self.size]
         return [torch.empty(size).numpy() for size in sizes]
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
@@ -229,7 +188,8 @@ class DenseNetwork:
             ]
             trains = [part in trained for part in (weight, bias)]
             row = [layer.kind, layer.inputs, layer.outputs, *begins, layer.activation, *trains]
-            rows.append([*row, across, layer.groups, layer.setting])
+            window = [0] * (COLUMNS - CHANNELS) if layer.window is None else layer.window.row
+            rows.append([*row, across, layer.groups, layer.setting, *window])
             across += layer.inputs
         return np.array(rows, dtype=np.int64)
 
@@ -294,95 +254,15 @@ def _network(
     model = build().train()
     if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
         return None
-    layers = _chain(model, shape)
+    layers = chain(model, shape)
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
     found = DenseNetwork(layers)
-    # Each layer is used once, and no other layer has its parameters.
-    own = {name for name, _ in model.named_parameters()}
-    used_once = len({layer.name for layer in layers}) == len(layers) and own == set(found.parts)
-    alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
-    return found if used_once and alike else None
-
-
-def _chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
-    """Return the layers in order; empty if the model has others than `nn.Flatten` before them."""
-    flat, wide = len(shape) == 1, shape.numel()
-    layers: list[Layer] = []
-    for name, operation in _in_a_row(model) or _traced(model):
-        follows = _ACTIVATIONS.get(type(operation) if name else operation)
-        found = _layer(operation, name, layers[-1].outputs if layers else wide)
-        if found is not None and flat:
-            layers.append(found)
-        elif follows is not None and layers and layers[-1].activation == PLAIN:
-            layers[-1] = replace(layers[-1], activation=follows)
-        elif isinstance(operation, nn.Flatten) and not layers:
-            flat = (operation.start_dim, operation.end_dim) == (1, -1)
-        else:
-            return []
-    return layers
-
-
-def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
-    """Return the modules of a sequence with their names, in order; empty for other modules.
-
-    Tracing would take longer than training, and each message may bring its own model.
-    """
-    if type(module) is not nn.Sequential:
-        return [(name, module)] if name else []
-    return [
-        found
-        for leaf, child in module._modules.items()  # may contain the same module twice
-        for found in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
+    # Each layer with parameters is used once, and no other layer has its parameters.
+    own = [name for name, _ in model.named_parameters()]
+    trained = [
+        f"{layer.name}.{leaf}" for layer in layers for leaf, _ in layer.module.named_parameters()
     ]
-
-
-def _traced(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the operations of a model that is a chain, in order, with the names of modules.
-
-    An operation that cannot be part of a chain is None.
-    """
-    try:
-        nodes = list(fx.Tracer().trace(model).nodes)
-    except Exception:  # a forward method may raise anything for a symbol
-        return []
-    found: list[tuple[str, Any]] = []
-    for before, node in pairwise(nodes):
-        alone = node.all_input_nodes == [before] and len(node.args) == 1
-        if not alone or set(node.kwargs) - {"inplace"}:
-            return [("", None)]
-        if node.op == "call_module":
-            found.append((str(node.target), model.get_submodule(str(node.target))))
-        elif node.op != "output":
-            found.append(("", node.target))
-    return found
-
-
-def _layer(module: Any, name: str, wide: int) -> Layer | None:
-    """Return the layer of a module after a layer of width ``wide``; None for unknown kinds."""
-    if type(module) is nn.Linear:
-        inputs, outputs = module.in_features, module.out_features
-        return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
-    kind, groups, setting = DROP, 1, 0
-    if type(module) is nn.Dropout and module.training:
-        setting = levels_dropped(module.p)
-        known = 0 < setting < LEVELS
-    elif type(module) in (nn.GroupNorm, nn.LayerNorm):
-        grouped = isinstance(module, nn.GroupNorm)
-        kind, groups = NORM, module.num_groups if grouped else 1
-        setting = round(1 / module.eps) if module.eps > 0 else 0
-        over = (module.num_channels,) if grouped else module.normalized_shape
-        known = over == (wide,) and math.isclose(setting * module.eps, 1, rel_tol=1e-3)
-    else:
-        return None
-    layer = Layer(
-        module=module,
-        name=name,
-        kind=kind,
-        inputs=wide,
-        outputs=wide,
-        groups=groups,
-        setting=setting,
-    )
-    return layer if known else None
+    alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
+    return found if alike and sorted(trained) == sorted(own) else None

@@ -1,14 +1,18 @@
-"""Memory layout of a network of dense layers, which `dense` writes and `compiled` reads."""
+"""Memory layout of a chain of layers, which `dense` writes and `compiled` reads."""
 
-COLUMNS = 11
 KIND, INPUTS, OUTPUTS, WEIGHT, BIAS = range(5)
-ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, COLUMNS)
+ACTIVATION, TRAINS_WEIGHT, TRAINS_BIAS, ACROSS, GROUPS, SETTING = range(5, 11)
 """Columns of the network's table, one row per layer: its kind and widths, the places of weight and
 bias among all numbers (or −1), its activation, whether weight and bias are trained, and the widths
 of all layers below. A norm also has groups, and 1 / ε as its setting; dropout has the number of
-`LEVELS` that it drops."""
-DENSE, NORM, DROP = range(3)
-"""Kinds of layers."""
+`LEVELS` that it drops; a turn has the number of its matrix's rows."""
+CHANNELS, HEIGHT, WIDTH, FILTERS, OUT_HEIGHT, OUT_WIDTH = range(11, 17)
+KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
+"""Columns for layers that move a window over images: channels and size of an image before and
+after the layer, size of the window, its steps, and the border of zeros."""
+COLUMNS = 23
+DENSE, NORM, DROP, TURN, CONVOLUTION, POOL = range(6)
+"""Kinds of layers. A turn exchanges rows and columns of a matrix."""
 PLAIN, RELU, TANH, SIGMOID = range(4)
 """Activations after a layer."""
 LINE = 16

@@ -1,0 +1,303 @@
+"""Models that are a chain of known layers, found in a module or in the trace of its forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from flower_ext.training.batched.layout import (
+    CONVOLUTION,
+    DENSE,
+    DROP,
+    NORM,
+    PLAIN,
+    POOL,
+    RELU,
+    SIGMOID,
+    TANH,
+    TURN,
+)
+from flower_ext.training.dropout import LEVELS, levels_dropped
+
+_ACTIVATIONS: Mapping[Any, int] = {
+    nn.Identity: PLAIN,
+    **dict.fromkeys((nn.ReLU, torch.relu, functional.relu, "relu"), RELU),
+    **dict.fromkeys((nn.Tanh, torch.tanh, functional.tanh, "tanh"), TANH),
+    **dict.fromkeys((nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"), SIGMOID),
+}
+_IMAGE = 3
+"""Dimensions of an image: channels, height and width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One parameter's place among the numbers of its network.
+
+    The weight of a convolution has the filters last, (kernel height, kernel width, channels,
+    filters), and that of PyTorch has them first.
+    """
+
+    start: int
+    shape: torch.Size
+
+    @property
+    def where(self) -> slice:
+        """The slice of its numbers."""
+        return slice(self.start, self.start + self.shape.numel())
+
+    def laid_out(self, parameter: Tensor) -> Tensor:
+        """Return the numbers of a parameter in the order of the network."""
+        moved = parameter.permute(2, 3, 1, 0) if len(self.shape) == 4 else parameter
+        return moved.flatten()
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this parameter of all networks in ``rows``, one network per row."""
+        own = rows[:, self.where]
+        if len(self.shape) != 4:
+            return own.view(-1, *self.shape)
+        filters, channels, high, wide = self.shape
+        return own.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A window that moves over images; pairs are (height, width).
+
+    ``border`` is the width of the zeros around an image.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    filters: int
+    kernel: tuple[int, int]
+    step: tuple[int, int]
+    border: tuple[int, int]
+
+    @property
+    def out(self) -> tuple[int, int]:
+        """Size of the images after the layer."""
+        high, wide = (
+            (size + 2 * border - kernel) // step + 1
+            for size, border, kernel, step in zip(
+                self.size, self.border, self.kernel, self.step, strict=True
+            )
+        )
+        return high, wide
+
+    @property
+    def padded(self) -> int:
+        """Numbers of an image with its border."""
+        high, wide = (
+            size + 2 * border for size, border in zip(self.size, self.border, strict=True)
+        )
+        return self.channels * high * wide
+
+    @property
+    def row(self) -> list[int]:
+        """The columns of the network's table for this window."""
+        before = [self.channels, *self.size, self.filters, *self.out]
+        return [*before, *self.kernel, *self.step, *self.border]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of one of `layout`'s kinds: its module, name, widths and activation.
+
+    `layout` explains ``groups`` and ``setting``.
+    """
+
+    module: nn.Module
+    name: str
+    kind: int
+    inputs: int
+    outputs: int
+    groups: int = 1
+    setting: int = 0
+    activation: int = PLAIN
+    window: Window | None = None
+
+    @property
+    def scratch(self) -> int:
+        """Numbers that a pass needs beside outputs and slopes, for one example."""
+        if self.window is None:
+            return 0
+        weights = math.prod(self.window.kernel) * self.window.channels * self.window.filters
+        return weights + self.window.padded
+
+
+def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
+    """Return the layers in order; empty if one of them, or an operation, is not known.
+
+    Parameters
+    ----------
+    shape : torch.Size
+        Shape of one example: a row of features, or an image (channels, height, width) if the first
+        layer works on images. `nn.Flatten` may come first.
+    """
+    layers: list[Layer] = []
+    now = shape
+    for name, operation in _in_a_row(model) or _traced(model):
+        follows = _ACTIVATIONS.get(type(operation) if name else operation)
+        if isinstance(operation, nn.Flatten):
+            if (operation.start_dim, operation.end_dim) != (1, -1):
+                return []
+            layers += _turned(now, back=True) if layers else []
+            now = torch.Size([now.numel()])
+        elif follows is not None and layers and layers[-1].activation == PLAIN:
+            layers[-1] = replace(layers[-1], activation=follows)
+        elif len(now) == 1 and (found := _layer(operation, name, now.numel())) is not None:
+            layers.append(found)
+            now = torch.Size([found.outputs])
+        elif len(now) == _IMAGE and (found := _on_images(operation, name, now)) is not None:
+            layers += [*([] if layers else _turned(now)), found]
+            assert found.window is not None
+            now = torch.Size([found.window.filters, *found.window.out])
+        else:
+            return []
+    return _pooled_first(layers) if len(now) == 1 else []
+
+
+def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
+    """Return the layer that moves the channels of an image to its end, or ``back``."""
+    if len(shape) != _IMAGE or shape[0] in (1, shape.numel()):
+        return []
+    places = shape.numel() // shape[0]
+    setting, size = places if back else shape[0], shape.numel()
+    name = "turned back" if back else "turned"
+    kind = TURN
+    module = nn.Identity()
+    return [Layer(module=module, name=name, kind=kind, inputs=size, outputs=size, setting=setting)]
+
+
+def _pooled_first(layers: list[Layer]) -> list[Layer]:
+    """Return the layers with every ReLU before a max pooling moved behind it.
+
+    Values and gradients stay the same, and ReLU handles a fraction of the numbers.
+    """
+    layers = [*layers]
+    for number, (before, after) in enumerate(pairwise(layers)):
+        if after.kind == POOL and before.activation == RELU and after.activation in (PLAIN, RELU):
+            layers[number] = replace(before, activation=PLAIN)
+            layers[number + 1] = replace(after, activation=RELU)
+    return layers
+
+
+def _in_a_row(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
+    """Return the modules of a sequence with their names, in order; empty for other modules.
+
+    Tracing would take longer than training, and each message may bring its own model.
+    """
+    if type(module) is not nn.Sequential:
+        return [(name, module)] if name else []
+    return [
+        found
+        for leaf, child in module._modules.items()  # may contain the same module twice
+        for found in _in_a_row(child, f"{name}.{leaf}".removeprefix("."))
+    ]
+
+
+def _traced(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the operations of a model that is a chain, in order, with the names of modules.
+
+    An operation that cannot be part of a chain is None.
+    """
+    try:
+        nodes = list(fx.Tracer().trace(model).nodes)
+    except Exception:  # a forward method may raise anything for a symbol
+        return []
+    found: list[tuple[str, Any]] = []
+    for before, node in pairwise(nodes):
+        if node.all_input_nodes != [before] or set(node.kwargs) - {"inplace"}:
+            return [("", None)]
+        flattens = node.target in (torch.flatten, "flatten") and node.args[1:] == (1,)
+        if flattens:
+            found.append((node.name, nn.Flatten()))
+        elif len(node.args) != 1:
+            return [("", None)]
+        elif node.op == "call_module":
+            found.append((str(node.target), model.get_submodule(str(node.target))))
+        elif node.op != "output":
+            found.append(("", node.target))
+    return found
+
+
+def _layer(module: Any, name: str, wide: int) -> Layer | None:
+    """Return the layer of a module after a layer of width ``wide``; None for unknown kinds."""
+    if type(module) is nn.Linear:
+        inputs, outputs = module.in_features, module.out_features
+        return Layer(module=module, name=name, kind=DENSE, inputs=inputs, outputs=outputs)
+    kind, groups, setting = DROP, 1, 0
+    if type(module) is nn.Dropout and module.training:
+        setting = levels_dropped(module.p)
+        known = 0 < setting < LEVELS
+    elif type(module) in (nn.GroupNorm, nn.LayerNorm):
+        grouped = isinstance(module, nn.GroupNorm)
+        kind, groups = NORM, module.num_groups if grouped else 1
+        setting = round(1 / module.eps) if module.eps > 0 else 0
+        over = (module.num_channels,) if grouped else module.normalized_shape
+        known = over == (wide,) and math.isclose(setting * module.eps, 1, rel_tol=1e-3)
+    else:
+        return None
+    layer = Layer(
+        module=module,
+        name=name,
+        kind=kind,
+        inputs=wide,
+        outputs=wide,
+        groups=groups,
+        setting=setting,
+    )
+    return layer if known else None
+
+
+def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
+    """Return the layer of a module for images of ``shape``; None for unknown kinds."""
+    channels, *size = shape
+    if type(module) is nn.Conv2d:
+        kind, filters, border = CONVOLUTION, module.out_channels, _pair(module.padding)
+        known = module.groups == 1 and module.padding_mode == "zeros"
+        known = known and module.in_channels == channels
+    elif type(module) is nn.MaxPool2d:
+        kind, filters, border = POOL, channels, _pair(module.padding)
+        known = border == (0, 0) and not module.ceil_mode and not module.return_indices
+    else:
+        return None
+    if not known or border is None or _pair(module.dilation) != (1, 1):
+        return None
+    kernel, step = _pair(module.kernel_size), _pair(module.stride)
+    assert kernel is not None
+    assert step is not None
+    window = Window(
+        channels=channels,
+        size=(size[0], size[1]),
+        filters=filters,
+        kernel=kernel,
+        step=step,
+        border=border,
+    )
+    if min(window.out) < 1:
+        return None
+    return Layer(
+        module=module,
+        name=name,
+        kind=kind,
+        inputs=channels * math.prod(size),
+        outputs=filters * math.prod(window.out),
+        window=window,
+    )
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    """Return an int, or a pair of them, as a pair; None for others, such as ``"same"``."""
+    if isinstance(value, int):
+        return value, value
+    if isinstance(value, tuple) and len(value) == 2:
+        return value[0], value[1]
+    return None

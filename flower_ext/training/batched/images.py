@@ -1,0 +1,246 @@
+"""Convolutions and max pooling of images, as loops over numbers that Numba translates.
+
+The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
+weights are (kernel height, kernel width, channels, filters). A row of a window is then one run of
+numbers, and each pass is a product of matrices that reads images in place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flower_ext.training.batched.layout import (
+    BIAS,
+    CHANNELS,
+    DOWN,
+    FILTERS,
+    HEIGHT,
+    INPUTS,
+    KERNEL_HEIGHT,
+    KERNEL_WIDTH,
+    OUT_HEIGHT,
+    OUT_WIDTH,
+    OUTPUTS,
+    PAD_DOWN,
+    PAD_RIGHT,
+    RIGHT,
+    TRAINS_BIAS,
+    TRAINS_WEIGHT,
+    WEIGHT,
+    WIDTH,
+)
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops
+from flower_ext.training.batched.tiles import (
+    HIGH,
+    LANES,
+    WIDE,
+    find_largest,
+    multiply_tile,
+    send_to_largest,
+)
+
+
+@loops
+def add_product(
+    into: np.ndarray,
+    left: np.ndarray,
+    right: np.ndarray,
+    shape: tuple[int, int, int, int],
+    steps: tuple[int, int, int, int, int, int],
+    factor: np.float32,
+) -> None:
+    """Do as `multiply_tile`, for any number of rows and columns."""
+    rows, columns, inner, outer = shape
+    into_row, left_row = steps[0], steps[1]
+    vectors = (columns + LANES - 1) // LANES
+    pieces, bands = (vectors + WIDE - 1) // WIDE, (rows + HIGH - 1) // HIGH
+    for piece in range(pieces):  # of similar width
+        column = piece * vectors // pieces * LANES
+        wide = min(columns, (piece + 1) * vectors // pieces * LANES) - column
+        for band in range(bands):
+            row, end = band * rows // bands, (band + 1) * rows // bands
+            multiply_tile(
+                into[row * into_row + column :],
+                left[row * left_row :],
+                right[column:],
+                (end - row, wide, inner, outer),
+                steps,
+                factor,
+            )
+
+
+@loops
+def turn(values: np.ndarray, rows: int, into: np.ndarray) -> None:
+    """Write a matrix of ``rows`` rows to ``into``, with rows and columns exchanged."""
+    columns = len(values) // rows
+    for column in range(columns):
+        for row in range(rows):
+            into[column * rows + row] = values[row * columns + column]
+
+
+@loops
+def _repeat(row: np.ndarray, into: np.ndarray) -> None:
+    """Fill ``into`` with copies of ``row``."""
+    done = len(row)
+    copy(row, into)
+    while done < len(into):
+        more = min(done, len(into) - done)
+        copy(into[:more], into[done:])
+        done += more
+
+
+@loops
+def _padded(layer: np.ndarray, image: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return an image with its border of zeros, in ``room`` if there is one."""
+    down, right = layer[PAD_DOWN], layer[PAD_RIGHT]
+    if down == 0 and right == 0:
+        return image
+    run, across = layer[WIDTH] * layer[CHANNELS], _across(layer)
+    fill(room[: (layer[HEIGHT] + 2 * down) * across], ZERO)
+    for row in range(layer[HEIGHT]):
+        copy(image[row * run :][:run], room[(row + down) * across + right * layer[CHANNELS] :])
+    return room
+
+
+@loops
+def _across(layer: np.ndarray) -> int:
+    """Return the numbers in a row of a padded image."""
+    return (layer[WIDTH] + 2 * layer[PAD_RIGHT]) * layer[CHANNELS]
+
+
+@loops
+def padded_size(layer: np.ndarray) -> int:
+    """Return the numbers of a padded image."""
+    return (layer[HEIGHT] + 2 * layer[PAD_DOWN]) * _across(layer)
+
+
+@loops
+def convolve(
+    weights: np.ndarray, layer: np.ndarray, image: np.ndarray, outputs: np.ndarray, room: np.ndarray
+) -> None:
+    """Write the convolution of an image, plus the bias."""
+    filters, channels = layer[FILTERS], layer[CHANNELS]
+    if layer[BIAS] >= 0:
+        _repeat(weights[layer[BIAS] :][:filters], outputs[: layer[OUTPUTS]])
+    else:
+        fill(outputs[: layer[OUTPUTS]], ZERO)
+    source, across = _padded(layer, image, room), _across(layer)
+    run = layer[KERNEL_WIDTH] * channels
+    steps = (filters, layer[RIGHT] * channels, 1, across, filters, run * filters)
+    for row in range(layer[OUT_HEIGHT]):
+        add_product(
+            outputs[row * layer[OUT_WIDTH] * filters :],
+            source[row * layer[DOWN] * across :],
+            weights[layer[WEIGHT] :],
+            (layer[OUT_WIDTH], filters, run, layer[KERNEL_HEIGHT]),
+            steps,
+            ONE,
+        )
+
+
+@loops
+def through_convolution(
+    turned: np.ndarray, layer: np.ndarray, slopes: np.ndarray, down: np.ndarray, room: np.ndarray
+) -> None:
+    """Turn slopes by the outputs of `convolve` into slopes by its image, written to ``down``.
+
+    ``turned`` has the layer's weights, (filters, kernel height, kernel width, channels).
+    """
+    filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
+    run, high = layer[KERNEL_WIDTH] * channels, layer[KERNEL_HEIGHT]
+    pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
+    into = room if pads else down
+    fill(into[: padded_size(layer)], ZERO)
+    steps = (layer[RIGHT] * channels, filters, 1, 0, high * run, 0)
+    for row in range(layer[OUT_HEIGHT]):
+        for kernel in range(high):
+            add_product(
+                into[(row * layer[DOWN] + kernel) * across :],
+                slopes[row * layer[OUT_WIDTH] * filters :],
+                turned[kernel * run :],
+                (layer[OUT_WIDTH], run, filters, 1),
+                steps,
+                ONE,
+            )
+    if pads:
+        own, begin = layer[WIDTH] * channels, layer[PAD_RIGHT] * channels
+        for row in range(layer[HEIGHT]):
+            copy(into[(row + layer[PAD_DOWN]) * across + begin :][:own], down[row * own :])
+
+
+@loops
+def send_convolution(
+    layer: np.ndarray,
+    image: np.ndarray,
+    slopes: np.ndarray,
+    into: np.ndarray,
+    factor: np.float32,
+    room: np.ndarray,
+) -> None:
+    """Add ``factor`` times the gradient of a convolution's weight and bias to ``into``."""
+    filters, channels, across = layer[FILTERS], layer[CHANNELS], _across(layer)
+    wide, high = layer[OUT_WIDTH], layer[OUT_HEIGHT]
+    if layer[TRAINS_WEIGHT]:
+        source, run = _padded(layer, image, room), layer[KERNEL_WIDTH] * channels
+        leap = layer[DOWN] * across
+        steps = (filters, 1, layer[RIGHT] * channels, leap, filters, wide * filters)
+        for kernel in range(layer[KERNEL_HEIGHT]):
+            add_product(
+                into[layer[WEIGHT] + kernel * run * filters :],
+                source[kernel * across :],
+                slopes,
+                (run, filters, wide, high),
+                steps,
+                factor,
+            )
+    if layer[TRAINS_BIAS]:
+        fill(room[:1], ONE)
+        shape, steps = (1, filters, high * wide, 1), (0, 0, 0, 0, filters, 0)
+        add_product(into[layer[BIAS] :], room, slopes, shape, steps, factor)
+
+
+@loops
+def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
+    """Write the maxima of windows, channel by channel."""
+    channels = layer[CHANNELS]
+    size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
+    steps = (layer[WIDTH] * channels, channels)
+    for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
+        corner = _corner(layer, window)
+        for channel in range(0, channels, LANES):
+            find_largest(
+                outputs[window * channels + channel :],
+                image[corner + channel :],
+                channels - channel,
+                size,
+                steps,
+            )
+
+
+@loops
+def through_pool(
+    layer: np.ndarray, image: np.ndarray, slopes: np.ndarray, down: np.ndarray
+) -> None:
+    """Turn slopes by the outputs of `pool` into slopes by its image, written to ``down``."""
+    channels = layer[CHANNELS]
+    size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
+    steps = (layer[WIDTH] * channels, channels)
+    fill(down[: layer[INPUTS]], ZERO)
+    for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
+        corner = _corner(layer, window)
+        for channel in range(0, channels, LANES):
+            send_to_largest(
+                down[corner + channel :],
+                slopes[window * channels + channel :],
+                image[corner + channel :],
+                channels - channel,
+                size,
+                steps,
+            )
+
+
+@loops
+def _corner(layer: np.ndarray, window: int) -> int:
+    """Return the place of a window's first number."""
+    row, column = window // layer[OUT_WIDTH], window % layer[OUT_WIDTH]
+    return (row * layer[DOWN] * layer[WIDTH] + column * layer[RIGHT]) * layer[CHANNELS]

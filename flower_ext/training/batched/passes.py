@@ -1,0 +1,253 @@
+"""The passes of a mini-batch through a chain of layers, forwards and backwards, for Numba.
+
+All outputs are kept, those of a layer for one example after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+
+from flower_ext.training.batched.between import (
+    drop,
+    normalise,
+    numbers_drawn,
+    send_norm,
+    through_norm,
+)
+from flower_ext.training.batched.images import (
+    convolve,
+    padded_size,
+    pool,
+    send_convolution,
+    through_convolution,
+    through_pool,
+    turn,
+)
+from flower_ext.training.batched.layout import (
+    ACROSS,
+    ACTIVATION,
+    BIAS,
+    CHANNELS,
+    CONVOLUTION,
+    DENSE,
+    DROP,
+    FILTERS,
+    INPUTS,
+    KERNEL_HEIGHT,
+    KERNEL_WIDTH,
+    KIND,
+    NORM,
+    OUTPUTS,
+    POOL,
+    SETTING,
+    TRAINS_BIAS,
+    TRAINS_WEIGHT,
+    WEIGHT,
+)
+from flower_ext.training.batched.products import (
+    ONE,
+    ZERO,
+    activate,
+    add_products,
+    fill,
+    loops,
+    multiply,
+    through,
+)
+
+carray: Any = numba.carray  # type: ignore[attr-defined]
+
+
+@loops
+def drawn_by(layers: np.ndarray, count: int) -> int:
+    """Return the number of draws in one pass of ``count`` rows."""
+    total = 0
+    for layer in layers:
+        if layer[KIND] == DROP:
+            total += numbers_drawn(layer, count)
+    return total
+
+
+@loops
+def forward(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    most: int,
+    outputs: np.ndarray,
+    slopes: np.ndarray,
+    targets: np.ndarray,
+    rows: np.ndarray,
+    room: Any,
+    normed: np.ndarray,
+    drawn: np.ndarray,
+) -> None:
+    """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
+    count = len(rows)
+    here = used = 0
+    for layer in layers:
+        below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
+        inputs = outputs[below:][: count * layer[INPUTS]]
+        if layer[KIND] == DENSE:
+            multiply(weights, layer, outputs, below, here, count)
+        elif layer[KIND] == NORM:
+            scales = normed[len(outputs) + here :]
+            normalise(weights, layer, inputs, outputs[here:], normed[here:], scales)
+        elif layer[KIND] == DROP:
+            drop(layer, drawn[used:], inputs, outputs[here:])
+            used += numbers_drawn(layer, count)
+        else:
+            _forward_images(weights, layer, count, inputs, outputs[here:], room)
+        activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
+    classes = layers[-1, OUTPUTS]
+    for place, row in enumerate(rows):
+        start = here + place * classes
+        logits, slope = outputs[start:][:classes], slopes[start:][:classes]
+        largest = logits[0]
+        for label in range(1, classes):
+            largest = max(largest, logits[label])
+        total = ZERO
+        for label in range(classes):
+            slope[label] = math.exp(logits[label] - largest)
+            total += slope[label]
+        share = ONE / (total * np.float32(count))
+        for label in range(classes):
+            slope[label] *= share
+        slope[targets[row]] -= ONE / np.float32(count)
+
+
+@loops
+def _forward_images(
+    weights: np.ndarray,
+    layer: np.ndarray,
+    count: int,
+    inputs: np.ndarray,
+    outputs: np.ndarray,
+    room: Any,
+) -> None:
+    if layer[KIND] == CONVOLUTION:
+        border = carray(room, padded_size(layer))
+        for row in range(count):
+            image = inputs[row * layer[INPUTS] :][: layer[INPUTS]]
+            convolve(weights, layer, image, outputs[row * layer[OUTPUTS] :], border)
+    else:
+        for row in range(count):
+            image, into = inputs[row * layer[INPUTS] :], outputs[row * layer[OUTPUTS] :]
+            if layer[KIND] == POOL:
+                pool(layer, image, into)
+            else:
+                turn(image[: layer[INPUTS]], layer[SETTING], into)
+
+
+@loops
+def backward(
+    weights: np.ndarray,
+    layers: np.ndarray,
+    most: int,
+    outputs: np.ndarray,
+    slopes: np.ndarray,
+    count: int,
+    room: Any,
+    normed: np.ndarray,
+    drawn: np.ndarray,
+    into: np.ndarray,
+    factor: np.float32,
+) -> None:
+    """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
+    lowest, used = 0, len(drawn)
+    while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
+        lowest += 1
+    for number in range(len(layers) - 1, lowest - 1, -1):
+        layer = layers[number]
+        wide, high = layer[INPUTS], layer[OUTPUTS]
+        below, here = most * layer[ACROSS], most * (layer[ACROSS] + wide)
+        own, down = slopes[here:][: count * high], slopes[below:]
+        through(own, outputs[here:][: count * high], layer[ACTIVATION])
+        if layer[KIND] == DROP:
+            used -= numbers_drawn(layer, count)
+            drop(layer, drawn[used:], own, down)
+        elif layer[KIND] == NORM:
+            unscaled, scales = normed[here:], normed[len(outputs) + here :]
+            if number > lowest:
+                through_norm(weights, layer, own, down, unscaled, scales)
+            send_norm(layer, own, unscaled, into, factor)
+        elif layer[KIND] == DENSE:
+            if number > lowest:  # before the weights change
+                _through_dense(weights, layer, count, own, down, room)
+            _send_dense(layer, count, outputs[below:], own, into, factor, room)
+        elif layer[KIND] == CONVOLUTION:
+            if number > lowest:
+                _through_convolutions(weights, layer, count, own, down, room)
+            border = carray(room, padded_size(layer))
+            for row in range(count):
+                image, slope = outputs[below + row * wide :][:wide], own[row * high :][:high]
+                send_convolution(layer, image, slope, into, factor, border)
+        else:
+            for row in range(count):
+                image, slope = outputs[below + row * wide :][:wide], own[row * high :][:high]
+                if layer[KIND] == POOL:
+                    through_pool(layer, image, slope, down[row * wide :])
+                else:
+                    turn(slope, wide // layer[SETTING], down[row * wide :])
+
+
+@loops
+def _through_dense(
+    weights: np.ndarray, layer: np.ndarray, count: int, own: np.ndarray, down: np.ndarray, room: Any
+) -> None:
+    wide, high = layer[INPUTS], layer[OUTPUTS]
+    fill(down[: count * wide], ZERO)
+    factors = carray(room, (count, high + -high % 5))
+    for row in range(count):
+        for place in range(factors.shape[1]):
+            factors[row, place] = own[row * high + place] if place < high else ZERO
+    add_products(down, factors, count, weights[layer[WEIGHT] :], high, wide)
+
+
+@loops
+def _send_dense(
+    layer: np.ndarray,
+    count: int,
+    inputs: np.ndarray,
+    own: np.ndarray,
+    into: np.ndarray,
+    factor: np.float32,
+    room: Any,
+) -> None:
+    wide, high = layer[INPUTS], layer[OUTPUTS]
+    if layer[TRAINS_WEIGHT]:
+        factors = carray(room, (high, count + -count % 5))
+        for place in range(high):
+            for row in range(factors.shape[1]):
+                scale = own[row * high + place] if row < count else ZERO
+                factors[place, row] = factor * scale
+        add_products(into[layer[WEIGHT] :], factors, high, inputs, count, wide)
+    if layer[TRAINS_BIAS]:
+        for row in range(count):
+            for place in range(high):
+                into[layer[BIAS] + place] += factor * own[row * high + place]
+
+
+@loops
+def _through_convolutions(
+    weights: np.ndarray, layer: np.ndarray, count: int, own: np.ndarray, down: np.ndarray, room: Any
+) -> None:
+    wide, high, filters, size = layer[INPUTS], layer[OUTPUTS], layer[FILTERS], weight_size(layer)
+    turned = carray(room, size)
+    border = carray(room, size + padded_size(layer))[size:]
+    turn(weights[layer[WEIGHT] :][:size], size // filters, turned)
+    for row in range(count):
+        slope = own[row * high :][:high]
+        through_convolution(turned, layer, slope, down[row * wide :], border)
+
+
+@loops
+def weight_size(layer: np.ndarray) -> int:
+    """Return the numbers in a layer's weight."""
+    if layer[KIND] == CONVOLUTION:
+        run = layer[KERNEL_WIDTH] * layer[CHANNELS]
+        return layer[KERNEL_HEIGHT] * run * layer[FILTERS]
+    return layer[OUTPUTS] * (layer[INPUTS] if layer[KIND] == DENSE else 1)

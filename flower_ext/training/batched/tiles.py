@@ -1,0 +1,264 @@
+"""Products of small matrices, and maxima, in the processor's vector registers.
+
+Numba's own loops keep no block of a product in registers. These functions do; they are written in
+the operations of LLVM, which turns them into machine code. The last columns of a matrix may fill a
+part of a vector only: a mask hides the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_MANY = llvm.get_host_cpu_features().get("avx512f", False)
+LANES = 16 if _MANY else 8
+"""Numbers in a vector of this processor."""
+HIGH, WIDE = (8, 3) if _MANY else (4, 2)
+"""Most rows of a tile, and most vectors in a row; all of a tile's sums fit the registers."""
+
+_REAL, _WHOLE, _NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+_VECTOR, _MASK = ir.VectorType(_REAL, LANES), ir.VectorType(ir.IntType(1), LANES)
+_NOTHING = ir.Constant(_VECTOR, None)
+
+
+class _Vectors:
+    """Operations on vectors of float32 inside an intrinsic."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def _call(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        module = self.builder.module
+        made = cgutils.get_or_insert_function(module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(made, arguments)
+
+    def every(self, value: Any) -> Any:
+        """Return a vector of equal numbers."""
+        empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+        first = self.builder.insert_element(empty, value, _NARROW(0))
+        zeros = ir.Constant(ir.VectorType(_NARROW, LANES), [0] * LANES)
+        return self.builder.shuffle_vector(first, empty, zeros)
+
+    def mask(self, columns: Any, number: int) -> Any:
+        """Return a mask of the columns that exist, for the vector ``number`` of a row."""
+        steps = ir.Constant(
+            ir.VectorType(_WHOLE, LANES), [number * LANES + i for i in range(LANES)]
+        )
+        return self.builder.icmp_signed("<", steps, self.every(columns))
+
+    def place(self, start: Any, *steps: Any) -> Any:
+        """Return the address of the number that many places after ``start``."""
+        for step in steps:
+            start = self.builder.gep(start, [_WHOLE(step) if isinstance(step, int) else step])
+        return start
+
+    def load(self, place: Any, mask: Any | None) -> Any:
+        """Load a vector: zero where ``mask`` is false."""
+        place = self.builder.bitcast(place, _VECTOR.as_pointer())
+        if mask is None:
+            return self.builder.load(place, align=4)
+        name = f"llvm.masked.load.v{LANES}f32.p0"
+        return self._call(name, _VECTOR, [place, _NARROW(4), mask, _NOTHING])
+
+    def store(self, value: Any, place: Any, mask: Any | None) -> None:
+        """Store the numbers of a vector for which ``mask`` is true.
+
+        What was stored with a mask cannot be loaded again until it has left the processor's queue.
+        """
+        place = self.builder.bitcast(place, _VECTOR.as_pointer())
+        if mask is None:
+            self.builder.store(value, place, align=4)
+            return
+        name = f"llvm.masked.store.v{LANES}f32.p0"
+        self._call(name, ir.VoidType(), [value, place, _NARROW(4), mask])
+
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a · b + c, rounded once."""
+        return self._call(f"llvm.fma.v{LANES}f32", _VECTOR, [a, b, c])
+
+    def product(self, x: Any, y: Any) -> Any:
+        return self.builder.mul(_WHOLE(x) if isinstance(x, int) else x, y)
+
+    def variable(self) -> Any:
+        """Return a place for a vector, which is zero now."""
+        made = cgutils.alloca_once(self.builder, _VECTOR)  # type: ignore[no-untyped-call]
+        self.builder.store(_NOTHING, made)
+        return made
+
+    @contextmanager
+    def loop(self, count: Any) -> Iterator[Any]:
+        """Repeat what follows; yield the number of the turn."""
+        with cgutils.for_range(self.builder, count) as turn:  # type: ignore[no-untyped-call]
+            yield turn.index
+
+
+def _start(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    return context.make_array(kind)(context, builder, array).data
+
+
+def _multiplied(
+    typing_context: Any, into: Any, left: Any, right: Any, shape: Any, steps: Any, factor: Any
+) -> Any:
+    """Add a tile of a product to ``into``; see `multiply_tile`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]
+        shape, steps = (
+            cgutils.unpack_tuple(builder, arguments[i], len(signature.args[i]))  # type: ignore[no-untyped-call]
+            for i in (3, 4)
+        )
+        vectors = _Vectors(builder)
+        rows, columns, inner, outer = shape
+        last = builder.sub(columns, _WHOLE(1))
+        needed = builder.sdiv(last, _WHOLE(LANES))
+        full = builder.icmp_signed("==", builder.srem(columns, _WHOLE(LANES)), _WHOLE(0))
+        choice = builder.add(builder.mul(needed, _WHOLE(2)), builder.zext(full, _WHOLE))
+        choice = builder.add(rows, builder.mul(choice, _WHOLE(HIGH)))
+        end = builder.append_basic_block()
+        switch = builder.switch(choice, end)
+        for across in range(WIDE):
+            for masked in (True, False):
+                for high in range(1, HIGH + 1):
+                    tile = builder.append_basic_block()
+                    switch.add_case(_WHOLE(high + HIGH * (2 * across + (not masked))), tile)
+                    builder.position_at_end(tile)
+                    masks = [None] * across + [vectors.mask(columns, across) if masked else None]
+                    _tile(vectors, high, masks, inner, outer, starts, steps, arguments[5])
+                    builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(into, left, right, shape, steps, types.float32), generate
+
+
+def _tile(
+    vectors: _Vectors,
+    high: int,
+    masks: Sequence[Any],
+    inner: Any,
+    outer: Any,
+    starts: Sequence[Any],
+    steps: Sequence[Any],
+    factor: Any,
+) -> None:
+    """Write the code for a tile of ``high`` rows, with a vector for each mask."""
+    builder = vectors.builder
+    into, left, right = starts
+    into_row, left_row, left_inner, left_outer, right_inner, right_outer = steps
+    sums = [[vectors.variable() for _ in masks] for _ in range(high)]
+    with vectors.loop(outer) as turn:
+        lefts = vectors.place(left, vectors.product(turn, left_outer))
+        rights = vectors.place(right, vectors.product(turn, right_outer))
+        with vectors.loop(inner) as step:
+            one = vectors.place(lefts, vectors.product(step, left_inner))
+            other = vectors.place(rights, vectors.product(step, right_inner))
+            own = [
+                vectors.load(vectors.place(other, number * LANES), mask)
+                for number, mask in enumerate(masks)
+            ]
+            for row in range(high):
+                value = builder.load(vectors.place(one, vectors.product(row, left_row)))
+                value = vectors.every(value)
+                for number, place in enumerate(sums[row]):
+                    builder.store(vectors.fused(value, own[number], builder.load(place)), place)
+    scale = vectors.every(factor)
+    for row in range(high):
+        begin = vectors.place(into, vectors.product(row, into_row))
+        for number, place in enumerate(sums[row]):
+            target = vectors.place(begin, number * LANES)
+            value = vectors.fused(scale, builder.load(place), vectors.load(target, masks[number]))
+            vectors.store(value, target, masks[number])
+
+
+def _largest(
+    typing_context: Any, into: Any, values: Any, columns: Any, shape: Any, steps: Any
+) -> Any:
+    """Write the maxima of up to `LANES` columns over the cells of a window; see `find_largest`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
+        vectors = _Vectors(builder)
+        mask = vectors.mask(arguments[2], 0)
+        found = _maxima(vectors, values, mask, *_cells(builder, arguments))
+        vectors.store(builder.load(found), into, mask)
+        return context.get_dummy_value()
+
+    return types.void(into, values, types.int64, shape, steps), generate
+
+
+def _sent(
+    typing_context: Any, into: Any, slopes: Any, values: Any, columns: Any, shape: Any, steps: Any
+) -> Any:
+    """Add slopes to the cells with the maxima; see `send_to_largest`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        into, slopes, values = (
+            _start(context, builder, signature.args[i], arguments[i]) for i in range(3)
+        )
+        vectors = _Vectors(builder)
+        mask = vectors.mask(arguments[3], 0)
+        cells = _cells(builder, arguments[1:])
+        best = builder.load(_maxima(vectors, values, mask, *cells))
+        left = vectors.variable()  # the slopes that no cell has got yet
+        builder.store(vectors.load(slopes, mask), left)
+        high, wide, down, right = cells
+        with vectors.loop(high) as row, vectors.loop(wide) as column:
+            step = builder.add(vectors.product(row, down), vectors.product(column, right))
+            own = vectors.load(vectors.place(values, step), mask)
+            hit = builder.fcmp_unordered("ueq", own, best)
+            place, rest = vectors.place(into, step), builder.load(left)
+            old = vectors.load(place, mask)
+            vectors.store(builder.fadd(old, builder.select(hit, rest, _NOTHING)), place, mask)
+            builder.store(builder.select(hit, _NOTHING, rest), left)
+        return context.get_dummy_value()
+
+    return types.void(into, slopes, values, types.int64, shape, steps), generate
+
+
+def _cells(builder: Any, arguments: Sequence[Any]) -> list[Any]:
+    return [
+        *cgutils.unpack_tuple(builder, arguments[3], 2),  # type: ignore[no-untyped-call]
+        *cgutils.unpack_tuple(builder, arguments[4], 2),  # type: ignore[no-untyped-call]
+    ]
+
+
+def _maxima(
+    vectors: _Vectors, values: Any, mask: Any, high: Any, wide: Any, down: Any, right: Any
+) -> Any:
+    """Return a place with the maxima over all cells; NaN wins, as in PyTorch."""
+    builder, found = vectors.builder, vectors.variable()
+    builder.store(vectors.load(values, mask), found)
+    with vectors.loop(high) as row, vectors.loop(wide) as column:
+        step = builder.add(vectors.product(row, down), vectors.product(column, right))
+        own, best = vectors.load(vectors.place(values, step), mask), builder.load(found)
+        larger = builder.or_(
+            builder.fcmp_ordered(">", own, best), builder.fcmp_unordered("uno", own, own)
+        )
+        builder.store(builder.select(larger, own, best), found)
+    return found
+
+
+multiply_tile: Any = intrinsic(_multiplied)
+"""``multiply_tile(into, left, right, shape, steps, factor)``.
+
+Add ``factor`` times a product to ``into``: for all rows r and columns n of a tile, the sum over u
+and k of ``left[r · left_row + k · left_inner + u · left_outer] ·
+right[n + k · right_inner + u · right_outer]`` is added to ``into[r · into_row + n]``, row after
+row, so that rows may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (into_row,
+left_row, left_inner, left_outer, right_inner, right_outer).
+"""
+find_largest: Any = intrinsic(_largest)
+"""``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window."""
+send_to_largest: Any = intrinsic(_sent)
+"""``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
+
+Add ``slopes`` to ``into`` at the first cell that holds the maximum of ``values``.
+"""
