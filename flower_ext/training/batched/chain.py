@@ -1,4 +1,4 @@
-"""Models that are a chain of known layers, found in a module or in the trace of its forward pass."""
+"""Models that are a chain of known layers, found in their modules or by a trace."""
 
 from __future__ import annotations
 
@@ -145,11 +145,9 @@ def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     now = shape
     for name, operation in _in_a_row(model) or _traced(model):
         follows = _ACTIVATIONS.get(type(operation) if name else operation)
-        if isinstance(operation, nn.Flatten):
-            if (operation.start_dim, operation.end_dim) != (1, -1):
-                return []
+        if (numbers := _flattens(operation, now)) is not None:
             layers += _turned(now, back=True) if layers else []
-            now = torch.Size([now.numel()])
+            now = torch.Size([numbers])
         elif follows is not None and layers and layers[-1].activation == PLAIN:
             layers[-1] = replace(layers[-1], activation=follows)
         elif len(now) == 1 and (found := _layer(operation, name, now.numel())) is not None:
@@ -164,16 +162,29 @@ def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
     return _pooled_first(layers) if len(now) == 1 else []
 
 
+def _flattens(operation: object, shape: torch.Size) -> int | None:
+    """Return the numbers of an example if ``operation`` makes it one row, else None."""
+    if isinstance(operation, nn.Flatten):
+        whole = (operation.start_dim, operation.end_dim) == (1, -1)
+    else:
+        whole = operation == torch.Size([shape.numel()])
+    return shape.numel() if whole else None
+
+
 def _turned(shape: torch.Size, *, back: bool = False) -> list[Layer]:
-    """Return the layer that moves the channels of an image to its end, or ``back``."""
-    if len(shape) != _IMAGE or shape[0] in (1, shape.numel()):
+    """Return the layer that makes the channels of an image its last dimension, or ``back``."""
+    size, channels = shape.numel(), shape[0]
+    if len(shape) != _IMAGE or channels in (1, size):
         return []
-    places = shape.numel() // shape[0]
-    setting, size = places if back else shape[0], shape.numel()
-    name = "turned back" if back else "turned"
-    kind = TURN
-    module = nn.Identity()
-    return [Layer(module=module, name=name, kind=kind, inputs=size, outputs=size, setting=setting)]
+    turn = Layer(
+        module=nn.Identity(),
+        name="",
+        kind=TURN,
+        inputs=size,
+        outputs=size,
+        setting=size // channels if back else channels,
+    )
+    return [turn]
 
 
 def _pooled_first(layers: list[Layer]) -> list[Layer]:
@@ -214,18 +225,31 @@ def _traced(model: nn.Module) -> list[tuple[str, Any]]:
         return []
     found: list[tuple[str, Any]] = []
     for before, node in pairwise(nodes):
-        if node.all_input_nodes != [before] or set(node.kwargs) - {"inplace"}:
+        if node.all_input_nodes != [before]:
             return [("", None)]
-        flattens = node.target in (torch.flatten, "flatten") and node.args[1:] == (1,)
-        if flattens:
-            found.append((node.name, nn.Flatten()))
-        elif len(node.args) != 1:
-            return [("", None)]
-        elif node.op == "call_module":
-            found.append((str(node.target), model.get_submodule(str(node.target))))
-        elif node.op != "output":
-            found.append(("", node.target))
-    return found
+        if node.op == "output":
+            return found
+        found.append(_operation(node, model))
+    return [("", None)]
+
+
+def _operation(node: fx.Node, model: nn.Module) -> tuple[str, Any]:
+    """Return the module of a step and its name; for other steps a function, or an example's shape.
+
+    The operation is None if it cannot be part of a chain.
+    """
+    more, settings = node.args[1:], node.kwargs
+    if node.target is functional.max_pool2d and len(more) == 1:
+        return node.name, nn.MaxPool2d(*more, **settings)  # type: ignore[arg-type]
+    if node.target in (torch.flatten, "flatten") and more == (1,) and not settings:
+        return node.name, nn.Flatten()
+    if node.target in ("view", "reshape") and len(more) == 2 and more[0] == -1:
+        return node.name, torch.Size([more[1]]) if isinstance(more[1], int) else None
+    if more or set(settings) - {"inplace"}:
+        return "", None
+    if node.op == "call_module":
+        return str(node.target), model.get_submodule(str(node.target))
+    return "", node.target
 
 
 def _layer(module: Any, name: str, wide: int) -> Layer | None:

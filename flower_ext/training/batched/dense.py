@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from logging import getLogger
@@ -39,6 +41,9 @@ _TOGETHER = 2**22
 the models, drive each other out of the processor's caches; larger groups make that rarer."""
 _MOST_DRAWN = 2**24
 """Limit on the 32-bit numbers that dropout of one training draws, 64 MB, since all are held."""
+_SMALL = 2**15
+"""Numbers in the outputs of all layers for one example, up to which a network counts as small."""
+_FEW_THREADS = 2
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
@@ -76,13 +81,14 @@ class DenseNetwork:
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of the jobs that it `takes`, as large as may be returned together.
 
-        Dropout's draws take memory too; jobs that would draw too many are left out.
+        Jobs that need too much memory while they train are left out.
         """
-        most, room = min(_TOGETHER, memory_limit // 16), 0
+        most, room = min(_TOGETHER * self._threads(), memory_limit // 16), 0
         found: list[list[int]] = []
         for index, fits in enumerate(self.takes(jobs)):
             drawn = self._draws(jobs[index]) if fits else 0
-            if not fits or 2 * drawn > _MOST_DRAWN:
+            large = 2 * drawn > _MOST_DRAWN or self._working(jobs[index]) > memory_limit
+            if not fits or large:
                 continue
             needed = self.size + 2 * drawn
             if not found or needed > room:
@@ -114,25 +120,25 @@ class DenseNetwork:
             draws = self._drawn(job)  # before its batches are drawn
             order, (pull, offset) = _order(job), self._terms(job, names)
             used.append((features, targets, order, offset, draws))
-            drawn.append(draws.data_ptr())
+            drawn.append([draws.data_ptr()])
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
-            numbers += [weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()]
-            integers += [targets.data_ptr(), order.data_ptr()]
-            counts += [len(examples), training.batch_size, job.num_steps, len(offset) > 0]
-            rates += [training.learning_rate, training.momentum, training.sam_radius, pull]
-        most = max(min(len(job.examples), job.training.batch_size) for job in jobs)
-        _library().train(
-            np.array(numbers),
-            np.array(integers),
-            np.array(drawn),
-            np.array(counts),
-            np.array(rates),
-            len(jobs),
-            self._table(names),
-            len(self.layers),
-            self.size,
-            *self._room(most),
-        )
+            numbers.append([weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()])
+            integers.append([targets.data_ptr(), order.data_ptr()])
+            counts.append([len(examples), training.batch_size, job.num_steps, len(offset) > 0])
+            rates.append([training.learning_rate, training.momentum, training.sam_radius, pull])
+        facts = [np.array(own) for own in (numbers, integers, drawn, counts, rates)]
+        table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
+
+        def train(first: int, last: int) -> None:
+            room = [torch.empty(size).numpy() for size in room_sizes]
+            own = [rows[first:last] for rows in facts]
+            _library().train(*own, last - first, table, len(self.layers), self.size, *room)
+
+        parts = min(self._threads(), len(jobs))
+        ends = [len(jobs) * part // parts for part in range(parts + 1)]
+        with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
+            every = map if pool is None else pool.map
+            list(every(train, ends, ends[1:]))
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
@@ -168,15 +174,31 @@ class DenseNetwork:
         count = self._draws(job)
         return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
 
-    def _room(self, rows: int) -> list[np.ndarray]:
-        """Allocate outputs, slopes, factors and norms for ``rows`` examples, and three models."""
+    @property
+    def gains_alone(self) -> bool:
+        """True if a single training, on one thread here, takes no longer than on PyTorch's threads.
+
+        Threads have little to share in small networks.
+        """
+        small = sum(layer.outputs for layer in self.layers) <= _SMALL
+        return not self.images or small or torch.get_num_threads() <= _FEW_THREADS
+
+    def _threads(self) -> int:
+        """Return how many threads share the jobs."""
+        return torch.get_num_threads() if self.images else 1
+
+    def _sizes(self, rows: int) -> list[int]:
+        """Return the sizes of outputs, slopes, other needs of passes, norms, and three models."""
         widths = [layer.outputs for layer in self.layers]
         widest = max((layer.outputs for layer in self.layers if layer.kind == DENSE), default=0)
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind == NORM for layer in self.layers) else 0
         beside = max((rows + 4) * (widest + 4), *(layer.scratch for layer in self.layers))
-        sizes = [numbers, numbers, beside, norms, 3 * self.size]
-        return [torch.empty(size).numpy() for size in sizes]
+        return [numbers, numbers, beside, norms, 3 * self.size]
+
+    def _working(self, job: Job) -> int:
+        """Return the bytes that all threads need to train jobs like this one, for images."""
+        return 4 * self._threads() * sum(self._sizes(_batch(job))) if self.images else 0
 
     def _table(self, trained: Sequence[str]) -> np.ndarray:
         """Return the table of layers that `compiled` reads."""
@@ -192,6 +214,11 @@ class DenseNetwork:
             rows.append([*row, across, layer.groups, layer.setting, *window])
             across += layer.inputs
         return np.array(rows, dtype=np.int64)
+
+
+def _batch(job: Job) -> int:
+    """Return the number of examples in a mini-batch."""
+    return min(len(job.examples), job.training.batch_size)
 
 
 def _in_line(values: Tensor) -> Tensor:
@@ -260,9 +287,7 @@ def _network(
         return None
     found = DenseNetwork(layers)
     # Each layer with parameters is used once, and no other layer has its parameters.
-    own = [name for name, _ in model.named_parameters()]
-    trained = [
-        f"{layer.name}.{leaf}" for layer in layers for leaf, _ in layer.module.named_parameters()
-    ]
+    used = sum(len([*layer.module.parameters()]) for layer in layers)
+    once = used == len(found.parts) == len([*model.parameters()])
     alike = dict(parameters) == {name: part.shape for name, part in found.parts.items()}
-    return found if alike and sorted(trained) == sorted(own) else None
+    return found if alike and once else None

@@ -105,13 +105,13 @@ def _padded(layer: np.ndarray, image: np.ndarray, room: np.ndarray) -> np.ndarra
 @loops
 def _across(layer: np.ndarray) -> int:
     """Return the numbers in a row of a padded image."""
-    return (layer[WIDTH] + 2 * layer[PAD_RIGHT]) * layer[CHANNELS]
+    return int((layer[WIDTH] + 2 * layer[PAD_RIGHT]) * layer[CHANNELS])
 
 
 @loops
 def padded_size(layer: np.ndarray) -> int:
     """Return the numbers of a padded image."""
-    return (layer[HEIGHT] + 2 * layer[PAD_DOWN]) * _across(layer)
+    return int(layer[HEIGHT] + 2 * layer[PAD_DOWN]) * _across(layer)
 
 
 @loops
@@ -243,4 +243,4 @@ def through_pool(
 def _corner(layer: np.ndarray, window: int) -> int:
     """Return the place of a window's first number."""
     row, column = window // layer[OUT_WIDTH], window % layer[OUT_WIDTH]
-    return (row * layer[DOWN] * layer[WIDTH] + column * layer[RIGHT]) * layer[CHANNELS]
+    return int((row * layer[DOWN] * layer[WIDTH] + column * layer[RIGHT]) * layer[CHANNELS])

@@ -169,7 +169,7 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
         hull = hull_of(task.blueprint, task.torch_device())
         if why_unusual(jobs) is None and hull is not None and hull.known:
             network = dense.network(task, jobs[0])
-            if network is not None:
+            if network is not None and network.gains_alone:
                 yield network
     elif why_apart(task, jobs) is None:
         network = dense.network(task, jobs[0])

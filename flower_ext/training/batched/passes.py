@@ -247,7 +247,9 @@ def _through_convolutions(
 @loops
 def weight_size(layer: np.ndarray) -> int:
     """Return the numbers in a layer's weight."""
+    if layer[KIND] == DENSE:
+        return int(layer[OUTPUTS] * layer[INPUTS])
     if layer[KIND] == CONVOLUTION:
-        run = layer[KERNEL_WIDTH] * layer[CHANNELS]
-        return layer[KERNEL_HEIGHT] * run * layer[FILTERS]
-    return layer[OUTPUTS] * (layer[INPUTS] if layer[KIND] == DENSE else 1)
+        window = layer[KERNEL_HEIGHT] * layer[KERNEL_WIDTH]
+        return int(window * layer[CHANNELS] * layer[FILTERS])
+    return int(layer[OUTPUTS])

@@ -96,7 +96,7 @@ class _Vectors:
     @contextmanager
     def loop(self, count: Any) -> Iterator[Any]:
         """Repeat what follows; yield the number of the turn."""
-        with cgutils.for_range(self.builder, count) as turn:  # type: ignore[no-untyped-call]
+        with cgutils.for_range(self.builder, count) as turn:
             yield turn.index
 
 

@@ -1,0 +1,257 @@
+"""Compiled training of convolutional networks equals that of `train`, number by number."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from flower_ext.data import Examples
+from flower_ext.training import Job, LocalTraining, train_groups, train_many
+from flower_ext.training.batched import dense
+from flower_ext.training.batched.chain import chain
+from flower_ext.training.batched.layout import POOL, RELU
+from tests.support.jobs import one_by_one, problem, same
+
+SGD = LocalTraining(epochs=2, batch_size=4, learning_rate=0.1)
+WAYS = {
+    "plain": SGD,
+    "momentum": replace(SGD, momentum=0.8),
+    "sam": replace(SGD, sam_radius=0.1),
+    "all": replace(SGD, momentum=0.5, sam_radius=0.1, proximal_weight=0.4),
+    "one by one": replace(SGD, batch_size=1),
+    "one batch": replace(SGD, batch_size=50),
+}
+
+
+class Usual(nn.Module):
+    """The network of many tutorials: a pooling layer used twice, and a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 17, 3)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.dense, self.head = nn.Linear(17, 9), nn.Linear(9, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(functional.relu(self.first(x)))
+        x = self.pool(torch.relu(self.second(x)))
+        return self.head(self.dense(x.view(-1, 17)).tanh())
+
+
+class Functional(Usual):
+    """The same network with functions in place of modules."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.max_pool2d(self.first(x).relu(), 2)
+        x = functional.relu(functional.max_pool2d(self.second(x), kernel_size=2, stride=2))
+        return self.head(torch.tanh(self.dense(torch.flatten(x, 1))))
+
+
+class Positional(Usual):
+    """The same network with the positional argument of a pooling function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.max_pool2d(self.first(x).relu(), 2, stride=2)
+        x = functional.relu(functional.max_pool2d(self.second(x), 2))
+        return self.head(torch.tanh(self.dense(x.flatten(1))))
+
+
+def odd() -> nn.Module:
+    """Windows that are not square, steps, borders, no bias, overlapping and left-over pooling."""
+    return nn.Sequential(
+        nn.Conv2d(3, 5, (3, 2), stride=(1, 2), padding=(1, 0), bias=False),
+        nn.Tanh(),
+        nn.MaxPool2d((3, 2), stride=(2, 1)),
+        nn.Conv2d(5, 33, 2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(33, 18, 1),
+        nn.MaxPool2d(2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(18 * 3 * 2, 10),
+    )
+
+
+def wide() -> nn.Module:
+    """More channels than fit one tile, and no dense layer."""
+    return nn.Sequential(
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 70, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(70, 10, (6, 5)),
+        nn.Flatten(),
+    )
+
+
+def between() -> nn.Module:
+    """Dropout and norms after the images."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.LayerNorm(48),
+        nn.Linear(48, 10),
+    )
+
+
+def jobs(model, way, sizes=(9, 4, 12, 1), shape=(3, 12, 10)):
+    start = problem(model).initial_params(3)
+    random = torch.Generator().manual_seed(1)
+    return [
+        Job(
+            params={name: value + 0.01 * client for name, value in start.items()},
+            examples=Examples(
+                torch.randn(size, *shape, generator=random),
+                torch.randint(10, (size,), generator=random),
+            ),
+            training=way,
+            generator=torch.Generator().manual_seed(100 + client),
+        )
+        for client, size in enumerate(sizes)
+    ]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Count the models that compiled code trains."""
+    trained = []
+    minimise = dense.DenseNetwork.minimise
+
+    def counted(self, jobs, *others):
+        trained.extend(jobs)
+        return minimise(self, jobs, *others)
+
+    monkeypatch.setattr(dense.DenseNetwork, "minimise", counted)
+    return trained
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", [Usual, odd, wide, between])
+def test_the_same_model_comes_out(model, way, compiled):
+    ours = train_many(problem(model), jobs(model, WAYS[way]))
+    same(ours, one_by_one(problem(model), jobs(model, WAYS[way])))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("model", [Functional, Positional])
+def test_functions_are_known_as_well_as_modules(model, compiled):
+    ours = train_many(problem(model), jobs(model, SGD))
+    same(ours, one_by_one(problem(Usual), jobs(Usual, SGD)))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("part", ["first", "second.weight", "second.bias", "head"])
+def test_the_rest_is_frozen(part, compiled):
+    def trained(name):
+        return name.startswith(part)
+
+    ours = train_many(problem(Usual), jobs(Usual, WAYS["all"]), trained=trained)
+    same(ours, one_by_one(problem(Usual), jobs(Usual, WAYS["all"]), trained))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("model", [Usual, odd])
+def test_no_bit_depends_on_company_or_threads(model, threads, compiled):
+    usual = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = train_many(problem(model), jobs(model, WAYS["all"]))
+    finally:
+        torch.set_num_threads(usual)
+    for number, own in enumerate(together):
+        job = jobs(model, WAYS["all"])[number]
+        ((_, rows),) = train_groups(problem(model), [job], steady=True)
+        for name, value in own.items():
+            assert torch.equal(value, rows[name][0])
+    assert len(compiled) == 8
+
+
+def test_equal_values_send_their_slope_to_the_first(compiled):
+    """An image of one colour has the same outputs everywhere."""
+
+    def flat(model):
+        made = jobs(model, SGD)
+        for job in made:
+            job.examples.features[:] = 1.5
+        return made
+
+    ours = train_many(problem(Usual), flat(Usual))
+    same(ours, one_by_one(problem(Usual), flat(Usual)))
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_diverged_model_is_not_made_to_look_sound(value, compiled):
+    made = jobs(Usual, SGD)
+    made[0].examples.features[2, 0, 3, 3] = value
+    broken, *others = train_many(problem(Usual), made)
+    assert not all(bool(torch.isfinite(part).all()) for part in broken.values())
+    same(others, one_by_one(problem(Usual), jobs(Usual, SGD))[1:])
+    assert len(compiled) == 4
+
+
+def test_relu_follows_max_pooling():
+    layers = chain(Usual(), torch.Size([3, 12, 10]))
+    assert [layer.activation for layer in layers if layer.kind == POOL] == [RELU, RELU]
+
+
+def whole(*layers: nn.Module) -> nn.Module:
+    """Layers that lead from images of 3×8×8 to 10 numbers."""
+    with torch.no_grad():
+        size = nn.Sequential(*layers)(torch.zeros(2, 3, 8, 8)).shape[1]
+    return nn.Sequential(*layers, nn.Linear(size, 10))
+
+
+OTHERS = {
+    "groups": lambda: whole(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten()),
+    "dilation": lambda: whole(nn.Conv2d(3, 6, 2, dilation=2), nn.Flatten()),
+    "reflecting border": lambda: whole(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Flatten()
+    ),
+    "named border": lambda: whole(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten()),
+    "pooling with a border": lambda: whole(nn.MaxPool2d(3, padding=1), nn.Flatten()),
+    "pooling rounded up": lambda: whole(nn.MaxPool2d(3, ceil_mode=True), nn.Flatten()),
+    "pooling with dilation": lambda: whole(nn.MaxPool2d(2, dilation=2), nn.Flatten()),
+    "another pooling": lambda: whole(nn.AvgPool2d(2), nn.Flatten()),
+    "norm of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()),
+    "dropout of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten()),
+    "another flattening": lambda: whole(nn.Conv2d(3, 4, 8), nn.Flatten(2), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("of", OTHERS)
+def test_other_layers_are_left_to_batches(of, compiled):
+    made = jobs(OTHERS[of], SGD, sizes=(8, 8, 8), shape=(3, 8, 8))
+    ours = train_many(problem(OTHERS[of]), made)
+    made = jobs(OTHERS[of], SGD, sizes=(8, 8, 8), shape=(3, 8, 8))
+    same(ours, one_by_one(problem(OTHERS[of]), made))
+    assert compiled == []
+
+
+def test_a_convolution_used_twice_is_left_to_batches():
+    shared = nn.Conv2d(3, 3, 3, padding=1)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Flatten(), nn.Linear(3 * 64, 10))
+    made = jobs(lambda: model, SGD, shape=(3, 8, 8))
+    assert dense.network(problem(lambda: model), made[0]) is None
+
+
+def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
+    layers = nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 1024, 10)
+    model = nn.Sequential(*layers)
+    (job,) = jobs(lambda: model, SGD, sizes=(2,), shape=(3, 32, 32))
+    found = dense.network(problem(lambda: model), job)
+    assert found.gains_alone
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert not found.gains_alone
+
+
+def test_working_memory_stays_within_its_limit():
+    made = jobs(Usual, replace(SGD, batch_size=12))
+    found = dense.network(problem(Usual), made[0])
+    needed = found._working(made[2])
+    assert sorted(sum(found.groups(made, needed), [])) == [0, 1, 2, 3]
+    assert sorted(sum(found.groups(made, needed - 1), [])) == [0, 1, 3]
