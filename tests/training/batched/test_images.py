@@ -1,6 +1,7 @@
 """Compiled training of convolutional networks equals that of `train`, number by number."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch.nn import functional
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_groups, train_many
+from flower_ext.training.batched import chain as chains
 from flower_ext.training.batched import dense
-from flower_ext.training.batched.chain import chain
 from flower_ext.training.batched.layout import POOL, RELU
 from tests.support.jobs import one_by_one, problem, same
 
@@ -195,7 +196,7 @@ def test_a_diverged_model_is_not_made_to_look_sound(value, compiled):
 
 
 def test_relu_follows_max_pooling():
-    layers = chain(Usual(), torch.Size([3, 12, 10]))
+    layers = chains.chain(Usual(), torch.Size([3, 12, 10]))
     assert [layer.activation for layer in layers if layer.kind == POOL] == [RELU, RELU]
 
 
@@ -253,5 +254,5 @@ def test_working_memory_stays_within_its_limit():
     made = jobs(Usual, replace(SGD, batch_size=12))
     found = dense.network(problem(Usual), made[0])
     needed = found._working(made[2])
-    assert sorted(sum(found.groups(made, needed), [])) == [0, 1, 2, 3]
-    assert sorted(sum(found.groups(made, needed - 1), [])) == [0, 1, 3]
+    assert sorted(chain.from_iterable(found.groups(made, needed))) == [0, 1, 2, 3]
+    assert sorted(chain.from_iterable(found.groups(made, needed - 1))) == [0, 1, 3]
