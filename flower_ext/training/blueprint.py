@@ -262,3 +262,18 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(former)
+
+
+def first_of_norms(model: nn.Module) -> str | None:
+    """Return the parameter that must be trained if images have their channels last in memory.
+
+    In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a
+    gradient. A trained convolution as the first layer makes sure of that. The name is empty if the
+    first layer is another one. None means that the model has no such norm.
+    """
+    if not any(isinstance(module, nn.GroupNorm) for module in model.modules()):
+        return None
+    for name, module in model.named_modules():
+        if [*module.parameters(recurse=False)]:
+            return f"{name}.weight" if isinstance(module, nn.Conv2d) else ""
+    return ""

@@ -14,14 +14,14 @@ other models are built anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.blueprint import Blueprint, in_training, seeded
+from flower_ext.training.blueprint import Blueprint, first_of_norms, in_training, seeded
 from flower_ext.training.calls import Replaced
 from flower_ext.training.dropout import own_dropout
 
@@ -74,6 +74,11 @@ class Hull:
         self.known = all(map(_is_known, modules))
         """True if no module is of the caller's own class, whose code may do anything."""
         self.convolves = any(isinstance(module, nn.Conv2d) for module in modules)
+        self._must_train = first_of_norms(model)
+
+    def faster_channels_last(self, trained: Collection[str]) -> bool:
+        """Return True if images may have their channels last in memory, which is faster."""
+        return self.convolves and (self._must_train is None or self._must_train in trained)
 
     def takes(self, params: Mapping[str, Tensor]) -> bool:
         """Return True if ``params`` has a tensor for every place of a copy."""

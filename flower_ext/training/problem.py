@@ -70,7 +70,8 @@ def local_problem(
     if hull is not None and hull.takes(params):
         known = hull.known
         replaced, learnable = hull.copied(), hull.learnable
-        if any_layout and hull.known and hull.convolves and device.type == "cpu":
+        chosen = [*filter(trained, learnable)]
+        if any_layout and known and device.type == "cpu" and hull.faster_channels_last(chosen):
             layout = torch.channels_last
     else:
         model = own_dropout(in_training(task.model().to(device)))

@@ -1,4 +1,4 @@
-"""Normalisation and dropout between dense layers, as loops over numbers that Numba translates.
+"""Normalisation and dropout between layers, as loops over numbers that Numba translates.
 
 Indices are unsigned, because Numba would test every signed one for being negative.
 """
@@ -12,6 +12,7 @@ import numpy as np
 
 from flower_ext.training.batched.layout import (
     BIAS,
+    CHANNELS,
     GROUPS,
     INPUTS,
     SETTING,
@@ -19,7 +20,7 @@ from flower_ext.training.batched.layout import (
     TRAINS_WEIGHT,
     WEIGHT,
 )
-from flower_ext.training.batched.products import ONE, ZERO, loops, sums
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, sums
 from flower_ext.training.dropout import AT_A_TIME, LEVELS
 
 
@@ -121,6 +122,134 @@ def send_norm(
             bias = into[layer[BIAS] :][:wide]
             for i in range(wide):
                 bias[i] += factor * slope[i]
+
+
+@sums
+def normalise_image(
+    weights: np.ndarray,
+    layer: np.ndarray,
+    image: np.ndarray,
+    outputs: np.ndarray,
+    normed: np.ndarray,
+    scales: np.ndarray,
+    room: np.ndarray,
+) -> None:
+    """Do as `normalise`, for groups of the channels of an image (places, channels).
+
+    ``scales`` gets a number for each channel; ``room`` has space for two.
+    """
+    wide = np.uint64(layer[CHANNELS])
+    places, epsilon = np.uint64(len(image)) // wide, ONE / np.float32(layer[SETTING])
+    means, squares = room[:wide], room[wide:][:wide]
+    fill(means, ZERO)
+    for place in range(places):
+        values = image[place * wide :][:wide]
+        for i in range(wide):
+            means[i] += values[i]
+    _mean_by_group(means, layer[GROUPS], places)
+    fill(squares, ZERO)
+    for place in range(places):
+        values = image[place * wide :][:wide]
+        for i in range(wide):
+            squares[i] += (values[i] - means[i]) * (values[i] - means[i])
+    _mean_by_group(squares, layer[GROUPS], places)
+    for i in range(wide):
+        scales[i] = ONE / np.float32(math.sqrt(squares[i] + epsilon))
+    for place in range(places):
+        values, own = image[place * wide :][:wide], normed[place * wide :][:wide]
+        for i in range(wide):
+            own[i] = (values[i] - means[i]) * scales[i]
+        into = outputs[place * wide :][:wide]
+        if layer[WEIGHT] >= 0:
+            weight, bias = weights[layer[WEIGHT] :][:wide], weights[layer[BIAS] :][:wide]
+            for i in range(wide):
+                into[i] = own[i] * weight[i] + bias[i]
+        else:
+            copy(own, into)
+
+
+@sums
+def _mean_by_group(values: np.ndarray, groups: int, places: Any) -> None:
+    """Replace sums over places, by channel, by means over places and the channels of a group."""
+    size = np.uint64(len(values)) // np.uint64(groups)
+    share = ONE / (np.float32(size) * np.float32(places))
+    for start in range(np.uint64(0), np.uint64(len(values)), size):
+        total = ZERO
+        for i in range(start, start + size):
+            total += values[i]
+        for i in range(start, start + size):
+            values[i] = total * share
+
+
+@sums
+def through_image_norm(
+    weights: np.ndarray,
+    layer: np.ndarray,
+    slopes: np.ndarray,
+    down: np.ndarray,
+    normed: np.ndarray,
+    scales: np.ndarray,
+    room: np.ndarray,
+) -> None:
+    """Turn slopes by the outputs of `normalise_image` into slopes by its image.
+
+    ``room`` has space for three numbers for each channel.
+    """
+    wide = np.uint64(layer[CHANNELS])
+    places = np.uint64(len(slopes)) // wide
+    levels, along, weight = room[:wide], room[wide:][:wide], room[2 * wide :][:wide]
+    _sum_over_places(slopes, normed, levels, along)
+    fill(weight, ONE)
+    if layer[WEIGHT] >= 0:
+        copy(weights[layer[WEIGHT] :][:wide], weight)
+    for i in range(wide):
+        levels[i] *= weight[i]
+        along[i] *= weight[i]
+    _mean_by_group(levels, layer[GROUPS], places)
+    _mean_by_group(along, layer[GROUPS], places)
+    for place in range(places):
+        slope, own = slopes[place * wide :][:wide], normed[place * wide :][:wide]
+        below = down[place * wide :][:wide]
+        for i in range(wide):
+            below[i] = scales[i] * (slope[i] * weight[i] - levels[i] - own[i] * along[i])
+
+
+@sums
+def send_image_norm(
+    layer: np.ndarray,
+    slopes: np.ndarray,
+    normed: np.ndarray,
+    into: np.ndarray,
+    factor: np.float32,
+    room: np.ndarray,
+) -> None:
+    """Add ``factor`` times the gradient of the weight and bias of an image's norm to ``into``."""
+    wide = np.uint64(layer[CHANNELS])
+    levels, along = room[:wide], room[wide:][:wide]
+    _sum_over_places(slopes, normed, levels, along)
+    if layer[TRAINS_WEIGHT]:
+        weight = into[layer[WEIGHT] :][:wide]
+        for i in range(wide):
+            weight[i] += factor * along[i]
+    if layer[TRAINS_BIAS]:
+        bias = into[layer[BIAS] :][:wide]
+        for i in range(wide):
+            bias[i] += factor * levels[i]
+
+
+@sums
+def _sum_over_places(
+    slopes: np.ndarray, normed: np.ndarray, levels: np.ndarray, along: np.ndarray
+) -> None:
+    """Sum an image's slopes over all places by channel, and their products with its numbers."""
+    wide = np.uint64(len(levels))
+    fill(levels, ZERO)
+    fill(along, ZERO)
+    for place in range(np.uint64(len(slopes)) // wide):
+        slope, own = slopes[place * wide :][:wide], normed[place * wide :][:wide]
+        for i in range(wide):
+            levels[i] += slope[i]
+            along[i] += slope[i] * own[i]
 
 
 @loops

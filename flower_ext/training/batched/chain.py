@@ -16,6 +16,8 @@ from flower_ext.training.batched.layout import (
     CONVOLUTION,
     DENSE,
     DROP,
+    IMAGE_NORM,
+    MEAN,
     NORM,
     PLAIN,
     POOL,
@@ -66,7 +68,7 @@ class Part:
         return own.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Window:
     """A window that moves over images; pairs are (height, width).
 
@@ -128,8 +130,9 @@ class Layer:
         """Numbers that a pass needs beside outputs and slopes, for one example."""
         if self.window is None:
             return 0
-        weights = math.prod(self.window.kernel) * self.window.channels * self.window.filters
-        return weights + self.window.padded
+        window = self.window
+        weights = math.prod(window.kernel) * window.channels * window.filters
+        return weights + window.padded + 3 * window.channels
 
 
 def chain(model: nn.Module, shape: torch.Size) -> list[Layer]:
@@ -264,9 +267,9 @@ def _layer(module: Any, name: str, wide: int) -> Layer | None:
     elif type(module) in (nn.GroupNorm, nn.LayerNorm):
         grouped = isinstance(module, nn.GroupNorm)
         kind, groups = NORM, module.num_groups if grouped else 1
-        setting = round(1 / module.eps) if module.eps > 0 else 0
         over = (module.num_channels,) if grouped else module.normalized_shape
-        known = over == (wide,) and math.isclose(setting * module.eps, 1, rel_tol=1e-3)
+        setting, known = _parts_of(module.eps)
+        known = known and over == (wide,)
     else:
         return None
     layer = Layer(
@@ -284,28 +287,31 @@ def _layer(module: Any, name: str, wide: int) -> Layer | None:
 def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
     """Return the layer of a module for images of ``shape``; None for unknown kinds."""
     channels, *size = shape
+    filters, groups, setting, kernel = channels, 1, 0, getattr(module, "kernel_size", 1)
+    step, border = getattr(module, "stride", 1), getattr(module, "padding", 0)
     if type(module) is nn.Conv2d:
-        kind, filters, border = CONVOLUTION, module.out_channels, _pair(module.padding)
+        kind, filters = CONVOLUTION, module.out_channels
         known = module.groups == 1 and module.padding_mode == "zeros"
-        known = known and module.in_channels == channels
+        known = known and module.in_channels == channels and _pair(module.dilation) == (1, 1)
     elif type(module) is nn.MaxPool2d:
-        kind, filters, border = POOL, channels, _pair(module.padding)
-        known = border == (0, 0) and not module.ceil_mode and not module.return_indices
+        kind = POOL
+        known = _pair(border) == (0, 0) and not module.ceil_mode and not module.return_indices
+        known = known and _pair(module.dilation) == (1, 1)
+    elif type(module) is nn.AvgPool2d:
+        kind = MEAN
+        known = _pair(border) == (0, 0) and not module.ceil_mode and module.divisor_override is None
+    elif type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
+        kind, kernel, known = MEAN, (size[0], size[1]), True
+    elif type(module) is nn.GroupNorm:
+        kind, groups = IMAGE_NORM, module.num_groups
+        setting, known = _parts_of(module.eps)
+        known = known and module.num_channels == channels
     else:
         return None
-    if not known or border is None or _pair(module.dilation) != (1, 1):
+    pairs = [_pair(value) for value in (kernel, step, border)]
+    if not known or None in pairs:
         return None
-    kernel, step = _pair(module.kernel_size), _pair(module.stride)
-    assert kernel is not None
-    assert step is not None
-    window = Window(
-        channels=channels,
-        size=(size[0], size[1]),
-        filters=filters,
-        kernel=kernel,
-        step=step,
-        border=border,
-    )
+    window = Window(channels, (size[0], size[1]), filters, *pairs)  # type: ignore[arg-type]
     if min(window.out) < 1:
         return None
     return Layer(
@@ -314,8 +320,16 @@ def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
         kind=kind,
         inputs=channels * math.prod(size),
         outputs=filters * math.prod(window.out),
+        groups=groups,
+        setting=setting,
         window=window,
     )
+
+
+def _parts_of(epsilon: float) -> tuple[int, bool]:
+    """Return 1 / ε as a whole number, and if it is about that."""
+    setting = round(1 / epsilon) if epsilon > 0 else 0
+    return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)
 
 
 def _pair(value: object) -> tuple[int, int] | None:

@@ -21,17 +21,14 @@ from flower_ext.training.batched.layout import (
     BATCH_SIZE,
     BIAS,
     COLUMNS,
-    CONVOLUTION,
     COUNT,
     FEATURES,
-    FILTERS,
     HAS_TERMS,
     INPUTS,
     JOB_COUNTS,
     JOB_INTEGERS,
     JOB_NUMBERS,
     JOB_RATES,
-    KIND,
     LEARNING_RATE,
     MOMENTUM,
     OFFSET,
@@ -47,7 +44,14 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WEIGHTS,
 )
-from flower_ext.training.batched.passes import backward, carray, drawn_by, forward, weight_size
+from flower_ext.training.batched.passes import (
+    backward,
+    bias_size,
+    carray,
+    drawn_by,
+    forward,
+    weight_size,
+)
 from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops
 
 
@@ -219,10 +223,9 @@ def _add_terms(
 ) -> None:
     """Add the terms' part of the gradient at ``point``, for trained parameters."""
     for layer in layers:
-        shared = layer[FILTERS] if layer[KIND] == CONVOLUTION else layer[OUTPUTS]
         for part, trains, size in (
             (layer[WEIGHT], layer[TRAINS_WEIGHT], weight_size(layer)),
-            (layer[BIAS], layer[TRAINS_BIAS], shared),
+            (layer[BIAS], layer[TRAINS_BIAS], bias_size(layer)),
         ):
             if trains:
                 for i in range(part, part + size):

@@ -26,7 +26,15 @@ from torch.nn import functional
 
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.chain import Layer, Part, chain
-from flower_ext.training.batched.layout import CHANNELS, COLUMNS, DENSE, DROP, LINE, NORM
+from flower_ext.training.batched.layout import (
+    CHANNELS,
+    COLUMNS,
+    DENSE,
+    DROP,
+    IMAGE_NORM,
+    LINE,
+    NORM,
+)
 from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job, own_generator
@@ -192,7 +200,7 @@ class DenseNetwork:
         widths = [layer.outputs for layer in self.layers]
         widest = max((layer.outputs for layer in self.layers if layer.kind == DENSE), default=0)
         numbers = rows * (self.layers[0].inputs + sum(widths))
-        norms = 2 * numbers if any(layer.kind == NORM for layer in self.layers) else 0
+        norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0
         beside = max((rows + 4) * (widest + 4), *(layer.scratch for layer in self.layers))
         return [numbers, numbers, beside, norms, 3 * self.size]
 

@@ -1,4 +1,4 @@
-"""Convolutions and max pooling of images, as loops over numbers that Numba translates.
+"""Convolutions and pooling of images, as loops over numbers that Numba translates.
 
 The channels of a place are neighbours in memory, (height, width, channels), and a convolution's
 weights are (kernel height, kernel width, channels, filters). A row of a window is then one run of
@@ -18,11 +18,13 @@ from flower_ext.training.batched.layout import (
     INPUTS,
     KERNEL_HEIGHT,
     KERNEL_WIDTH,
+    KIND,
     OUT_HEIGHT,
     OUT_WIDTH,
     OUTPUTS,
     PAD_DOWN,
     PAD_RIGHT,
+    POOL,
     RIGHT,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
@@ -35,7 +37,9 @@ from flower_ext.training.batched.tiles import (
     LANES,
     WIDE,
     find_largest,
+    find_sum,
     multiply_tile,
+    send_to_all,
     send_to_largest,
 )
 
@@ -201,20 +205,19 @@ def send_convolution(
 
 @loops
 def pool(layer: np.ndarray, image: np.ndarray, outputs: np.ndarray) -> None:
-    """Write the maxima of windows, channel by channel."""
+    """Write the maxima or the means of windows, channel by channel."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
+    share = ONE / np.float32(size[0] * size[1])
     steps = (layer[WIDTH] * channels, channels)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            find_largest(
-                outputs[window * channels + channel :],
-                image[corner + channel :],
-                channels - channel,
-                size,
-                steps,
-            )
+            into, values = outputs[window * channels + channel :], image[corner + channel :]
+            if layer[KIND] == POOL:
+                find_largest(into, values, channels - channel, size, steps)
+            else:
+                find_sum(into, values, channels - channel, size, steps, share)
 
 
 @loops
@@ -224,19 +227,18 @@ def through_pool(
     """Turn slopes by the outputs of `pool` into slopes by its image, written to ``down``."""
     channels = layer[CHANNELS]
     size = (layer[KERNEL_HEIGHT], layer[KERNEL_WIDTH])
+    share = ONE / np.float32(size[0] * size[1])
     steps = (layer[WIDTH] * channels, channels)
     fill(down[: layer[INPUTS]], ZERO)
     for window in range(layer[OUT_HEIGHT] * layer[OUT_WIDTH]):
         corner = _corner(layer, window)
         for channel in range(0, channels, LANES):
-            send_to_largest(
-                down[corner + channel :],
-                slopes[window * channels + channel :],
-                image[corner + channel :],
-                channels - channel,
-                size,
-                steps,
-            )
+            into, own = down[corner + channel :], slopes[window * channels + channel :]
+            if layer[KIND] == POOL:
+                values = image[corner + channel :]
+                send_to_largest(into, own, values, channels - channel, size, steps)
+            else:
+                send_to_all(into, own, channels - channel, size, steps, share)
 
 
 @loops

@@ -11,8 +11,9 @@ KERNEL_HEIGHT, KERNEL_WIDTH, DOWN, RIGHT, PAD_DOWN, PAD_RIGHT = range(17, 23)
 """Columns for layers that move a window over images: channels and size of an image before and
 after the layer, size of the window, its steps, and the border of zeros."""
 COLUMNS = 23
-DENSE, NORM, DROP, TURN, CONVOLUTION, POOL = range(6)
-"""Kinds of layers. A turn exchanges rows and columns of a matrix."""
+DENSE, NORM, DROP, TURN, CONVOLUTION, POOL, MEAN, IMAGE_NORM = range(8)
+"""Kinds of layers. A turn exchanges rows and columns of a matrix; `POOL` and `MEAN` take the
+maximum and the mean of a window."""
 PLAIN, RELU, TANH, SIGMOID = range(4)
 """Activations after a layer."""
 LINE = 16

@@ -14,8 +14,11 @@ import numpy as np
 from flower_ext.training.batched.between import (
     drop,
     normalise,
+    normalise_image,
     numbers_drawn,
+    send_image_norm,
     send_norm,
+    through_image_norm,
     through_norm,
 )
 from flower_ext.training.batched.images import (
@@ -36,16 +39,17 @@ from flower_ext.training.batched.layout import (
     DENSE,
     DROP,
     FILTERS,
+    IMAGE_NORM,
     INPUTS,
     KERNEL_HEIGHT,
     KERNEL_WIDTH,
     KIND,
     NORM,
     OUTPUTS,
-    POOL,
     SETTING,
     TRAINS_BIAS,
     TRAINS_WEIGHT,
+    TURN,
     WEIGHT,
 )
 from flower_ext.training.batched.products import (
@@ -99,6 +103,18 @@ def forward(
         elif layer[KIND] == DROP:
             drop(layer, drawn[used:], inputs, outputs[here:])
             used += numbers_drawn(layer, count)
+        elif layer[KIND] == IMAGE_NORM:
+            for row in range(count):
+                start, size = row * layer[INPUTS], layer[INPUTS]
+                normalise_image(
+                    weights,
+                    layer,
+                    inputs[start:][:size],
+                    outputs[here + start :],
+                    normed[here + start :],
+                    normed[len(outputs) + here + start :],
+                    carray(room, 2 * layer[CHANNELS]),
+                )
         else:
             _forward_images(weights, layer, count, inputs, outputs[here:], room)
         activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
@@ -136,10 +152,10 @@ def _forward_images(
     else:
         for row in range(count):
             image, into = inputs[row * layer[INPUTS] :], outputs[row * layer[OUTPUTS] :]
-            if layer[KIND] == POOL:
-                pool(layer, image, into)
-            else:
+            if layer[KIND] == TURN:
                 turn(image[: layer[INPUTS]], layer[SETTING], into)
+            else:
+                pool(layer, image, into)
 
 
 @loops
@@ -174,6 +190,18 @@ def backward(
             if number > lowest:
                 through_norm(weights, layer, own, down, unscaled, scales)
             send_norm(layer, own, unscaled, into, factor)
+        elif layer[KIND] == IMAGE_NORM:
+            spare = carray(room, 3 * layer[CHANNELS])
+            for row in range(count if number > lowest else 0):
+                place = here + row * high
+                unscaled, scales = normed[place:], normed[len(outputs) + place :]
+                slope = own[row * high :][:high]
+                through_image_norm(
+                    weights, layer, slope, down[row * wide :], unscaled, scales, spare
+                )
+            for row in range(count):
+                slope, unscaled = own[row * high :][:high], normed[here + row * high :]
+                send_image_norm(layer, slope, unscaled, into, factor, spare)
         elif layer[KIND] == DENSE:
             if number > lowest:  # before the weights change
                 _through_dense(weights, layer, count, own, down, room)
@@ -188,10 +216,10 @@ def backward(
         else:
             for row in range(count):
                 image, slope = outputs[below + row * wide :][:wide], own[row * high :][:high]
-                if layer[KIND] == POOL:
-                    through_pool(layer, image, slope, down[row * wide :])
-                else:
+                if layer[KIND] == TURN:
                     turn(slope, wide // layer[SETTING], down[row * wide :])
+                else:
+                    through_pool(layer, image, slope, down[row * wide :])
 
 
 @loops
@@ -252,4 +280,10 @@ def weight_size(layer: np.ndarray) -> int:
     if layer[KIND] == CONVOLUTION:
         window = layer[KERNEL_HEIGHT] * layer[KERNEL_WIDTH]
         return int(window * layer[CHANNELS] * layer[FILTERS])
-    return int(layer[OUTPUTS])
+    return bias_size(layer)
+
+
+@loops
+def bias_size(layer: np.ndarray) -> int:
+    """Return the numbers in a layer's bias."""
+    return int(layer[FILTERS] if layer[FILTERS] > 0 else layer[OUTPUTS])

@@ -99,6 +99,12 @@ class _Vectors:
         with cgutils.for_range(self.builder, count) as turn:
             yield turn.index
 
+    @contextmanager
+    def cells(self, high: Any, wide: Any, down: Any, right: Any) -> Iterator[Any]:
+        """Repeat what follows for every cell of a window; yield its distance from the first."""
+        with self.loop(high) as row, self.loop(wide) as column:
+            yield self.builder.add(self.product(row, down), self.product(column, right))
+
 
 def _start(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     return context.make_array(kind)(context, builder, array).data
@@ -178,10 +184,47 @@ def _tile(
             vectors.store(value, target, masks[number])
 
 
+def _summed(
+    typing_context: Any, into: Any, values: Any, columns: Any, shape: Any, steps: Any, factor: Any
+) -> Any:
+    """Write ``factor`` times the sum over a window; see `find_sum`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
+        vectors = _Vectors(builder)
+        mask, total = vectors.mask(arguments[2], 0), vectors.variable()
+        with vectors.cells(*_cells(builder, arguments)) as step:
+            own = vectors.load(vectors.place(values, step), mask)
+            builder.store(builder.fadd(builder.load(total), own), total)
+        scaled = builder.fmul(builder.load(total), vectors.every(arguments[5]))
+        vectors.store(scaled, into, mask)
+        return context.get_dummy_value()
+
+    return types.void(into, values, types.int64, shape, steps, types.float32), generate
+
+
+def _spread(
+    typing_context: Any, into: Any, slopes: Any, columns: Any, shape: Any, steps: Any, factor: Any
+) -> Any:
+    """Add ``factor`` times slopes to all cells of a window; see `send_to_all`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        into, slopes = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
+        vectors = _Vectors(builder)
+        mask, scale = vectors.mask(arguments[2], 0), vectors.every(arguments[5])
+        own = vectors.load(slopes, mask)
+        with vectors.cells(*_cells(builder, arguments)) as step:
+            place = vectors.place(into, step)
+            vectors.store(vectors.fused(scale, own, vectors.load(place, mask)), place, mask)
+        return context.get_dummy_value()
+
+    return types.void(into, slopes, types.int64, shape, steps, types.float32), generate
+
+
 def _largest(
     typing_context: Any, into: Any, values: Any, columns: Any, shape: Any, steps: Any
 ) -> Any:
-    """Write the maxima of up to `LANES` columns over the cells of a window; see `find_largest`."""
+    """Write the maxima over a window; see `find_largest`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         into, values = (_start(context, builder, signature.args[i], arguments[i]) for i in (0, 1))
@@ -209,9 +252,7 @@ def _sent(
         best = builder.load(_maxima(vectors, values, mask, *cells))
         left = vectors.variable()  # the slopes that no cell has got yet
         builder.store(vectors.load(slopes, mask), left)
-        high, wide, down, right = cells
-        with vectors.loop(high) as row, vectors.loop(wide) as column:
-            step = builder.add(vectors.product(row, down), vectors.product(column, right))
+        with vectors.cells(*cells) as step:
             own = vectors.load(vectors.place(values, step), mask)
             hit = builder.fcmp_unordered("ueq", own, best)
             place, rest = vectors.place(into, step), builder.load(left)
@@ -230,14 +271,11 @@ def _cells(builder: Any, arguments: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _maxima(
-    vectors: _Vectors, values: Any, mask: Any, high: Any, wide: Any, down: Any, right: Any
-) -> Any:
+def _maxima(vectors: _Vectors, values: Any, mask: Any, *cells: Any) -> Any:
     """Return a place with the maxima over all cells; NaN wins, as in PyTorch."""
     builder, found = vectors.builder, vectors.variable()
     builder.store(vectors.load(values, mask), found)
-    with vectors.loop(high) as row, vectors.loop(wide) as column:
-        step = builder.add(vectors.product(row, down), vectors.product(column, right))
+    with vectors.cells(*cells) as step:
         own, best = vectors.load(vectors.place(values, step), mask), builder.load(found)
         larger = builder.or_(
             builder.fcmp_ordered(">", own, best), builder.fcmp_unordered("uno", own, own)
@@ -256,9 +294,20 @@ row, so that rows may overlap. ``shape`` is (rows, columns, inner, outer); ``ste
 left_row, left_inner, left_outer, right_inner, right_outer).
 """
 find_largest: Any = intrinsic(_largest)
-"""``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window."""
+"""``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
+
+The window has ``high`` · ``wide`` cells, ``down`` and ``right`` numbers apart. Up to `LANES`
+columns are neighbours in every cell.
+"""
 send_to_largest: Any = intrinsic(_sent)
 """``send_to_largest(into, slopes, values, columns, (high, wide), (down, right))``.
 
 Add ``slopes`` to ``into`` at the first cell that holds the maximum of ``values``.
+"""
+find_sum: Any = intrinsic(_summed)
+"""``find_sum(into, values, columns, (high, wide), (down, right), factor)``."""
+send_to_all: Any = intrinsic(_spread)
+"""``send_to_all(into, slopes, columns, (high, wide), (down, right), factor)``.
+
+Add ``factor`` times ``slopes`` to ``into`` at all cells.
 """

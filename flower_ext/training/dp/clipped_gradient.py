@@ -7,7 +7,7 @@ a model might mix examples, each example's gradient is found by vmap, or in a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -22,7 +22,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import in_training
+from flower_ext.training.blueprint import first_of_norms, in_training
 from flower_ext.training.calls import UnlikeTypes, call, spared
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
@@ -66,7 +66,7 @@ class ClippedGradient:
                 "DP-SGD needs a loss that is a mean over examples"
             )
         self.task, self.names, self.clipping_norm = task, names, clipping_norm
-        self.model, self.followed = _built(task), _built(task)
+        self.model, self.followed = _built(task, names), _built(task, names)
         with suppress(ValueError):  # unusual layers remain; vmap may know them, or it refuses them
             unfuse(self.followed)
         self.params = {n: p for n, p in self.model.state_dict().items() if n in task.shapes}
@@ -266,8 +266,10 @@ def _known(*kind: Hashable) -> _Known:
     return _Known()
 
 
-def _built(task: Task) -> nn.Module:
+def _built(task: Task, trained: Sequence[str]) -> nn.Module:
     model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
+    must_train = first_of_norms(model)
+    channels_last = must_train is None or must_train in trained  # faster on a CPU
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InvalidValue(
@@ -281,7 +283,7 @@ def _built(task: Task) -> nn.Module:
                 f"{name!r} has max_norm={module.max_norm!r}: expected None with DP-SGD, because an "
                 "example would rewrite rows that others look up"
             )
-        if isinstance(module, nn.Conv2d):  # faster on a CPU, above all for pooling
+        if isinstance(module, nn.Conv2d) and channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 

@@ -98,6 +98,24 @@ def between() -> nn.Module:
     )
 
 
+def normed() -> nn.Module:
+    """Norms of images with groups of several sizes, and means of windows."""
+    return nn.Sequential(
+        nn.GroupNorm(3, 3),
+        nn.Conv2d(3, 24, 3, padding=1, bias=False),
+        nn.GroupNorm(6, 24),
+        nn.ReLU(),
+        nn.AvgPool2d(2, stride=(2, 3)),
+        nn.Conv2d(24, 20, 2),
+        nn.GroupNorm(1, 20, affine=False),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(20, 10),
+    )
+
+
 def jobs(model, way, sizes=(9, 4, 12, 1), shape=(3, 12, 10)):
     start = problem(model).initial_params(3)
     random = torch.Generator().manual_seed(1)
@@ -130,7 +148,7 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", [Usual, odd, wide, between])
+@pytest.mark.parametrize("model", [Usual, odd, wide, between, normed])
 def test_the_same_model_comes_out(model, way, compiled):
     ours = train_many(problem(model), jobs(model, WAYS[way]))
     same(ours, one_by_one(problem(model), jobs(model, WAYS[way])))
@@ -155,7 +173,7 @@ def test_the_rest_is_frozen(part, compiled):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("model", [Usual, odd])
+@pytest.mark.parametrize("model", [Usual, odd, normed])
 def test_no_bit_depends_on_company_or_threads(model, threads, compiled):
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -217,8 +235,11 @@ OTHERS = {
     "pooling with a border": lambda: whole(nn.MaxPool2d(3, padding=1), nn.Flatten()),
     "pooling rounded up": lambda: whole(nn.MaxPool2d(3, ceil_mode=True), nn.Flatten()),
     "pooling with dilation": lambda: whole(nn.MaxPool2d(2, dilation=2), nn.Flatten()),
-    "another pooling": lambda: whole(nn.AvgPool2d(2), nn.Flatten()),
-    "norm of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()),
+    "another pooling": lambda: whole(nn.LPPool2d(2, 2), nn.Flatten()),
+    "mean with a border": lambda: whole(nn.AvgPool2d(2, padding=1), nn.Flatten()),
+    "mean with another divisor": lambda: whole(nn.AvgPool2d(2, divisor_override=3), nn.Flatten()),
+    "means of parts": lambda: whole(nn.AdaptiveAvgPool2d(3), nn.Flatten()),
+    "norm of a whole image": lambda: whole(nn.LayerNorm((3, 8, 8)), nn.Flatten()),
     "dropout of images": lambda: whole(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Flatten()),
     "another flattening": lambda: whole(nn.Conv2d(3, 4, 8), nn.Flatten(2), nn.Flatten()),
 }
