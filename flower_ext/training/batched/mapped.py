@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flower_ext.training.batched.form import Loss, Target, stacked
 from flower_ext.training.batched.unfused import unfuse
@@ -47,12 +48,13 @@ class MappedModel:
         """Send the gradient to ``targets``, as `ManyModels.gradient` does."""
         leaves = {n: p.detach().requires_grad_() for n, p in params.items() if n in targets}
         self._now = draws
-        outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
-            {**params, **leaves}, x
-        )
-        slopes = torch.autograd.grad(
-            loss(outputs), list(leaves.values()), allow_unused=True, materialize_grads=True
-        )
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would run other kernels model by model
+            outputs = vmap(lambda own, rows: functional_call(self._model, own, (rows,)))(
+                {**params, **leaves}, x
+            )
+            slopes = torch.autograd.grad(
+                loss(outputs), list(leaves.values()), allow_unused=True, materialize_grads=True
+            )
         for name, slope in zip(leaves, slopes, strict=True):
             targets[name].add(slope)
 
