@@ -43,6 +43,9 @@ from flower_ext.training.batched.tiles import (
     send_to_largest,
 )
 
+STAY, NEXT = np.int64(0), np.int64(1)
+"""Steps between numbers of any size, for Numba, which compiles `add_product` for each literal one."""
+
 
 @loops
 def add_product(
@@ -155,14 +158,14 @@ def through_convolution(
     pads = layer[PAD_DOWN] > 0 or layer[PAD_RIGHT] > 0
     into = room if pads else down
     fill(into[: padded_size(layer)], ZERO)
-    steps = (layer[RIGHT] * channels, filters, 1, 0, high * run, 0)
+    steps = (layer[RIGHT] * channels, filters, 1, STAY, high * run, STAY)
     for row in range(layer[OUT_HEIGHT]):
         for kernel in range(high):
             add_product(
                 into[(row * layer[DOWN] + kernel) * across :],
                 slopes[row * layer[OUT_WIDTH] * filters :],
                 turned[kernel * run :],
-                (layer[OUT_WIDTH], run, filters, 1),
+                (layer[OUT_WIDTH], run, filters, NEXT),
                 steps,
                 ONE,
             )
@@ -187,7 +190,7 @@ def send_convolution(
     if layer[TRAINS_WEIGHT]:
         source, run = _padded(layer, image, room), layer[KERNEL_WIDTH] * channels
         leap = layer[DOWN] * across
-        steps = (filters, 1, layer[RIGHT] * channels, leap, filters, wide * filters)
+        steps = (filters, NEXT, layer[RIGHT] * channels, leap, filters, wide * filters)
         for kernel in range(layer[KERNEL_HEIGHT]):
             add_product(
                 into[layer[WEIGHT] + kernel * run * filters :],
@@ -199,7 +202,8 @@ def send_convolution(
             )
     if layer[TRAINS_BIAS]:
         fill(room[:1], ONE)
-        shape, steps = (1, filters, high * wide, 1), (0, 0, 0, 0, filters, 0)
+        shape = (NEXT, filters, high * wide, NEXT)
+        steps = (STAY, STAY, STAY, STAY, filters, STAY)
         add_product(into[layer[BIAS] :], room, slopes, shape, steps, factor)
 
 

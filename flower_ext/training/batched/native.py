@@ -120,7 +120,8 @@ def _compiled() -> bytes:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            # Numba would optimise every function, and again each time that another one calls it.
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "NUMBA_OPT": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_LONGEST,
