@@ -7,6 +7,8 @@ numbers, and each pass is a product of matrices that reads images in place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from flower_ext.training.batched.layout import (
@@ -43,8 +45,9 @@ from flower_ext.training.batched.tiles import (
     send_to_largest,
 )
 
-STAY, NEXT = np.int64(0), np.int64(1)
-"""Steps between numbers of any size, for Numba, which compiles `add_product` for each literal one."""
+STAY: Any = np.int64(0)
+NEXT: Any = np.int64(1)
+"""Steps between numbers. Numba would compile `add_product` again for each literal in their place."""
 
 
 @loops

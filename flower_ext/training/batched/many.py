@@ -1,8 +1,8 @@
 """Many local trainings, together where that is faster.
 
-The results are those of `train` for each job, up to the order of floating-point sums. Networks of
-dense layers train as compiled code (`dense`) and other models in a batch (`descent`). Models that a
-batch would change train one by one (`batchable`).
+The results are those of `train` for each job, up to the order of floating-point sums. Chains of
+dense layers and convolutions train as compiled code (`network`), other models in a batch
+(`descent`). Models that a batch would change train one by one (`batchable`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched import dense
 from flower_ext.training.batched.batchable import why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
+from flower_ext.training.batched.network import compiled
 from flower_ext.training.hulls import hull_of
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
@@ -168,13 +168,13 @@ def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
         # Known layers show all that they do, so the cost of a trial can be saved.
         hull = hull_of(task.blueprint, task.torch_device())
         if why_unusual(jobs) is None and hull is not None and hull.known:
-            network = dense.network(task, jobs[0])
-            if network is not None and network.gains_alone:
-                yield network
+            found = compiled(task, jobs[0])
+            if found is not None and found.gains_alone:
+                yield found
     elif why_apart(task, jobs) is None:
-        network = dense.network(task, jobs[0])
-        if network is not None:
-            yield network
+        found = compiled(task, jobs[0])
+        if found is not None:
+            yield found
         if not steady or why_apart(task, jobs, steady=True) is None:
             yield InBatches(task, steady=steady)
     yield Alone(task)

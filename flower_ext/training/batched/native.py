@@ -84,11 +84,11 @@ def _loaded(code: bytes) -> Any:
 
 def _code(folders: Sequence[Path]) -> bytes:
     """Return the object file from one of ``folders``, or compile it now."""
-    name = f"dense-{_key()}.o"
+    name = f"network-{_key()}.o"
     for folder in folders:
         if (kept := recall(folder / name)) is not None:
             return kept
-    log.info("compiling the training of dense networks, once per machine: half a minute")
+    log.info("compiling the training of networks, once per machine: half a minute")
     code = _compiled()
     for folder in folders:
         with suppress(OSError):

@@ -88,8 +88,8 @@ def test_code_that_needs_numba_is_refused():
 def test_who_trains_never_imports_numba(tmp_path):
     native.Library()  # made by now
     script = (
-        "import sys; from flower_ext.training.batched import dense; "
-        "assert dense._library() is not None; print([m for m in sys.modules if m == 'numba'])"
+        "import sys; from flower_ext.training.batched import network; "
+        "assert network._library() is not None; print([m for m in sys.modules if m == 'numba'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ

@@ -11,7 +11,7 @@ from torch import nn
 
 from flower_ext.data import Examples
 from flower_ext.training import Job, LocalTraining, train_each, train_many
-from flower_ext.training.batched import dense
+from flower_ext.training.batched import many
 from flower_ext.training.batched.batchable import why_apart
 from flower_ext.training.batched.descent import models_for
 from flower_ext.training.batched.stacked import StackedModel
@@ -104,7 +104,7 @@ def jobs(which, settings, sizes=UNEVEN, seed=0):
 @pytest.fixture
 def stacked(monkeypatch, batched):
     """Train models in stacks rather than by compiled code."""
-    monkeypatch.setattr(dense, "network", lambda task, job: None)
+    monkeypatch.setattr(many, "compiled", lambda task, job: None)
     return batched
 
 
@@ -159,7 +159,7 @@ def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(
     which, compiled, monkeypatch
 ):
     if not compiled:
-        monkeypatch.setattr(dense, "network", lambda task, job: None)
+        monkeypatch.setattr(many, "compiled", lambda task, job: None)
     task, sizes = problem(MODELS[which]), [16, 16, 5, 16, 16, 16]
     assert why_apart(task, jobs(which, [SGD]), steady=True) is None
 
@@ -183,7 +183,7 @@ def test_where_asked_for_no_bit_depends_on_company_nor_on_an_odd_client(
 @pytest.mark.parametrize("which", ["dropout of 0.2", "nested"])
 def test_masks_follow_the_generator_and_nothing_else(monkeypatch, which, compiled):
     if not compiled:
-        monkeypatch.setattr(dense, "network", lambda task, job: None)
+        monkeypatch.setattr(many, "compiled", lambda task, job: None)
     task = problem(MODELS[which])
 
     def trained(seed, sizes=(16,) * 5):

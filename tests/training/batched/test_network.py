@@ -20,7 +20,7 @@ from flower_ext.training import (
     train_groups,
     train_many,
 )
-from flower_ext.training.batched import dense, native
+from flower_ext.training.batched import native, network
 from flower_ext.training.dropout import draw
 from flower_ext.training.models import digits_logistic, digits_mlp, mnist_mlp
 from flower_ext.training.params import sizes
@@ -114,13 +114,13 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
 def compiled(monkeypatch):
     """Count the models that compiled code trains."""
     trained = []
-    minimise = dense.DenseNetwork.minimise
+    minimise = network.CompiledNetwork.minimise
 
     def counted(self, jobs, *others):
         trained.extend(jobs)
         return minimise(self, jobs, *others)
 
-    monkeypatch.setattr(dense.DenseNetwork, "minimise", counted)
+    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
     return trained
 
 
@@ -252,7 +252,7 @@ def test_a_diverged_model_is_not_made_to_look_sound(compiled):
 
 
 def network_of(model, *shape):
-    return dense._network(model, torch.Size(shape), sizes(model().state_dict()))
+    return network._network(model, torch.Size(shape), sizes(model().state_dict()))
 
 
 def test_few_models_are_held_at_a_time(compiled):
@@ -271,7 +271,7 @@ def test_what_dropout_draws_takes_room_too(compiled, monkeypatch):
     small, large = found.size + 2 * found._draws(made[0]), 2 * found._draws(made[2])
     assert found.groups(made, 16 * small) == [[0], [1], [2], [3]]
     assert found.groups(made, 16 * 2 * small) == [[0, 1], [2], [3]]
-    monkeypatch.setattr(dense, "_MOST_DRAWN", large - 1)
+    monkeypatch.setattr(network, "_MOST_DRAWN", large - 1)
     assert found.groups(made, 2**30) == [[0, 1, 3]]
     slow = replace(SGD, learning_rate=0.05)
     ours = train_many(task(normed_between), jobs(normed_between, slow, [9, 4, 40, 12]))
@@ -425,7 +425,7 @@ def weighted(outputs, targets):
 @pytest.mark.parametrize("change", ["loss", "class", "kind", "dtype", "start"])
 def test_what_compiled_code_does_not_know_is_left_to_others(change):
     given, made = task(), jobs()
-    assert dense.network(given, made[0]) is not None
+    assert network.compiled(given, made[0]) is not None
     last = made[-1]
     x, y = last.examples.features, last.examples.targets
     if change == "loss":
@@ -438,25 +438,25 @@ def test_what_compiled_code_does_not_know_is_left_to_others(change):
         made[-1] = replace(last, examples=Examples(x.double(), y))
     else:
         made[-1] = replace(last, params={n: p.double() for n, p in last.params.items()})
-    network = dense.network(given, made[0])
+    found = network.compiled(given, made[0])
     if change == "loss":
-        assert network is None
+        assert found is None
     else:
-        assert network.takes(made) == [True] * (len(made) - 1) + [False]
+        assert found.takes(made) == [True] * (len(made) - 1) + [False]
 
 
 @pytest.fixture
 def asked_again():
     """The capabilities of this machine are detected once, and not here."""
-    dense._library.cache_clear()
+    network._library.cache_clear()
     yield
-    dense._library.cache_clear()
+    network._library.cache_clear()
 
 
 @pytest.mark.parametrize(("of", "name"), [("machine", "arm64"), ("system", "Windows")])
 def test_another_machine_trains_in_batches(of, name, monkeypatch, asked_again):
-    monkeypatch.setattr(dense.platform, of, lambda: name)
-    assert dense.network(task(), jobs()[0]) is None
+    monkeypatch.setattr(network.platform, of, lambda: name)
+    assert network.compiled(task(), jobs()[0]) is None
 
 
 def no_compiler(folders):
@@ -469,12 +469,12 @@ def test_without_machine_code_batches_train_the_same_models(
     ours = train_many(task(), jobs())
     assert len(compiled) == 4
     monkeypatch.setitem(sys.modules, "numba", None)
-    dense._library.cache_clear()
+    network._library.cache_clear()
     with caplog.at_level("INFO", "flwr"):
         same(train_many(task(), jobs()), ours)
     assert "pip install 'flower-ext[fast]'" in caplog.text
     monkeypatch.undo()
     monkeypatch.setattr(native, "_code", no_compiler)
-    dense._library.cache_clear()
+    network._library.cache_clear()
     same(train_many(task(), jobs()), ours)
     assert "if Numba could be used: no compiler here" in caplog.text

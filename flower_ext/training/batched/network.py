@@ -4,7 +4,7 @@ One thread trains all networks of dense layers; two would take as long, because 
 their caches. Networks with convolutions are divided among PyTorch's number of threads.
 
 `compiled` needs Numba (``pip install 'flower-ext[fast]'``). Without it, and where it would not be
-faster, `network` returns None, and these models train in batches like all others.
+faster, `compiled` returns None, and these models train in batches like all others.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _FEW_THREADS = 2
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
-class DenseNetwork:
-    """A network of dense layers, norms and dropout: one array of numbers and a table of layers."""
+class CompiledNetwork:
+    """A chain of layers: one array of numbers and a table of layers (a `Form`)."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers, self.parts = layers, dict[str, Part]()
@@ -256,7 +256,7 @@ def _order(job: Job) -> Tensor:
     return torch.cat([_NO_TARGETS, *orders])
 
 
-def network(task: Task, job: Job) -> DenseNetwork | None:
+def compiled(task: Task, job: Job) -> CompiledNetwork | None:
     """Return the network of jobs like this one if compiled code can train it (x86), else None."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
         return None
@@ -270,21 +270,21 @@ def _library() -> Any:
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
     if find_spec("numba") is None:
-        log.info("dense networks would train faster with Numba: pip install 'flower-ext[fast]'")
+        log.info("such networks would train faster with Numba: pip install 'flower-ext[fast]'")
         return None
     try:
         from flower_ext.training.batched.native import Library
 
         return Library()
     except (ImportError, RuntimeError) as error:
-        log.warning("dense networks would train faster if Numba could be used: %s", error)
+        log.warning("such networks would train faster if Numba could be used: %s", error)
         return None
 
 
 @lru_cache(maxsize=64)
 def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
-) -> DenseNetwork | None:
+) -> CompiledNetwork | None:
     """Return the network of a model that is a chain of known layers, else None."""
     model = build().train()
     if hooked(model) or not all(parameter.requires_grad for parameter in model.parameters()):
@@ -293,7 +293,7 @@ def _network(
     widths = [shape.numel(), *(layer.outputs for layer in layers)]
     if not layers or widths[:-1] != [layer.inputs for layer in layers]:
         return None
-    found = DenseNetwork(layers)
+    found = CompiledNetwork(layers)
     # Each layer with parameters is used once, and no other layer has its parameters.
     used = sum(len([*layer.module.parameters()]) for layer in layers)
     once = used == len(found.parts) == len([*model.parameters()])
