@@ -71,7 +71,7 @@ class _Vectors:
     def store(self, value: Any, place: Any, mask: Any | None) -> None:
         """Store the numbers of a vector for which ``mask`` is true.
 
-        What was stored with a mask cannot be loaded again until it has left the processor's queue.
+        To load it again soon is slow: processors do not pass on what was stored with a mask.
         """
         place = self.builder.bitcast(place, _VECTOR.as_pointer())
         if mask is None:
