@@ -140,11 +140,11 @@ def sum_clipped(
             check_arrays(update)
             write_numbers(update, like, layout, wide)
             norm = math.sqrt(float(wide @ wide)) / clipping_norm
-            if 1e-100 < norm < 1e100:
-                wide *= _MARGIN / max(norm, _MARGIN)
-            else:  # squares overflow or underflow
+            if not 1e-100 < norm < 1e100:  # squares overflow or underflow
                 bounded = clip(taken_apart(wide, layout, like), clipping_norm).value
                 write_numbers(bounded, like, layout, wide)
+            elif norm > _MARGIN:
+                wide *= _MARGIN / norm
             summed += wide
             count += 1
     value = taken_apart(summed, layout, like)

@@ -26,6 +26,14 @@ def to_device(params: Mapping[str, Tensor], device: torch.device) -> Params:
     return {name: tensor.to(device) for name, tensor in params.items()}
 
 
+def is_finite(numbers: Tensor) -> bool:
+    """Return True if no number is NaN or infinite."""
+    if not numbers.is_floating_point():
+        return True
+    # The sum of finite numbers may overflow, but usually it is finite. It takes far less time.
+    return math.isfinite(numbers.sum()) or bool(torch.isfinite(numbers).all())
+
+
 def difference(
     after: Mapping[str, Tensor], before: Mapping[str, Tensor], room: Params | None = None
 ) -> Params:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from flwr.app import ArrayRecord, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
@@ -15,6 +14,7 @@ from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import Protection
 from flower_ext.training import LocalTraining, Params, Task
+from flower_ext.training.params import is_finite
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def reader(task: Task) -> Callable[[Message], Request]:
 def _check_received(params: Params, task: Task) -> None:
     """Refuse arrays on which training would fail, before their results reach the memory."""
     for name, value in params.items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not is_finite(value):
             raise NonFiniteUpdate(f"{name!r} in the server's message holds NaN or infinite values")
         if tuple(value.shape) != (shape := task.shapes.get(name, tuple(value.shape))):
             raise InvalidValue(f"{name!r} has shape {tuple(value.shape)}: expected {shape}")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Generator, Mapping
 from logging import getLogger
 from typing import Any
 
-import torch
-
 from flower_ext.errors import is_tellable
 from flower_ext.federation.client.method import ClientWork, LocalResult
 from flower_ext.privacy import NonFiniteUpdate
 from flower_ext.privacy.protections import ClipSteps, Protection
 from flower_ext.training import Params
+from flower_ext.training.params import is_finite
 from flower_ext.training.side_by_side import Steps
 
 log = getLogger("flwr")
@@ -27,7 +26,7 @@ def check_finite(params: Params | None) -> None:
         A parameter is NaN or infinite; the message names the first one.
     """
     for name, value in (params or {}).items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not is_finite(value):
             raise NonFiniteUpdate(
                 f"{name!r} is not finite after training: the client stores and sends nothing"
             )
