@@ -6,13 +6,17 @@ For the few rows of a mini-batch these are faster than a BLAS library, which rea
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from flower_ext.training.batched.layout import (
     BIAS,
     INPUTS,
+    LINE,
     OUTPUTS,
     RELU,
     SIGMOID,
@@ -25,6 +29,31 @@ ONE, ZERO = np.float32(1), np.float32(0)
 loops = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
 sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+@intrinsic
+def _fetch_line(context: Any, values: Any, place: Any) -> Any:
+    """Fetch the cache line of one number, as `fetch` does."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        where = builder.gep(array.data, [arguments[1]])
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [where.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [where.type], kind)
+        builder.call(
+            function, [where, number(0), number(2), number(1)]
+        )  # data, to be read, into L2
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp), generate
+
+
+@loops
+def fetch(values: np.ndarray) -> None:
+    """Let the processor fetch ``values`` from memory into its caches; do not wait for them."""
+    for place in range(0, len(values), LINE):
+        _fetch_line(values, place)
 
 
 @loops
@@ -43,10 +72,20 @@ def fill(into: np.ndarray, value: np.float32) -> None:
 
 @sums
 def multiply(
-    weights: np.ndarray, layer: np.ndarray, values: np.ndarray, below: int, here: int, count: int
+    weights: np.ndarray,
+    layer: np.ndarray,
+    values: np.ndarray,
+    below: int,
+    here: int,
+    count: int,
+    ahead: np.ndarray,
 ) -> None:
-    """Write x Wᵀ + b for rows x of a layer's inputs: two rows and five neurons at a time."""
+    """Write x Wᵀ + b for rows x of a layer's inputs: two rows and five neurons at a time.
+
+    Meanwhile the processor fetches ``ahead``, which later work needs, into its caches.
+    """
     wide, high = layer[INPUTS], layer[OUTPUTS]
+    fetched, share = 0, len(ahead) // (-(-high // 5) * -(-count // 2)) + 1
     matrix = weights[layer[WEIGHT] :][: high * wide]
     for first in range(0, high, 5):
         # If fewer than five are left, the last one is repeated and computed twice.
@@ -55,6 +94,8 @@ def multiply(
         u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
         x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
         for row in range(0, count, 2):
+            fetch(ahead[fetched:][:share])
+            fetched += share
             other = min(row + 1, count - 1)
             one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
             a = b = c = d = e = f = g = h = i = j = ZERO
