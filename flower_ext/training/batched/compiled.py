@@ -52,10 +52,10 @@ from flower_ext.training.batched.passes import (
     forward,
     weight_size,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, portion
 
-_MOST_AHEAD = 2**17
-"""Most features of the next job that are fetched in advance, 512 kB: half of a usual L2 cache."""
+_MOST_AHEAD = 2**16
+"""Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
 
 
 def train(
@@ -102,7 +102,7 @@ def train(
         weights = carray(numbers[own + WEIGHTS], size)
         copy(carray(numbers[own + START], size), weights)
         after = min(job + 1, jobs - 1)
-        ahead = min(count_of[after, COUNT] * layers[0, INPUTS], _MOST_AHEAD)
+        soon = min(count_of[after, COUNT] * layers[0, INPUTS], _MOST_AHEAD)
         _descend(
             weights,
             layers,
@@ -118,7 +118,10 @@ def train(
             factors,
             norms,
             room,
-            carray(numbers[JOB_NUMBERS * after + FEATURES], ahead),
+            (
+                carray(numbers[JOB_NUMBERS * after + FEATURES], soon),
+                carray(numbers[JOB_NUMBERS * after + WEIGHTS], min(size, _MOST_AHEAD)),
+            ),
         )
 
 
@@ -155,9 +158,12 @@ def _descend(
     factors: Any,
     norms: Any,
     room: np.ndarray,
-    ahead: np.ndarray,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Train one job, from its first step to its last; fetch ``ahead``, the next one's features."""
+    """Train one job, from its first step to its last.
+
+    Meanwhile the processor fetches ``ahead``, the next job's features and room for its weights.
+    """
     count, has_terms = counts[COUNT], counts[HAS_TERMS]
     most = min(count, counts[BATCH_SIZE])
     last = len(layers) - 1
@@ -171,9 +177,8 @@ def _descend(
     if not plain:
         fill(velocity, ZERO)
     point, first, begin, used = weights, 0, 0, 0
-    share = len(ahead) // max(1, counts[STEPS]) + 1
     for step in range(counts[STEPS]):
-        soon = ahead[share * step :][:share]
+        soon = portion(ahead[0], step, counts[STEPS]), portion(ahead[1], step, counts[STEPS])
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
             copy(features[row], outputs[place * features.shape[1] :])

@@ -88,7 +88,7 @@ def forward(
     room: Any,
     normed: np.ndarray,
     drawn: np.ndarray,
-    ahead: np.ndarray,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
     count = len(rows)
@@ -97,9 +97,8 @@ def forward(
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
         inputs = outputs[below:][: count * layer[INPUTS]]
         if layer[KIND] == DENSE:
-            multiply(
-                weights, layer, outputs, below, here, count, ahead if below == 0 else ahead[:0]
-            )
+            soon = ahead if below == 0 else (ahead[0][:0], ahead[1][:0])
+            multiply(weights, layer, outputs, below, here, count, soon)
         elif layer[KIND] == NORM:
             scales = normed[len(outputs) + here :]
             normalise(weights, layer, inputs, outputs[here:], normed[here:], scales)

@@ -57,6 +57,13 @@ def fetch(values: np.ndarray) -> None:
 
 
 @loops
+def portion(values: np.ndarray, number: int, of: int) -> np.ndarray:
+    """Return one of several parts of about equal length."""
+    size = len(values) // of + 1
+    return values[number * size :][:size]
+
+
+@loops
 def copy(values: np.ndarray, into: np.ndarray) -> None:
     """Write ``values`` to the beginning of ``into``."""
     for i in range(len(values)):  # several times as fast as an assignment
@@ -78,14 +85,14 @@ def multiply(
     below: int,
     here: int,
     count: int,
-    ahead: np.ndarray,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Write x Wᵀ + b for rows x of a layer's inputs: two rows and five neurons at a time.
 
-    Meanwhile the processor fetches ``ahead``, which later work needs, into its caches.
+    Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
     wide, high = layer[INPUTS], layer[OUTPUTS]
-    fetched, share = 0, len(ahead) // (-(-high // 5) * -(-count // 2)) + 1
+    block, blocks = 0, -(-high // 5) * -(-count // 2)
     matrix = weights[layer[WEIGHT] :][: high * wide]
     for first in range(0, high, 5):
         # If fewer than five are left, the last one is repeated and computed twice.
@@ -94,8 +101,9 @@ def multiply(
         u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
         x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
         for row in range(0, count, 2):
-            fetch(ahead[fetched:][:share])
-            fetched += share
+            for own in ahead:
+                fetch(portion(own, block, blocks))
+            block += 1
             other = min(row + 1, count - 1)
             one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
             a = b = c = d = e = f = g = h = i = j = ZERO
