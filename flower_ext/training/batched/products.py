@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import extending, njit, types
 
 from flower_ext.training.batched.layout import (
     BIAS,
@@ -31,7 +30,7 @@ loops = njit(error_model="numpy")
 sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
-@intrinsic
+@extending.intrinsic
 def _fetch_line(context: Any, values: Any, place: Any) -> Any:
     """Fetch the cache line of one number, as `fetch` does."""
 
@@ -53,7 +52,7 @@ def _fetch_line(context: Any, values: Any, place: Any) -> Any:
 def fetch(values: np.ndarray) -> None:
     """Let the processor fetch ``values`` from memory into its caches; do not wait for them."""
     for place in range(0, len(values), LINE):
-        _fetch_line(values, place)
+        _fetch_line(values, place)  # type: ignore[call-arg]  # the context comes from Numba
 
 
 @loops
