@@ -139,7 +139,7 @@ class CompiledNetwork:
 
         def train(first: int, last: int) -> None:
             room = [torch.empty(size).numpy() for size in room_sizes]
-            own = [rows[first:last] for rows in facts]
+            own = [fact[first:last] for fact in facts]
             _library().train(*own, last - first, table, len(self.layers), self.size, *room)
 
         parts = min(self._threads(), len(jobs))
