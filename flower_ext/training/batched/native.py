@@ -3,7 +3,7 @@
 A separate process compiles and prints the code; the file keeps it, and LLVM's linker, which
 llvmlite provides, loads it from then on. Compared with ``numba.cfunc(cache=True)`` (one run on two
 shared cores), the code is as fast and equal to the last bit. Every process that trains loads it in
-0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes 22 s instead of 10.
+0.04 s and 49 MB instead of 0.5 to 0.9 s and 119 MB. Compiling it once takes 20 s.
 """
 
 from __future__ import annotations
