@@ -133,20 +133,6 @@ def jobs(model, way, sizes=(9, 4, 12, 1), shape=(3, 12, 10)):
     ]
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Count the models that compiled code trains."""
-    trained = []
-    minimise = network.CompiledNetwork.minimise
-
-    def counted(self, jobs, *others):
-        trained.extend(jobs)
-        return minimise(self, jobs, *others)
-
-    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
-    return trained
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [Usual, odd, wide, between, normed])
 def test_the_same_model_comes_out(model, way, compiled):

@@ -110,20 +110,6 @@ def jobs(model=digits_mlp, way=SGD, sizes=(9, 4, 1, 12), terms=lambda start: ())
     return made
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Count the models that compiled code trains."""
-    trained = []
-    minimise = network.CompiledNetwork.minimise
-
-    def counted(self, jobs, *others):
-        trained.extend(jobs)
-        return minimise(self, jobs, *others)
-
-    monkeypatch.setattr(network.CompiledNetwork, "minimise", counted)
-    return trained
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", [digits_mlp, digits_logistic, Plain, narrow])
 def test_the_same_model_comes_out(model, way, compiled):
