@@ -264,7 +264,7 @@ def seeded(seed: int, *, devices: bool) -> Iterator[None]:
         torch.set_rng_state(former)
 
 
-def first_of_norms(model: nn.Module) -> str | None:
+def channels_last_needs(model: nn.Module) -> str | None:
     """Return the parameter that must be trained if images have their channels last in memory.
 
     In that order, PyTorch crashes in the backward pass of `nn.GroupNorm` unless its input needs a

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flower_ext.training.blueprint import Blueprint, first_of_norms, in_training, seeded
+from flower_ext.training.blueprint import Blueprint, channels_last_needs, in_training, seeded
 from flower_ext.training.calls import Replaced
 from flower_ext.training.dropout import own_dropout
 
@@ -74,7 +74,7 @@ class Hull:
         self.known = all(map(_is_known, modules))
         """True if no module is of the caller's own class, whose code may do anything."""
         self.convolves = any(isinstance(module, nn.Conv2d) for module in modules)
-        self._must_train = first_of_norms(model)
+        self._must_train = channels_last_needs(model)
 
     def faster_channels_last(self, trained: Collection[str]) -> bool:
         """Return True if images may have their channels last in memory, which is faster."""

@@ -327,7 +327,7 @@ def _on_images(module: Any, name: str, shape: Sequence[int]) -> Layer | None:
 
 
 def _parts_of(epsilon: float) -> tuple[int, bool]:
-    """Return 1 / ε as a whole number, and if it is about that."""
+    """Return 1 / ε rounded to a whole number, and True if that changes it by less than 0.1 %."""
     setting = round(1 / epsilon) if epsilon > 0 else 0
     return setting, math.isclose(setting * epsilon, 1, rel_tol=1e-3)
 

@@ -47,7 +47,7 @@ from flower_ext.training.batched.tiles import (
 
 STAY: Any = np.int64(0)
 NEXT: Any = np.int64(1)
-"""Steps between numbers. Numba would compile `add_product` again for each literal instead."""
+"""0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
 
 
 @loops

@@ -270,14 +270,19 @@ def _library() -> Any:
     if platform.machine().lower() not in ("x86_64", "amd64") or platform.system() == "Windows":
         return None
     if find_spec("numba") is None:
-        log.info("such networks would train faster with Numba: pip install 'flower-ext[fast]'")
+        log.info(
+            "dense and convolutional networks would train faster with Numba: "
+            "pip install 'flower-ext[fast]'"
+        )
         return None
     try:
         from flower_ext.training.batched.native import Library
 
         return Library()
     except (ImportError, RuntimeError) as error:
-        log.warning("such networks would train faster if Numba could be used: %s", error)
+        log.warning(
+            "dense and convolutional networks would train faster if Numba could be used: %s", error
+        )
         return None
 
 

@@ -22,7 +22,7 @@ from flower_ext.data import trees
 from flower_ext.data.trees import Tree
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.unfused import unfuse
-from flower_ext.training.blueprint import first_of_norms, in_training
+from flower_ext.training.blueprint import channels_last_needs, in_training
 from flower_ext.training.calls import UnlikeTypes, call, spared
 from flower_ext.training.dp.one_pass import Loss, OnePass
 from flower_ext.training.dp.per_example import Parts, Rows, is_known
@@ -268,7 +268,7 @@ def _known(*kind: Hashable) -> _Known:
 
 def _built(task: Task, trained: Sequence[str]) -> nn.Module:
     model = in_training(task.model().to(task.torch_device())).requires_grad_(False)
-    must_train = first_of_norms(model)
+    must_train = channels_last_needs(model)
     channels_last = must_train is None or must_train in trained  # faster on a CPU
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

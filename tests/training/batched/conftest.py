@@ -1,4 +1,4 @@
-"""What tests of batched training share."""
+"""Fixtures for tests of batched training."""
 
 import pytest
 
