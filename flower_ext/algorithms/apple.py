@@ -62,7 +62,7 @@ CORE, PERSONAL, RELATION = "core", "personal", "relation"
 RATE, PENALTY, ROUNDS, POPULATION = "relation-rate", "penalty", "penalty-rounds", "population"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Mixture(Job):
     """A job that trains the model Σ_j p_j w_j by changing one w_j, that of ``own``, and p.
 

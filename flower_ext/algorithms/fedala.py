@@ -61,7 +61,7 @@ MODEL, WEIGHTS = "model", "weights"
 SHARE, FIRST, ADAPTIVE = "sample-share", "first-passes", "adaptive."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Aggregation(Job):
     """A job that trains mixing weights between the local model ``params`` and ``shared``."""
 

@@ -46,7 +46,7 @@ from flower_ext.training.problem import local_problem
 ATTRACTION = "attraction"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Envelope(Job):
     """A job that minimises its loss's Moreau envelope, by K steps on θ_i for each mini-batch."""
 

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_ext.federation import records
-from flower_ext.federation._flower_private import in_simulation, message_like, replies
+from flower_ext.federation._flower_private import in_simulation, messages_like, replies
 from flower_ext.federation.cohort import FederationNotReady, Roster, addressed
 from flower_ext.federation.failures import unlogged
 from flower_ext.federation.progress import Progress
@@ -85,13 +85,12 @@ class Exchange:
         )
         # Simulated nodes cannot change partitions, so they need no address and can share contents.
         addresses = self.roster.known and not in_simulation()
-        messages = []
-        for partition, content in contents.items():
-            own = shared[id(content)]
-            own = addressed(own, partition) if addresses else own
-            messages.append(message_like(like, own, dst_node_id=self.nodes[partition]))
-        self._questions[kind] = {message.metadata.dst_node_id: message for message in messages}
         self._partitions = {self.nodes[partition]: partition for partition in contents}
+        told = {node: shared[id(contents[own])] for node, own in self._partitions.items()}
+        if addresses:
+            told = {node: addressed(told[node], own) for node, own in self._partitions.items()}
+        self._questions[kind] = messages_like(like, told)
+        messages = [*self._questions[kind].values()]
         self.progress.asked(kind, messages)
         return messages
 

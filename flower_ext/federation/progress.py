@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Message
 
 from flower_ext.evaluation import summarize
-from flower_ext.federation.uploads import payload_bytes
+from flower_ext.federation.uploads import payload_bytes, payload_of
 from flower_ext.privacy import epsilon_text
 from flower_ext.privacy.guarantee import LARGE_DELTA
 from flower_ext.runs import RunDirectory
@@ -53,7 +53,7 @@ class Progress:
         number = size = 0
         for reply in replies:
             number += 1
-            size += payload_bytes((reply,))
+            size += payload_of(reply)
             yield reply
         self._count(_prefix(kind) + "messages", number)
         self._count(_prefix(kind) + "bytes_up", size)

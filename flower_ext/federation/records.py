@@ -170,13 +170,13 @@ def accept(
         own = reply.metadata if asked_here is None else asked_here.metadata
         node = own.src_node_id if asked_here is None else own.dst_node_id
         try:
-            if reply.has_error() and node not in waiting:  # from the SuperLink, for a node
-                raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
             if node not in waiting:
+                if reply.has_error():  # from the SuperLink, for a node
+                    raise RefusedReply(f"an error came in place of a reply: {said(reply.error)}")
                 raise RefusedReply("not asked in this round, or answered already")
             if own.group_id != number:
                 raise RefusedReply(f"answers round {own.group_id}")
-            question = (questions or {}).get(node)
+            question = questions.get(node) if questions else None
             if asked_here is None or asked_here is not question:
                 _check_answers(reply, question)
             early[waiting[node]] = read(reply)
@@ -322,10 +322,11 @@ def _content(reply: Message) -> RecordDict:
 def _is_sound(update: Row, base: Mapping[str, np.ndarray]) -> bool:
     """Return True if an update surely passes `_checked`; else call `_checked`, which says why."""
     layout, dtype = update.layout, update.dtype
-    if layout.keys() != base.keys():
+    if len(layout) != len(base):
         return False
     for name, expected in base.items():
-        if layout[name][1] != expected.shape or dtype != expected.dtype:
+        place = layout.get(name)
+        if place is None or place[1] != expected.shape or dtype != expected.dtype:
             return False
     return update.square <= _largest(dtype) ** 2
 

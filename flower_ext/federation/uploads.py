@@ -18,7 +18,8 @@ from flower_ext.federation import _flower_private as private
 from flower_ext.federation.arrays import array_bytes, record_bytes, to_record
 from flower_ext.privacy.plan import PrivacyPlan
 from flower_ext.privacy.updates import Layout, Row, Summed, Update, layout_of
-from flower_ext.training import Params
+from flower_ext.training import Params, difference
+from flower_ext.training.params import FlatParams
 
 UPDATE = "update"
 """Record of a difference, bounded and noised if the plan asks the client to do so."""
@@ -217,29 +218,61 @@ class Rows:
 
     Parameters
     ----------
-    like : Mapping[str, Tensor]
-        Names, shapes and types of the updates.
+    received : Mapping[str, Tensor]
+        The model that the cohort received, with the names, shapes and types of the updates.
     count : int
         Largest number of rows that the cohort needs.
     """
 
-    def __init__(self, like: Params, count: int) -> None:
-        self._like, self._layout, self._left = like, layout_of(like), count
-        self._kinds = {name: (value.shape, value.dtype) for name, value in like.items()}
-        self._numbers = sum(value.numel() for value in like.values())
-        self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in like.values())
-        self._free: list[tuple[np.ndarray, Params]] = []
-        self._usable = self._numbers > 0 and {value.dtype for value in like.values()} in (
-            {torch.float32},
-            {torch.float64},
-        )
+    def __init__(self, received: Params, count: int) -> None:
+        self._received, self._layout, self._left = received, layout_of(received), count
+        self._kinds = {name: (value.shape, value.dtype) for name, value in received.items()}
+        self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in received.values())
+        kinds = {(value.dtype, value.is_cpu) for value in received.values()}
+        self._numbers: torch.Tensor | None = None
+        if sum(map(torch.numel, received.values())) and kinds in ({(torch.float32, True)}, {(torch.float64, True)}):
+            self._numbers = torch.cat([value.flatten() for value in received.values()])
+        self._free: list[FlatParams] = []
+        self._next: FlatParams | None = None
 
-    def room(self, like: Mapping[str, Any]) -> Params | None:
-        """Return the arrays of the next row; None if ``like`` differs from the rows.
+    def difference(self, after: Params, before: Params, *, spare: bool) -> Params:
+        """Return ``after − before`` as `training.difference` does, in the next row if it fits.
 
-        The row stays the next one until `take` is called.
+        The row stays the next one until `take` is called. If ``after`` is ``spare``, so that nobody
+        will read it afterwards, its own memory may become the row.
         """
-        if not self._usable or like.keys() != self._like.keys():
+        if spare and isinstance(after, FlatParams) and before is self._received:
+            old, own = self._numbers, after.numbers
+            if old is not None and old.dtype == own.dtype and after.lies_by(self._layout):
+                torch.sub(own, old, out=own)
+                self._next = after
+                return after
+        if (room := self._room(after)) is None:
+            return difference(after, before)
+        for name, into in room.items():
+            torch.sub(after[name], before[name], out=into)
+        return room
+
+    def take(self, update: Mapping[str, Any], metrics: Mapping[str, float]) -> Upload | None:
+        """Return an upload of the next row, which holds ``update`` or a copy of it.
+
+        Return None if the update differs from the rows.
+        """
+        if update is not self._next:
+            if (room := self._room(update)) is None:
+                return None
+            for name, into in room.items():
+                if (value := update[name]) is not into:
+                    into.copy_(value)
+        row, self._next = self._next, None
+        assert row is not None
+        if self._free and row is self._free[-1]:
+            self._free.pop()
+        return Upload(Row(row.numbers.numpy(), self._layout), metrics, self._payload)
+
+    def _room(self, like: Mapping[str, Any]) -> Params | None:
+        """Return the arrays of the next row; None if ``like`` differs from the rows."""
+        if self._numbers is None or like.keys() != self._kinds.keys():
             return None
         for name, (shape, dtype) in self._kinds.items():
             value = like[name]
@@ -248,54 +281,39 @@ class Rows:
             if value.shape != shape or value.dtype != dtype:
                 return None
         if not self._free:
-            self._allocate()
-        return self._free[-1][1]
+            self._allocate(self._numbers)
+        self._next = self._free[-1]
+        return self._next
 
-    def take(self, update: Mapping[str, Any], metrics: Mapping[str, float]) -> Upload | None:
-        """Return an upload of the next row, which holds ``update`` or a copy of it.
-
-        Return None if the update differs from the rows.
-        """
-        if not (self._free and update is self._free[-1][1]):
-            if (room := self.room(update)) is None:
-                return None
-            for name, into in room.items():
-                if (value := update[name]) is not into:
-                    into.copy_(value)
-        numbers, _ = self._free.pop()
-        return Upload(Row(numbers, self._layout), metrics, self._payload)
-
-    def _allocate(self) -> None:
-        dtype = next(iter(self._like.values())).dtype
-        most = max(1, _BLOCK // (self._numbers * dtype.itemsize))
-        block = torch.empty(min(most, max(1, self._left)), self._numbers, dtype=dtype)
+    def _allocate(self, like: torch.Tensor) -> None:
+        most = max(1, _BLOCK // like.nbytes)
+        block = like.new_empty(min(most, max(1, self._left)), len(like))
         self._left -= len(block)
-        parts = {
-            name: block[:, place].view(len(block), *shape).unbind()
-            for name, (place, shape) in self._layout.items()
-        }
-        for number, numbers in enumerate(block.numpy()):
-            self._free.append((numbers, {name: part[number] for name, part in parts.items()}))
-        self._free.reverse()
+        self._free = FlatParams(block, self._layout).models()[::-1]
 
 
 def _numpy_type(value: torch.Tensor) -> np.dtype:
     return np.dtype(str(value.dtype).removeprefix("torch."))
 
 
-def payload_bytes(messages: Sequence[Message]) -> int:
+def payload_bytes(messages: Iterable[Message]) -> int:
     """Return the bytes of all serialised arrays in messages; the rest of a message is small."""
     sizes: dict[int, int] = {}  # many messages may share a content
-    total = 0
-    for message in messages:
-        upload = message.upload if isinstance(message, UploadReply) else None
-        if upload is not None:
-            total += upload.payload
-        elif message.has_content():
-            content = message.content
-            if (size := sizes.get(id(content))) is None:
-                records = (r for r in content.values() if isinstance(r, ArrayRecord))
-                size = sum(map(record_bytes, records))
-                sizes[id(content)] = size
-            total += size
-    return total
+    return sum(_payload(message, sizes) for message in messages)
+
+
+def payload_of(message: Message) -> int:
+    """Return the bytes of all serialised arrays in one message."""
+    return _payload(message, {})
+
+
+def _payload(message: Message, sizes: dict[int, int]) -> int:
+    if isinstance(message, UploadReply) and (upload := message.upload) is not None:
+        return upload.payload
+    if not message.has_content():
+        return 0
+    content = message.content
+    if (size := sizes.get(id(content))) is None:
+        records = (record for record in content.values() if isinstance(record, ArrayRecord))
+        size = sizes[id(content)] = sum(map(record_bytes, records))
+    return size

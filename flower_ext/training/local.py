@@ -134,7 +134,7 @@ class LocalTraining:
         return (steps - beta * (1 - beta**steps) / (1 - beta)) / (1 - beta)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Job:
     """One local training among many; the arguments of `train`."""
 

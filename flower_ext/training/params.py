@@ -5,15 +5,54 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from flower_ext.errors import InvalidValue, tellable
+from flower_ext.privacy.updates import Layout
 
 Params = dict[str, Tensor]
 """Tensors of parameters and buffers, by their names in the model."""
 Sizes = tuple[tuple[str, torch.Size], ...]
+
+
+class FlatParams(Params):
+    """Parameters whose numbers lie one after the other in one tensor, or those of many models.
+
+    Parameters
+    ----------
+    numbers : Tensor
+        Shape (numbers,), or (models, numbers).
+    layout : Layout
+        The place and shape of each parameter among the numbers, in order and without gaps.
+    parts : Sequence[Tensor], optional
+        The parameters, as views of ``numbers``.
+    """
+
+    def __init__(
+        self, numbers: Tensor, layout: Layout, parts: Sequence[Tensor] | None = None
+    ) -> None:
+        if parts is None:
+            outer = numbers.shape[:-1]
+            places = layout.values()
+            parts = [numbers[..., place].view(*outer, *shape) for place, shape in places]
+        super().__init__(zip(layout, parts, strict=True))
+        self.numbers, self.layout, self._parts = numbers, layout, parts
+
+    def lies_by(self, layout: Layout) -> bool:
+        """Return True if ``numbers`` holds all parameters by this layout: none was replaced."""
+        if not (len(self) == len(self._parts) and all(map(is_, self.values(), self._parts))):
+            return False
+        own = self.layout
+        return own is layout or (own == layout and [*own] == [*layout])
+
+    def models(self) -> list[FlatParams]:
+        """Return the parameters of each model."""
+        each = zip(*(part.unbind() for part in self._parts), strict=True)
+        rows = zip(self.numbers.unbind(), each, strict=True)
+        return [FlatParams(numbers, self.layout, parts) for numbers, parts in rows]
 
 
 def clone(params: Mapping[str, Tensor]) -> Params:
@@ -34,15 +73,8 @@ def is_finite(numbers: Tensor) -> bool:
     return math.isfinite(numbers.sum()) or bool(torch.isfinite(numbers).all())
 
 
-def difference(
-    after: Mapping[str, Tensor], before: Mapping[str, Tensor], room: Params | None = None
-) -> Params:
+def difference(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Params:
     """Return ``after − before`` for every name of ``after``.
-
-    Parameters
-    ----------
-    room : Mapping[str, Tensor], optional
-        Tensors of the same names, shapes and types, which are written and returned.
 
     Raises
     ------
@@ -57,11 +89,7 @@ def difference(
                 "same part of both, as {name: after[name] for name in before}"
             )
         )
-    if room is None:
-        return {name: after[name] - before[name] for name in after}
-    for name, into in room.items():
-        torch.sub(after[name], before[name], out=into)
-    return room
+    return {name: after[name] - before[name] for name in after}
 
 
 def shaken(params: Mapping[str, Tensor], generator: torch.Generator) -> Params:

@@ -57,7 +57,7 @@ def check_yielded(model: object) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
     """A local training that a method waits for: ``model = yield work.train(...)``.
 

@@ -30,7 +30,7 @@ _PREPARED = 2048
 """Number of users whose trainings are set up at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SiloJob(Job):
     """Trainings of a silo's users, each on that user's examples; only their sum is needed.
 

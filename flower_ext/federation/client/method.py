@@ -114,7 +114,7 @@ class ClientWork:
         return local_training(self.task, job, trained, noise=noise, steady=self.steady)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LocalResult:
     """The result of a client's work: its upload before bound and noise, and its new memory.
 
@@ -148,11 +148,15 @@ class LocalResult:
         check_yielded(self.update)
 
     def bounded(
-        self, received: Params, *, whole: bool, room: Params | None = None
+        self,
+        received: Params,
+        *,
+        whole: bool,
+        minus: Callable[[Params, Params], Params] = difference,
     ) -> Params | BoundedSum | CellSum | HiddenSum:
         """Return the part that the plan bounds: the update, or the ``whole`` model.
 
-        A difference is written into ``room``, if it is given (see `difference`).
+        ``minus`` computes the difference of two models.
 
         Raises
         ------
@@ -162,7 +166,7 @@ class LocalResult:
         if (self.model is None) == (self.update is None):
             raise tellable(InvalidValue("LocalResult: expected either a model or an update"))
         if self.model is not None:
-            return self.model if whole else difference(self.model, received, room)
+            return self.model if whole else minus(self.model, received)
         if whole or self.update is None:
             raise tellable(
                 InvalidValue(

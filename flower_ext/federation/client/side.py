@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -314,9 +315,12 @@ class ClientSide:
         rows: Rows | None,
     ) -> tuple[RecordDict | Upload, Params | None]:
         """Return the client's reply and its new memory."""
-        room = rows.room(result.model) if rows is not None and result.model is not None else None
         whole = bounds_models(request.protection)
-        own = result.bounded(work.received, whole=whole, room=room)
+        minus = difference
+        if rows is not None:
+            spare = result.memory is None and result.model is not work.received
+            minus = partial(rows.difference, spare=spare)
+        own = result.bounded(work.received, whole=whole, minus=minus)
         noise = self._policy(context).noise(request.facts, OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
         sent = None

@@ -54,15 +54,20 @@ class Part:
         """The slice of its numbers."""
         return slice(self.start, self.start + self.shape.numel())
 
+    @property
+    def turned(self) -> bool:
+        """True if its numbers have another order than in PyTorch."""
+        return len(self.shape) == 4
+
     def laid_out(self, parameter: Tensor) -> Tensor:
         """Return the numbers of a parameter in the order of the network."""
-        moved = parameter.permute(2, 3, 1, 0) if len(self.shape) == 4 else parameter
+        moved = parameter.permute(2, 3, 1, 0) if self.turned else parameter
         return moved.flatten()
 
     def of(self, rows: Tensor) -> Tensor:
         """Return this parameter of all networks in ``rows``, one network per row."""
         own = rows[:, self.where]
-        if len(self.shape) != 4:
+        if not self.turned:
             return own.view(-1, *self.shape)
         filters, channels, high, wide = self.shape
         return own.view(-1, high, wide, channels, filters).permute(0, 4, 3, 1, 2)

@@ -26,7 +26,7 @@ from flower_ext.training.calls import spared
 from flower_ext.training.dropout import Draws
 from flower_ext.training.local import Job, batch_rows, own_generator
 from flower_ext.training.objective import affine
-from flower_ext.training.params import Params, Sizes, sizes
+from flower_ext.training.params import FlatParams, Params, Sizes, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -330,6 +330,8 @@ class Batches:
 
 def unstacked(rows: Mapping[str, Tensor], jobs: Sequence[Job]) -> list[Params]:
     """Return each job's whole model: its row where there is one, else its own parameters."""
+    if isinstance(rows, FlatParams) and all([*job.params] == [*rows] for job in jobs):
+        return list(rows.models())
     each = {name: [p.contiguous() for p in part.unbind()] for name, part in rows.items()}
     return [
         {name: each[name][row] if name in each else p for name, p in job.params.items()}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_ext.data import Examples
 from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.chain import Layer, Part, chain
 from flower_ext.training.batched.layout import (
@@ -39,7 +40,7 @@ from flower_ext.training.batched.stacked import hooked
 from flower_ext.training.dropout import draw, words
 from flower_ext.training.local import Job, own_generator
 from flower_ext.training.objective import affine
-from flower_ext.training.params import Params, Sizes, sizes
+from flower_ext.training.params import FlatParams, Params, Sizes, sizes
 from flower_ext.training.task import Task
 
 log = getLogger("flwr")
@@ -65,6 +66,9 @@ class CompiledNetwork:
             for leaf, parameter in layer.module.named_parameters():
                 self.parts[f"{layer.name}.{leaf}"] = Part(start=self.size, shape=parameter.shape)
                 self.size += parameter.numel()
+        self._layout = {name: (part.where, tuple(part.shape)) for name, part in self.parts.items()}
+        self._in_order = not any(part.turned for part in self.parts.values())
+        self._numbers = self.size
         self.size = math.ceil(self.size / LINE) * LINE
         self._dropped = [layer.inputs for layer in layers if layer.kind == DROP]
         self.images = any(layer.window is not None for layer in layers)
@@ -74,17 +78,18 @@ class CompiledNetwork:
         """Return True for jobs with numbers of the usual types whose targets are all classes."""
         starts = {id(job.params): job.params for job in jobs}  # often all begin alike
         plain = {key: all(map(_is_plain, params.values())) for key, params in starts.items()}
-        usual = [plain[id(job.params)] and _is_usual(job) for job in jobs]
         targets = [
-            _in_line(job.examples.targets) if fits else _NO_TARGETS
-            for job, fits in zip(jobs, usual, strict=True)
+            _in_line(job.examples.targets)
+            if plain[id(job.params)] and _is_usual(job.examples)
+            else None
+            for job in jobs
         ]
         found = np.empty(len(jobs), np.int64)
-        where = np.array([own.data_ptr() for own in targets])
-        counts = np.array([own.shape[0] for own in targets])
+        where = np.array([0 if own is None else own.data_ptr() for own in targets])
+        counts = np.array([0 if own is None else own.shape[0] for own in targets])
         classes = self.layers[-1].outputs
         _library().are_classes(where, counts, len(jobs), classes, found)
-        return [one and bool(other) for one, other in zip(usual, found, strict=True)]
+        return [own is not None and fits for own, fits in zip(targets, found.tolist(), strict=True)]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of the jobs that it `takes`, as large as may be returned together.
@@ -124,16 +129,18 @@ class CompiledNetwork:
         numbers, integers, counts, rates, drawn = [], [], [], [], []
         for row, job in enumerate(jobs):
             training, examples = job.training, job.examples
+            count, size, steps = len(examples), training.batch_size, job.num_steps
             features, targets = _in_line(examples.features), _in_line(examples.targets)
             draws = self._drawn(job)  # before its batches are drawn
-            order, (pull, offset) = _order(job), self._terms(job, names)
+            order = _order(count, math.ceil(steps / math.ceil(count / size)), job.generator)
+            pull, offset = self._terms(job, names)
             used.append((features, targets, order, offset, draws))
-            drawn.append([draws.data_ptr()])
+            drawn.append(draws.data_ptr())
             weights, start = rows.data_ptr() + 4 * self.size * row, begins[id(job.params)]
-            numbers.append([weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()])
-            integers.append([targets.data_ptr(), order.data_ptr()])
-            counts.append([len(examples), training.batch_size, job.num_steps, len(offset) > 0])
-            rates.append([training.learning_rate, training.momentum, training.sam_radius, pull])
+            numbers.append((weights, start.data_ptr(), features.data_ptr(), offset.data_ptr()))
+            integers.append((targets.data_ptr(), order.data_ptr()))
+            counts.append((count, size, steps, offset is not _NONE))
+            rates.append((training.learning_rate, training.momentum, training.sam_radius, pull))
         facts = [np.array(own) for own in (numbers, integers, drawn, counts, rates)]
         table, room_sizes = self._table(names), self._sizes(max(map(_batch, jobs)))
 
@@ -147,6 +154,8 @@ class CompiledNetwork:
         with ThreadPoolExecutor(parts) if parts > 1 else nullcontext() as pool:
             every = map if pool is None else pool.map
             list(every(train, ends, ends[1:]))
+        if self._in_order and len(names) == len(self.parts):
+            return FlatParams(rows[:, : self._numbers], self._layout)
         return {name: self.parts[name].of(rows) for name in names}
 
     def _joined(self, params: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
@@ -158,13 +167,13 @@ class CompiledNetwork:
         return row
 
     def _terms(self, job: Job, names: Sequence[str]) -> tuple[float, Tensor]:
-        """Return pull and offset; the gradient of all terms is pull · w + offset (maybe empty)."""
-        pull, offset, terms = 0.0, _NONE, job.objective
-        if terms:
-            offset = torch.zeros(self.size)
-            for slope, scale, direction in affine(terms):
-                pull += slope
-                offset.add_(self._joined(direction, names), alpha=scale)
+        """Return pull and offset: the gradient of all terms is pull · w + offset, or `_NONE`."""
+        if not (terms := job.objective):
+            return 0.0, _NONE
+        pull, offset = 0.0, torch.zeros(self.size)
+        for slope, scale, direction in affine(terms):
+            pull += slope
+            offset.add_(self._joined(direction, names), alpha=scale)
         return pull, offset
 
     def _draws(self, job: Job) -> int:
@@ -238,21 +247,19 @@ def _is_plain(numbers: Tensor) -> bool:
     return numbers.dtype == torch.float32 and numbers.is_cpu
 
 
-def _is_usual(job: Job) -> bool:
+def _is_usual(examples: Examples) -> bool:
     """Return True for float32 features on the CPU, and one int64 target per example."""
-    features, targets = job.examples.features, job.examples.targets
+    features, targets = examples.features, examples.targets
     if not (_is_plain(features) and targets.dtype == torch.int64):
         return False
     return bool(targets.dim() == 1 and targets.is_cpu)
 
 
-def _order(job: Job) -> Tensor:
-    """Return rows in their order of use, epoch after epoch."""
-    count = len(job.examples)
-    epochs = math.ceil(job.num_steps / math.ceil(count / job.training.batch_size))
+def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
+    """Return the numbers of ``count`` examples in their order of use, epoch after epoch."""
     if epochs == 1:
-        return torch.randperm(count, generator=job.generator)
-    orders = [torch.randperm(count, generator=job.generator) for _ in range(epochs)]
+        return torch.randperm(count, generator=generator)
+    orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
     return torch.cat([_NO_TARGETS, *orders])
 
 

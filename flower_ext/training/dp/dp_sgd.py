@@ -130,7 +130,7 @@ class StepNoise:
             raise InvalidValue(f"stddev={self.stddev!r}: expected a finite number >= 0")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ClippedJob(Job):
     """A local training by clipped and noised steps; its terms must not depend on any record."""
 
