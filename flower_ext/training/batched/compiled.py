@@ -30,6 +30,7 @@ from flower_ext.training.batched.layout import (
     JOB_NUMBERS,
     JOB_RATES,
     LEARNING_RATE,
+    LINE,
     MOMENTUM,
     OFFSET,
     ORDER,
@@ -52,10 +53,12 @@ from flower_ext.training.batched.passes import (
     forward,
     weight_size,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, portion
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, portion, tiles
 
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
+_BURST = 24 * LINE
+"""Most numbers that a processor fetches at once; more of them would make it wait."""
 
 
 def train(
@@ -176,9 +179,12 @@ def _descend(
     velocity, climb, climbed = room[0], room[1], room[2]
     if not plain:
         fill(velocity, ZERO)
+    none = ahead[0][:0], ahead[1][:0]
+    passes = 2 if len(ahead[0]) + len(ahead[1]) > _BURST * counts[STEPS] * tiles(layers[0], most) else 1
     point, first, begin, used = weights, 0, 0, 0
     for step in range(counts[STEPS]):
-        soon = portion(ahead[0], step, counts[STEPS]), portion(ahead[1], step, counts[STEPS])
+        soon = _part(ahead, passes * step, passes * counts[STEPS])
+        later = _part(ahead, passes * step + 1, passes * counts[STEPS]) if passes > 1 else none
         rows = carray(order, begin + count)[begin + first :][: min(most, count - first)]
         for place, row in enumerate(rows):
             copy(features[row], outputs[place * features.shape[1] :])
@@ -190,7 +196,7 @@ def _descend(
             )
             fill(climb, ZERO)
             backward(
-                weights, layers, most, outputs, slopes, len(rows), factors, normed, own, climb, ONE
+                weights, layers, most, outputs, slopes, len(rows), factors, normed, own, climb, ONE, none
             )
             used += needed
             if has_terms:
@@ -213,12 +219,13 @@ def _descend(
                 own,
                 weights,
                 -rate,
+                later,
             )
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
             backward(
-                point, layers, most, outputs, slopes, len(rows), factors, normed, own, velocity, ONE
+                point, layers, most, outputs, slopes, len(rows), factors, normed, own, velocity, ONE, later
             )
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
@@ -227,6 +234,13 @@ def _descend(
         first += most
         if first >= count:
             first, begin = 0, begin + count
+
+
+@loops
+def _part(
+    ahead: tuple[np.ndarray, np.ndarray], number: int, of: int
+) -> tuple[np.ndarray, np.ndarray]:
+    return portion(ahead[0], number, of), portion(ahead[1], number, of)
 
 
 @loops

@@ -173,6 +173,7 @@ def backward(
     drawn: np.ndarray,
     into: np.ndarray,
     factor: np.float32,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
     lowest, used = 0, len(drawn)
@@ -207,7 +208,8 @@ def backward(
         elif layer[KIND] == DENSE:
             if number > lowest:  # before the weights change
                 _through_dense(weights, layer, count, own, down, room)
-            _send_dense(layer, count, outputs[below:], own, into, factor, room)
+            soon = ahead if below == 0 else (ahead[0][:0], ahead[1][:0])
+            _send_dense(layer, count, outputs[below:], own, into, factor, room, soon)
         elif layer[KIND] == CONVOLUTION:
             if number > lowest:
                 _through_convolutions(weights, layer, count, own, down, room)
@@ -234,7 +236,7 @@ def _through_dense(
     for row in range(count):
         for place in range(factors.shape[1]):
             factors[row, place] = own[row * high + place] if place < high else ZERO
-    add_products(down, factors, count, weights[layer[WEIGHT] :], high, wide)
+    add_products(down, factors, count, weights[layer[WEIGHT] :], high, wide, (own[:0], own[:0]))
 
 
 @loops
@@ -246,6 +248,7 @@ def _send_dense(
     into: np.ndarray,
     factor: np.float32,
     room: Any,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     wide, high = layer[INPUTS], layer[OUTPUTS]
     if layer[TRAINS_WEIGHT]:
@@ -254,7 +257,7 @@ def _send_dense(
             for row in range(factors.shape[1]):
                 scale = own[row * high + place] if row < count else ZERO
                 factors[place, row] = factor * scale
-        add_products(into[layer[WEIGHT] :], factors, high, inputs, count, wide)
+        add_products(into[layer[WEIGHT] :], factors, high, inputs, count, wide, ahead)
     if layer[TRAINS_BIAS]:
         for row in range(count):
             for place in range(high):

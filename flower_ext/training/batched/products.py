@@ -49,10 +49,16 @@ def _fetch_line(context: Any, values: Any, place: Any) -> Any:
 
 
 @loops
-def fetch(values: np.ndarray) -> None:
-    """Let the processor fetch ``values`` from memory into its caches; do not wait for them."""
-    for place in range(0, len(values), LINE):
+def fetch(values: np.ndarray, begin: int, size: int) -> None:
+    """Let the processor fetch ``size`` values from ``begin`` into its caches; do not wait."""
+    for place in range(begin, min(begin + size, len(values)), LINE):
         _fetch_line(values, place)  # type: ignore[call-arg]  # the context comes from Numba
+
+
+@loops
+def lines(values: np.ndarray, parts: int) -> int:
+    """Return the size of parts of ``values`` that are whole lines of the processor's caches."""
+    return (len(values) // (LINE * parts) + 1) * LINE
 
 
 @loops
@@ -76,6 +82,12 @@ def fill(into: np.ndarray, value: np.float32) -> None:
         into[i] = value
 
 
+@loops
+def tiles(layer: np.ndarray, count: int) -> int:
+    """Return the number of tiles in which `multiply` computes the outputs of ``count`` rows."""
+    return -(-layer[OUTPUTS] // 5) * -(-count // 2)
+
+
 @sums
 def multiply(
     weights: np.ndarray,
@@ -91,7 +103,9 @@ def multiply(
     Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
     """
     wide, high = layer[INPUTS], layer[OUTPUTS]
-    block, blocks = 0, -(-high // 5) * -(-count // 2)
+    block, blocks = 0, tiles(layer, count)
+    soon, size = ahead[0], lines(ahead[0], blocks)
+    later, most = ahead[1], lines(ahead[1], blocks)
     matrix = weights[layer[WEIGHT] :][: high * wide]
     for first in range(0, high, 5):
         # If fewer than five are left, the last one is repeated and computed twice.
@@ -100,8 +114,8 @@ def multiply(
         u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
         x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
         for row in range(0, count, 2):
-            for own in ahead:
-                fetch(portion(own, block, blocks))
+            fetch(soon, block * size, size)
+            fetch(later, block * most, most)
             block += 1
             other = min(row + 1, count - 1)
             one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
@@ -135,12 +149,16 @@ def add_products(
     values: np.ndarray,
     sources: int,
     wide: int,
+    ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Add ``factors`` · ``values`` to ``into``: (targets, sources) · (sources, wide).
 
     Five sources and two targets at a time. If fewer than five sources are left, the last one is
-    repeated with factors of zero (see `_send`).
+    repeated with factors of zero (see `_send`). Meanwhile the processor fetches ``ahead``.
     """
+    block, blocks = 0, -(-sources // 5) * max(1, targets // 2)
+    soon, some = ahead[0], lines(ahead[0], blocks)
+    later, most = ahead[1], lines(ahead[1], blocks)
     # Unsigned indices, because Numba would test every signed one for being negative.
     size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
     for first in range(0, sources, 5):
@@ -154,6 +172,9 @@ def add_products(
             f, g, h, i, j = _five(factors[pair + 1], first)
             one = np.uint64(pair * wide)
             two = one + size
+            fetch(soon, block * some, some)
+            fetch(later, block * most, most)
+            block += 1
             for k in range(size):
                 u, v, w = values[p + k], values[q + k], values[r + k]
                 x, y = values[s + k], values[t + k]
