@@ -141,11 +141,11 @@ class Exchange:
         special = {partition: {**content, **alone} for partition, alone in (own or {}).items()}
         return self.query(grid, {**everyone, **special}, read)
 
-    def sent(self, reply: Message) -> tuple[int, records.Arrays]:
-        """Return the partition of a reply to a training message, and the model that it was sent."""
-        node = reply.metadata.src_node_id
-        content = self._questions["train"][node].content
-        return self._partitions[node], records.to_arrays(content.array_records[records.MODEL])
+    def sent(self, reply: Message) -> records.Arrays:
+        """Return the model that the sender of a reply to a training message received."""
+        asked = self._questions["train"][reply.metadata.src_node_id]
+        arrays = records.of_kind(asked.content, ArrayRecord)
+        return records.to_arrays(arrays[records.MODEL])
 
     def partition_of(self, reply: Message) -> int:
         """Return the partition that sent a reply, among those that were asked last."""

@@ -220,7 +220,7 @@ class MethodHooks(RunLoop):
         RefusedReply
             The update does not fit the model that was sent, or is larger than an honest update.
         """
-        return rounds.read_update(reply, self.accounted, self.cohort, self.sent, self.exchange.sent)
+        return rounds.read_update(reply, self.accounted, self.cohort, self.sent, self.exchange)
 
     def combine(self, updates: Iterable[tuple[int, records.Update]]) -> Aggregate:
         """Return the noised average of a round's updates.

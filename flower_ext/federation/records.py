@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from flower_ext.privacy.updates import Row
 from flower_ext.training import LocalTraining, UnshareableModel
 
 T = TypeVar("T")
+K = TypeVar("K", ArrayRecord, ConfigRecord, MetricRecord)
 
 MODEL = "arrays"
 """Record of a whole model (or its shared part), as every Flower app names it."""
@@ -98,10 +99,15 @@ def shared_arrays(record: ArrayRecord) -> Arrays:
     return arrays
 
 
+def of_kind(content: RecordDict, kind: type[K]) -> dict[str, K]:
+    """Return the records of one kind, as a copy; Flower's properties check and write each again."""
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def training_records(trainings: Mapping[str, LocalTraining]) -> dict[str, ConfigRecord]:
     """Return one record for each phase of local training."""
     return {
-        TRAINING + phase: ConfigRecord({k: v for k, v in asdict(t).items() if v is not None})
+        TRAINING + phase: ConfigRecord({k: v for k, v in vars(t).items() if v is not None})
         for phase, t in trainings.items()
     }
 
@@ -110,7 +116,7 @@ def read_trainings(content: RecordDict) -> dict[str, LocalTraining]:
     """Return the phases of local training that a message asks for."""
     return {
         name.removeprefix(TRAINING): LocalTraining(**dict(record))  # type: ignore[arg-type]
-        for name, record in content.config_records.items()
+        for name, record in of_kind(content, ConfigRecord).items()
         if name.startswith(TRAINING)
     }
 

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import records
-from flower_ext.federation.exchange import Content
+from flower_ext.federation.exchange import Content, Exchange
 from flower_ext.federation.population import Cohort
 from flower_ext.federation.stragglers import shortened
 from flower_ext.privacy import PrivacyPlan
@@ -87,7 +87,7 @@ def read_update(
     plan: PrivacyPlan,
     cohort: Cohort,
     base: records.Arrays,
-    sent: Callable[[Message], tuple[int, records.Arrays]],
+    exchange: Exchange,
 ) -> records.Update:
     """Return a client's update. Refuse one that is larger than an honest client's can be.
 
@@ -98,8 +98,8 @@ def read_update(
     ----------
     base : Arrays
         Names, shapes and dtypes of the model.
-    sent : Callable[[Message], tuple[int, Arrays]]
-        Returns the partition that sent a reply, and the model that it was sent.
+    exchange : Exchange
+        Knows the partition that sent a reply, and the model that it received.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def read_update(
         raise records.RefusedReply(f"num-examples={told!r}: expected at least 1")
     if not plan.client_protects:
         return update
-    partition, received = sent(reply)
+    partition = exchange.partition_of(reply)
     limit = plan.largest_upload(
         cohort_size=len(cohort.asked),
         numbers=sum(array.size for array in update.arrays.values()),
@@ -121,6 +121,7 @@ def read_update(
     if math.isinf(limit):
         return update
     if plan.bounds_models:
+        received = exchange.sent(reply)
         norm = l2_norm({name: received[name] + step for name, step in update.arrays.items()})
     else:
         norm = update.arrays.norm if isinstance(update.arrays, Row) else l2_norm(update.arrays)

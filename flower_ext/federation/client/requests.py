@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
 from flower_ext.errors import InvalidValue, knowing_no_data, tellable
 from flower_ext.federation import records
@@ -73,8 +73,9 @@ def reader(task: Task) -> Callable[[Message], Request]:
 
     def request(message: Message) -> Request:
         content = message.content
-        received = {name: params(record) for name, record in content.array_records.items()}
-        configs = content.config_records
+        arrays_of = records.of_kind(content, ArrayRecord)
+        received = {name: params(record) for name, record in arrays_of.items()}
+        configs = records.of_kind(content, ConfigRecord)
         if not set(received[records.MODEL]) <= set(task.shapes):
             extra = sorted(set(received[records.MODEL]) - set(task.shapes))
             raise InvalidValue(
