@@ -230,7 +230,10 @@ class Rows:
         self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in received.values())
         kinds = {(value.dtype, value.is_cpu) for value in received.values()}
         self._numbers: torch.Tensor | None = None
-        if sum(map(torch.numel, received.values())) and kinds in ({(torch.float32, True)}, {(torch.float64, True)}):
+        if sum(map(torch.numel, received.values())) and kinds in (
+            {(torch.float32, True)},
+            {(torch.float64, True)},
+        ):
             self._numbers = torch.cat([value.flatten() for value in received.values()])
         self._free: list[FlatParams] = []
         self._next: FlatParams | None = None

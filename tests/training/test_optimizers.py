@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from flwr.app import RecordDict
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -71,10 +72,8 @@ def test_training_is_that_of_torchs_own_optimizer_alone_and_among_others(name):
 
 def test_an_optimizer_travels_to_the_clients():
     training = LocalTraining(optimizer="AdamW", weight_decay=0.2)
-    content = records.training_records({"local": training})
-    assert records.read_trainings(type("Content", (), {"config_records": content})) == {
-        "local": training
-    }
+    content = RecordDict(dict(records.training_records({"local": training})))
+    assert records.read_trainings(content) == {"local": training}
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def _protocol() -> Iterator[None]:
         raise tellable(error) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HiddenJob(SiloJob):
     """The trainings of a silo's users; their clipped updates go into one encrypted sum."""
 

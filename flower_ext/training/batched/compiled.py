@@ -180,7 +180,9 @@ def _descend(
     if not plain:
         fill(velocity, ZERO)
     none = ahead[0][:0], ahead[1][:0]
-    passes = 2 if len(ahead[0]) + len(ahead[1]) > _BURST * counts[STEPS] * tiles(layers[0], most) else 1
+    # The forward pass fetches before each tile; if these bursts are too long, so does the other.
+    bursts = counts[STEPS] * tiles(layers[0], most)
+    passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)
     point, first, begin, used = weights, 0, 0, 0
     for step in range(counts[STEPS]):
         soon = _part(ahead, passes * step, passes * counts[STEPS])
@@ -196,7 +198,18 @@ def _descend(
             )
             fill(climb, ZERO)
             backward(
-                weights, layers, most, outputs, slopes, len(rows), factors, normed, own, climb, ONE, none
+                weights,
+                layers,
+                most,
+                outputs,
+                slopes,
+                len(rows),
+                factors,
+                normed,
+                own,
+                climb,
+                ONE,
+                none,
             )
             used += needed
             if has_terms:
@@ -225,7 +238,18 @@ def _descend(
             for i in range(len(weights)):
                 velocity[i] *= beta
             backward(
-                point, layers, most, outputs, slopes, len(rows), factors, normed, own, velocity, ONE, later
+                point,
+                layers,
+                most,
+                outputs,
+                slopes,
+                len(rows),
+                factors,
+                normed,
+                own,
+                velocity,
+                ONE,
+                later,
             )
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
@@ -240,6 +264,7 @@ def _descend(
 def _part(
     ahead: tuple[np.ndarray, np.ndarray], number: int, of: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Return one of several parts of both arrays."""
     return portion(ahead[0], number, of), portion(ahead[1], number, of)
 
 

@@ -89,7 +89,7 @@ class CompiledNetwork:
         counts = np.array([0 if own is None else own.shape[0] for own in targets])
         classes = self.layers[-1].outputs
         _library().are_classes(where, counts, len(jobs), classes, found)
-        return [own is not None and fits for own, fits in zip(targets, found.tolist(), strict=True)]
+        return [own is not None and bool(fit) for own, fit in zip(targets, found, strict=True)]
 
     def groups(self, jobs: Sequence[Job], memory_limit: int) -> list[list[int]]:
         """Return groups of the jobs that it `takes`, as large as may be returned together.

@@ -58,7 +58,7 @@ def fetch(values: np.ndarray, begin: int, size: int) -> None:
 @loops
 def lines(values: np.ndarray, parts: int) -> int:
     """Return the size of parts of ``values`` that are whole lines of the processor's caches."""
-    return (len(values) // (LINE * parts) + 1) * LINE
+    return int(len(values) // (LINE * parts) + 1) * LINE
 
 
 @loops
@@ -85,7 +85,7 @@ def fill(into: np.ndarray, value: np.float32) -> None:
 @loops
 def tiles(layer: np.ndarray, count: int) -> int:
     """Return the number of tiles in which `multiply` computes the outputs of ``count`` rows."""
-    return -(-layer[OUTPUTS] // 5) * -(-count // 2)
+    return int(-(-layer[OUTPUTS] // 5) * -(-count // 2))
 
 
 @sums
