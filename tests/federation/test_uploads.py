@@ -18,11 +18,13 @@ from flower_ext.federation import (
     records,
 )
 from flower_ext.federation._flower_private import become_server_of, reply_to
+from flower_ext.federation.state.memory import ClientMemory
 from flower_ext.federation.uploads import Rows, UploadReply, payload_bytes
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.privacy.bounds import BoundedSum, sum_clipped
 from flower_ext.privacy.updates import Row, Summed, layout_of, total
-from flower_ext.training import LocalTraining, Task
+from flower_ext.training import LocalTraining, Task, clone
+from flower_ext.training.params import FlatParams
 from tests.support.worlds import Net, task
 
 CLIENTS = 8
@@ -207,6 +209,65 @@ def test_metrics_beside_a_row_are_refused_as_those_of_records(metrics):
 )
 def test_an_update_that_is_not_as_the_model_stays_records(change):
     assert taken(change({name: torch.from_numpy(value) for name, value in MODEL.items()})) is None
+
+
+def trained_apart_from(received):
+    """A trained model in one tensor, as compiled training returns it."""
+    numbers = torch.cat([value.flatten() for value in received.values()])
+    moved = numbers + torch.randn(len(numbers), generator=torch.Generator().manual_seed(0))
+    return FlatParams(moved, layout_of(received))
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["spare", "still read"])
+def test_a_difference_takes_the_place_of_a_model_that_nobody_reads_any_more(spare):
+    received = {name: torch.from_numpy(value) for name, value in MODEL.items()}
+    model = trained_apart_from(received)
+    before = clone(model)
+    rows = Rows(received, 2)
+    upload = rows.take(rows.difference(model, received, spare=spare), {})
+    for name, array in upload.arrays.items():
+        assert array.tobytes() == (before[name] - received[name]).numpy().tobytes()
+        assert np.shares_memory(array, model[name].numpy()) == spare
+        assert torch.equal(model[name], before[name]) != spare
+        assert torch.equal(received[name], torch.from_numpy(MODEL[name]))
+
+
+def test_a_tensor_that_a_method_puts_into_a_trained_model_is_what_leaves():
+    received = {name: torch.from_numpy(value) for name, value in MODEL.items()}
+    model = trained_apart_from(received)
+    model["head.bias"] = received["head.bias"] + 2.0
+    rows = Rows(received, 1)
+    upload = rows.take(rows.difference(model, received, spare=True), {})
+    np.testing.assert_allclose(upload.arrays["head.bias"], 2.0, rtol=1e-6)
+    assert torch.equal(model["head.bias"], received["head.bias"] + 2.0)
+
+
+def kept(work):
+    """Send the trained model, and keep it."""
+    trained = yield work.train("local", work.received)
+    return LocalResult(model=trained, memory=trained)
+
+
+class Kept(Told):
+    """Averages models that clients keep."""
+
+    client = ClientMethod(
+        name="kept", local_update=kept, local_model=lambda work: work.memory or work.received
+    )
+
+
+def test_a_model_that_clients_keep_is_not_the_update_that_they_send():
+    plan = NonPrivatePlan(sampling=FixedSizeSampling(CLIENTS, CLIENTS))
+    strategy = Kept(plan=plan, seed=1, evaluate_every=0)
+    grid = InProcessGrid(Kept.client_app(task()), CLIENTS)
+    run = strategy.start(grid, ArrayRecord(task().initial_params(0)), num_rounds=1)
+    models = [
+        ClientMemory(context, "kept", "").load(before=2) for context in grid.contexts.values()
+    ]
+    for name, array in records.to_arrays(run.arrays).items():
+        mean = np.mean([model[name].numpy() for model in models], axis=0)
+        np.testing.assert_allclose(array, mean, atol=1e-6)
+        assert len({model[name].numpy().tobytes() for model in models}) == CLIENTS
 
 
 def test_sums_of_some_updates_count_as_all_of_them_and_keep_to_the_bound():
