@@ -1,9 +1,9 @@
-"""Decide which models train in a batch as they do alone: known obstacles, and two trials.
+"""Decide which models train in a batch as they do alone: known obstacles, and trials.
 
-`why_apart` finds out whether a batch gives a model the same result, up to rounding.
-`depends_on_company` finds out whether the result is the same to the last bit, whichever models
-train beside it. Libraries choose kernels by the shape of a batch, and unstable training amplifies a
-difference in the last bit without limit.
+`why_apart` finds out whether a batch gives a model the same result, up to rounding, and
+`trains_alike` whether compiled code does. `depends_on_company` finds out whether the result is the
+same to the last bit, whichever models train beside it. Libraries choose kernels by the shape of a
+batch, and unstable training amplifies a difference in the last bit without limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from flower_ext.data import ClientData, Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for, unstacked
+from flower_ext.training.batched.network import CompiledNetwork
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
@@ -137,17 +139,39 @@ def _why_unlike(trial: _Trial) -> str | None:
             return f"{module} draws other numbers in a batch of models"
         if faster_alone(module, trial.kind.device):
             return f"on a CPU {module} is faster by itself"
-    task, training = trial.task, LocalTraining(steps=2, batch_size=3)
+    return _why_other(trial, lambda jobs: Stack(trial.task, jobs, lambda name: True).minimise())
+
+
+def trains_alike(task: Task, job: Job, network: CompiledNetwork) -> bool:
+    """Return True if compiled code trains models like that of ``job`` as `train` does, by a trial.
+
+    The code of a model may do more than its layers show.
+    """
+    return _trains_alike(_trial_of(task, job), network)
+
+
+@lru_cache(maxsize=64)
+def _trains_alike(trial: _Trial, network: CompiledNetwork) -> bool:
+    def minimise(jobs: Sequence[Job]) -> Params:
+        if not all(network.takes(jobs)):
+            raise InvalidValue("compiled code does not take the random jobs of a trial")
+        return network.minimise(jobs, lambda name: True)
+
+    return _why_other(trial, minimise) is None
+
+
+def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
+    """Return how two short trainings in a batch differ from `train`; None if they agree."""
+    training = LocalTraining(steps=2, batch_size=3)
 
     def jobs() -> list[Job]:
         return [trial.job(count, training, seed=count) for count in (3, 2)]
 
-    # Two short trainings in a batch must agree with `train`.
     with torch.random.fork_rng(devices=[]):
         try:
             both = jobs()
-            ours = unstacked(Stack(task, both, lambda name: True).minimise(), both)
-            theirs = [train_job(task, job) for job in jobs()]
+            ours = unstacked(minimise(both), both)
+            theirs = [train_job(trial.task, job) for job in jobs()]
         except Exception as error:  # a model or a loss may raise anything for a batch
             return f"two in a batch end with {error!r}"
     for one, other, job in zip(ours, theirs, jobs(), strict=True):

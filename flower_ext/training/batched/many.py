@@ -13,11 +13,11 @@ import torch
 
 from flower_ext.data import Examples, trees
 from flower_ext.errors import InvalidValue
-from flower_ext.training.batched.batchable import why_apart, why_unusual
+from flower_ext.training.batched.batchable import trains_alike, why_apart, why_unusual
 from flower_ext.training.batched.descent import unstacked
 from flower_ext.training.batched.form import Form
 from flower_ext.training.batched.grouping import MEMORY_LIMIT, InBatches, alike
-from flower_ext.training.batched.network import compiled
+from flower_ext.training.batched.network import CompiledNetwork, compiled
 from flower_ext.training.hulls import hull_of
 from flower_ext.training.local import Job, LocalTraining, train_job
 from flower_ext.training.params import Params
@@ -165,19 +165,26 @@ def _train_alike(
 def _forms(task: Task, jobs: Sequence[Job], steady: bool) -> Iterator[Form]:
     """Yield forms for jobs that are alike, the fastest first; the last one takes all the rest."""
     if len(jobs) == 1 and not steady:
-        # Known layers show all that they do, so the cost of a trial can be saved.
-        hull = hull_of(task.blueprint, task.torch_device())
-        if why_unusual(jobs) is None and hull is not None and hull.known:
-            found = compiled(task, jobs[0])
-            if found is not None and found.gains_alone:
-                yield found
+        found = _compiled(task, jobs[0]) if why_unusual(jobs) is None else None
+        if found is not None and found.gains_alone(jobs[0]):
+            yield found
     elif why_apart(task, jobs) is None:
-        found = compiled(task, jobs[0])
+        found = _compiled(task, jobs[0])
         if found is not None:
             yield found
         if not steady or why_apart(task, jobs, steady=True) is None:
             yield InBatches(task, steady=steady)
     yield Alone(task)
+
+
+def _compiled(task: Task, job: Job) -> CompiledNetwork | None:
+    """Return the compiled form of models like that of ``job``, if there is one that acts alike."""
+    if (found := compiled(task, job)) is None:
+        return None
+    # Known layers show all that they do, so the cost of a trial can be saved.
+    hull = hull_of(task.blueprint, task.torch_device())
+    known = hull is not None and hull.known
+    return found if known or trains_alike(task, job, found) else None
 
 
 def _goes_alone(task: Task, job: Job, *, steady: bool = False) -> bool:

@@ -53,6 +53,10 @@ _MOST_DRAWN = 2**24
 _SMALL = 2**15
 """Numbers in the outputs of all layers for one example, up to which a network counts as small."""
 _FEW_THREADS = 2
+_MOST_ON_FEW, _MOST_ON_MANY = 2**26, 2**21
+"""Largest product of numbers and rows of a mini-batch for which dense layers train alone as fast
+here as by PyTorch on few threads (measured), and on many (computed for 4 to 16 threads: here 110
+GFLOP/s; there 55 GFLOP/s a thread, and 0.12 ms a step)."""
 _NONE, _NO_TARGETS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
 
 
@@ -191,14 +195,17 @@ class CompiledNetwork:
         count = self._draws(job)
         return draw(count, own_generator(job.generator)) if count else _NO_TARGETS
 
-    @property
-    def gains_alone(self) -> bool:
-        """True if a single training, on one thread here, takes no longer than on PyTorch's threads.
+    def gains_alone(self, job: Job) -> bool:
+        """Return True if one training, on one thread here, takes no longer than by PyTorch.
 
-        Threads have little to share in small networks.
+        PyTorch may use more threads, but they have little to share in small networks.
         """
-        small = sum(layer.outputs for layer in self.layers) <= _SMALL
-        return not self.images or small or torch.get_num_threads() <= _FEW_THREADS
+        threads = torch.get_num_threads()
+        if self.images:
+            small = sum(layer.outputs for layer in self.layers) <= _SMALL
+            return small or threads <= _FEW_THREADS
+        most = _MOST_ON_FEW if threads <= _FEW_THREADS else _MOST_ON_MANY
+        return threads == 1 or self.size * _batch(job) <= most
 
     def _threads(self) -> int:
         """Return how many threads share the jobs."""
@@ -266,6 +273,8 @@ def _order(count: int, epochs: int, generator: torch.Generator) -> Tensor:
 def compiled(task: Task, job: Job) -> CompiledNetwork | None:
     """Return the network of jobs like this one if compiled code can train it (x86), else None."""
     if task.loss is not functional.cross_entropy or task.torch_device().type != "cpu":
+        return None
+    if not _is_usual(job.examples):
         return None
     found = _network(task.model, job.examples.features.shape[1:], sizes(job.params))
     return found if found is not None and _library() is not None else None

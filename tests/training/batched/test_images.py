@@ -256,9 +256,9 @@ def test_a_large_network_alone_is_left_to_many_threads(monkeypatch):
     model = nn.Sequential(*layers)
     (job,) = jobs(lambda: model, SGD, sizes=(2,), shape=(3, 32, 32))
     found = network.compiled(problem(lambda: model), job)
-    assert found.gains_alone
+    assert found.gains_alone(job)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert not found.gains_alone
+    assert not found.gains_alone(job)
 
 
 def test_working_memory_stays_within_its_limit():

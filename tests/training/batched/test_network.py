@@ -139,11 +139,54 @@ def test_a_training_without_company_is_the_same_to_the_last_bit(model, way, comp
         assert all(torch.equal(one[name], p) for name, p in other.items())
 
 
-def test_a_model_of_ones_own_class_trains_in_the_loop_without_company(compiled):
-    """Its code may do more than its layers show, and a trial costs more than one training."""
+def test_a_model_of_ones_own_class_is_compiled_without_company_too(compiled):
     (job, *_), (again, *_) = jobs(Plain), jobs(Plain)
     same(train_many(task(Plain), [job]), one_by_one(task(Plain), [again]))
+    assert len(compiled) == 1
+
+
+class Growing(Plain):
+    """A network whose code does more than its layers show: each pass doubles its outputs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale *= 2
+        return super().forward(x) * self.scale
+
+
+class Remembering(Plain):
+    """A network that lets its first pass pass, and doubles the outputs of all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        x = super().forward(x)
+        return x if self.passes == 1 else torch.relu(x)
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+@pytest.mark.parametrize("model", [Growing, Remembering])
+def test_a_class_that_does_more_than_its_layers_show_is_not_compiled(model, clients, compiled):
+    ours = train_many(task(model), jobs(model)[:clients])
+    same(ours, one_by_one(task(model), jobs(model)[:clients]))
     assert compiled == []
+
+
+@pytest.mark.parametrize(("threads", "gains"), [(1, True), (2, True), (3, True), (16, False)])
+def test_large_layers_alone_are_left_to_many_threads(threads, gains, monkeypatch):
+    (job, *_) = jobs(digits_mlp)
+    found = network.compiled(task(digits_mlp), job)
+    least = found.size * job.training.batch_size
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert found.gains_alone(job)
+    monkeypatch.setattr(network, "_MOST_ON_MANY", least if threads < 4 else least - 1)
+    assert found.gains_alone(job) == gains
 
 
 @pytest.mark.parametrize("way", ["plain", "momentum", "sam", "all"])
