@@ -8,7 +8,8 @@ its ``content``. The strategies of this package read the row itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -229,12 +230,9 @@ class Rows:
         self._kinds = {name: (value.shape, value.dtype) for name, value in received.items()}
         self._payload = sum(array_bytes(tuple(v.shape), _numpy_type(v)) for v in received.values())
         kinds = {(value.dtype, value.is_cpu) for value in received.values()}
-        self._numbers: torch.Tensor | None = None
-        if sum(map(torch.numel, received.values())) and kinds in (
-            {(torch.float32, True)},
-            {(torch.float64, True)},
-        ):
-            self._numbers = torch.cat([value.flatten() for value in received.values()])
+        one_kind = kinds in ({(torch.float32, True)}, {(torch.float64, True)})
+        self._size = sum(map(torch.numel, received.values()))
+        self._usable = one_kind and self._size > 0
         self._free: list[FlatParams] = []
         self._next: FlatParams | None = None
 
@@ -244,13 +242,11 @@ class Rows:
         The row stays the next one until `take` is called. If ``after`` is ``spare``, so that nobody
         will read it afterwards, its own memory may become the row.
         """
-        if spare and isinstance(after, FlatParams) and before is self._received:
-            old, own = self._numbers, after.numbers
-            if old is not None and old.dtype == own.dtype and after.lies_by(self._layout):
-                torch.sub(own, old, out=own)
-                self._next = after
-                return after
-        if (room := self._room(after)) is None:
+        if spare and before is self._received and self._fits(after):
+            torch.sub(after.numbers, self._numbers, out=after.numbers)
+            self._next = after
+            return after
+        if before.keys() != self._kinds.keys() or (room := self._room(after)) is None:
             return difference(after, before)
         for name, into in room.items():
             torch.sub(after[name], before[name], out=into)
@@ -273,9 +269,20 @@ class Rows:
             self._free.pop()
         return Upload(Row(row.numbers.numpy(), self._layout), metrics, self._payload)
 
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        """All numbers of the received model, in the order of the rows."""
+        return torch.cat([value.flatten() for value in self._received.values()])
+
+    def _fits(self, model: Params) -> TypeGuard[FlatParams]:
+        """Return True for a model whose numbers lie like a row."""
+        if not (self._usable and isinstance(model, FlatParams) and model.lies_by(self._layout)):
+            return False
+        return model.numbers.dtype == self._numbers.dtype and model.numbers.is_cpu
+
     def _room(self, like: Mapping[str, Any]) -> Params | None:
         """Return the arrays of the next row; None if ``like`` differs from the rows."""
-        if self._numbers is None or like.keys() != self._kinds.keys():
+        if not self._usable or like.keys() != self._kinds.keys():
             return None
         for name, (shape, dtype) in self._kinds.items():
             value = like[name]
@@ -284,13 +291,14 @@ class Rows:
             if value.shape != shape or value.dtype != dtype:
                 return None
         if not self._free:
-            self._allocate(self._numbers)
+            self._allocate()
         self._next = self._free[-1]
         return self._next
 
-    def _allocate(self, like: torch.Tensor) -> None:
-        most = max(1, _BLOCK // like.nbytes)
-        block = like.new_empty(min(most, max(1, self._left)), len(like))
+    def _allocate(self) -> None:
+        like = next(iter(self._received.values()))
+        most = max(1, _BLOCK // (self._size * like.element_size()))
+        block = like.new_empty(min(most, max(1, self._left)), self._size)
         self._left -= len(block)
         self._free = FlatParams(block, self._layout).models()[::-1]
 

@@ -172,7 +172,7 @@ def _descend(
     last = len(layers) - 1
     width = layers[last, ACROSS] + layers[last, INPUTS] + layers[last, OUTPUTS]
     outputs, slopes = carray(working, most * width), carray(sloping, most * width)
-    normed = carray(norms, 2 * most * width)
+    arrays = outputs, slopes, carray(norms, 2 * most * width), factors
     rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
     radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
     plain = beta == 0 and radius == 0 and not has_terms
@@ -193,24 +193,9 @@ def _descend(
         needed = drawn_by(layers, len(rows))
         if radius > 0:
             own = carray(drawn, used + needed)[used:]
-            forward(
-                weights, layers, most, outputs, slopes, targets, rows, factors, normed, own, soon
-            )
+            forward(weights, layers, most, arrays, targets, rows, own, soon)
             fill(climb, ZERO)
-            backward(
-                weights,
-                layers,
-                most,
-                outputs,
-                slopes,
-                len(rows),
-                factors,
-                normed,
-                own,
-                climb,
-                ONE,
-                none,
-            )
+            backward(weights, layers, most, arrays, len(rows), own, climb, ONE, none)
             used += needed
             if has_terms:
                 _add_terms(climb, weights, layers, pull, offset)
@@ -218,39 +203,13 @@ def _descend(
             point = climbed
         own = carray(drawn, used + needed)[used:]
         used += needed
-        forward(point, layers, most, outputs, slopes, targets, rows, factors, normed, own, soon)
+        forward(point, layers, most, arrays, targets, rows, own, soon)
         if plain:
-            backward(
-                weights,
-                layers,
-                most,
-                outputs,
-                slopes,
-                len(rows),
-                factors,
-                normed,
-                own,
-                weights,
-                -rate,
-                later,
-            )
+            backward(weights, layers, most, arrays, len(rows), own, weights, -rate, later)
         else:
             for i in range(len(weights)):
                 velocity[i] *= beta
-            backward(
-                point,
-                layers,
-                most,
-                outputs,
-                slopes,
-                len(rows),
-                factors,
-                normed,
-                own,
-                velocity,
-                ONE,
-                later,
-            )
+            backward(point, layers, most, arrays, len(rows), own, velocity, ONE, later)
             if has_terms:
                 _add_terms(velocity, point, layers, pull, offset)
             for i in range(len(weights)):

@@ -64,6 +64,9 @@ from flower_ext.training.batched.products import (
 )
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, Any]
+"""Outputs and slopes of all layers for a mini-batch, what norms keep of it, and the address of room
+for other numbers."""
 
 
 @loops
@@ -81,16 +84,14 @@ def forward(
     weights: np.ndarray,
     layers: np.ndarray,
     most: int,
-    outputs: np.ndarray,
-    slopes: np.ndarray,
+    arrays: Arrays,
     targets: np.ndarray,
     rows: np.ndarray,
-    room: Any,
-    normed: np.ndarray,
     drawn: np.ndarray,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the forward pass; write the mean cross-entropy's slope by the outputs to ``slopes``."""
+    outputs, slopes, normed, room = arrays
     count = len(rows)
     here = used = 0
     for layer in layers:
@@ -165,17 +166,15 @@ def backward(
     weights: np.ndarray,
     layers: np.ndarray,
     most: int,
-    outputs: np.ndarray,
-    slopes: np.ndarray,
+    arrays: Arrays,
     count: int,
-    room: Any,
-    normed: np.ndarray,
     drawn: np.ndarray,
     into: np.ndarray,
     factor: np.float32,
     ahead: tuple[np.ndarray, np.ndarray],
 ) -> None:
     """Run the backward pass: add ``factor`` times the gradient to ``into`` (maybe ``weights``)."""
+    outputs, slopes, normed, room = arrays
     lowest, used = 0, len(drawn)
     while not (layers[lowest, TRAINS_WEIGHT] or layers[lowest, TRAINS_BIAS]):
         lowest += 1
