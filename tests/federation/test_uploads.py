@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from flower_ext.data import ClientData, Examples
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import (
     ClientMethod,
     FederatedStrategy,
@@ -240,6 +241,20 @@ def test_a_tensor_that_a_method_puts_into_a_trained_model_is_what_leaves():
     upload = rows.take(rows.difference(model, received, spare=True), {})
     np.testing.assert_allclose(upload.arrays["head.bias"], 2.0, rtol=1e-6)
     assert torch.equal(model["head.bias"], received["head.bias"] + 2.0)
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["spare", "still read"])
+def test_a_model_is_compared_with_what_its_own_client_received(spare):
+    received = {name: torch.from_numpy(value) for name, value in MODEL.items()}
+    model, rows = trained_apart_from(received), Rows(received, 2)
+    other = {name: value + 1.0 for name, value in received.items()}
+    expected = {name: model[name] - other[name] for name in other}
+    upload = rows.take(rows.difference(model, other, spare=spare), {})
+    for name, array in upload.arrays.items():
+        assert array.tobytes() == expected[name].numpy().tobytes()
+    less = {"head.bias": received["head.bias"]}
+    with pytest.raises(InvalidValue, match=r"'extractor.bias'.*not in the received part"):
+        rows.difference(model, less, spare=spare)
 
 
 def kept(work):
