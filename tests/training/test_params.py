@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from flower_ext.privacy.updates import layout_of
 from flower_ext.training import matches, split
+from flower_ext.training.params import FlatParams
 
 MODEL = {
     "extractor.weight": torch.zeros(2),
@@ -40,3 +42,34 @@ def test_a_star_stands_for_any_part_of_a_name():
 def test_a_single_parameter_may_be_named():
     assert matches("head.bias", ["head.bias"])
     assert not matches("head.weight", ["head.bias"])
+
+
+def flat(count=2):
+    layout = layout_of({"a": torch.zeros(2, 3), "b": torch.zeros(())})
+    return FlatParams(torch.arange(7.0 * count).view(count, 7), layout)
+
+
+def test_models_in_one_tensor_are_views_of_its_rows():
+    models = flat()
+    one, other = models.models()
+    assert one.numbers.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert other["a"].tolist() == [[7, 8, 9], [10, 11, 12]]
+    assert other["b"].item() == 13
+    one["b"].fill_(-1)
+    assert models["b"].tolist() == [-1, 13]
+    assert models.numbers[0, 6] == one.numbers[6] == -1
+
+
+def test_parameters_of_which_one_was_replaced_lie_in_their_tensor_no_longer():
+    layout = layout_of({"a": torch.zeros(2, 3), "b": torch.zeros(())})
+    (model, _) = flat().models()
+    assert model.lies_by(model.layout)
+    assert model.lies_by(layout)
+    assert not model.lies_by(layout_of({"b": torch.zeros(()), "a": torch.zeros(2, 3)}))
+    assert not model.lies_by(layout_of({"a": torch.zeros(3, 2), "b": torch.zeros(())}))
+    (replaced, less) = flat().models()
+    replaced["b"] = torch.tensor(6.0)
+    del less["b"]
+    more = flat().models()[0]
+    more["c"] = torch.zeros(1)
+    assert not any(changed.lies_by(layout) for changed in (replaced, less, more))
