@@ -15,6 +15,7 @@ other models are built anew.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -169,6 +170,16 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
         a == b and not any(isinstance(v, _CONTAINERS) and v is b[key] for key, v in a.items())
         for a, b in pairs
     )
+
+
+def stays_as_it_is(model: nn.Module, features: Tensor) -> bool:
+    """Return True if a pass over ``features`` changes no attribute of a module.
+
+    Parameters and buffers are not compared. What a class keeps in a global variable goes unnoticed.
+    """
+    before = [deepcopy(_held(module)) for module in model.modules()]
+    model(features)
+    return before == [_held(module) for module in model.modules()]
 
 
 def _contents(container: Any) -> list[Any]:

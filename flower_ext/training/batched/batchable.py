@@ -24,6 +24,7 @@ from flower_ext.training.batched.descent import Kind, Stack, kind_of, models_for
 from flower_ext.training.batched.network import CompiledNetwork
 from flower_ext.training.batched.unfused import faster_alone
 from flower_ext.training.blueprint import in_training
+from flower_ext.training.hulls import stays_as_it_is
 from flower_ext.training.local import SGD, Job, LocalTraining, train_job
 from flower_ext.training.objective import Linear, Proximal
 from flower_ext.training.params import Params, clone, shaken
@@ -145,7 +146,8 @@ def _why_unlike(trial: _Trial) -> str | None:
 def trains_alike(task: Task, job: Job, network: CompiledNetwork) -> bool:
     """Return True if compiled code trains models like that of ``job`` as `train` does, by a trial.
 
-    The code of a model may do more than its layers show.
+    The code of a model may do more than its layers show. A model that counts its passes, say, may
+    do so long after the trial, so no model is taken whose attributes change in a pass.
     """
     return _trains_alike(_trial_of(task, job), network)
 
@@ -155,13 +157,15 @@ def _trains_alike(trial: _Trial, network: CompiledNetwork) -> bool:
     def minimise(jobs: Sequence[Job]) -> Params:
         if not all(network.takes(jobs)):
             raise InvalidValue("compiled code does not take the random jobs of a trial")
+        if not stays_as_it_is(in_training(trial.kind.build()), jobs[0].examples.features):
+            raise InvalidValue("a pass changes attributes of the model")
         return network.minimise(jobs, lambda name: True)
 
     return _why_other(trial, minimise) is None
 
 
 def _why_other(trial: _Trial, minimise: Callable[[Sequence[Job]], Params]) -> str | None:
-    """Return how two short trainings in a batch differ from `train`; None if they agree."""
+    """Return how two short trainings by ``minimise`` differ from `train`; None if they agree."""
     training = LocalTraining(steps=2, batch_size=3)
 
     def jobs() -> list[Job]:

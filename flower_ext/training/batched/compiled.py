@@ -180,7 +180,7 @@ def _descend(
     if not plain:
         fill(velocity, ZERO)
     none = ahead[0][:0], ahead[1][:0]
-    # The forward pass fetches before each tile; if these bursts are too long, so does the other.
+    # The forward pass fetches before each tile. If that is too much at once, both passes do.
     bursts = counts[STEPS] * tiles(layers[0], most)
     passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)
     point, first, begin, used = weights, 0, 0, 0

@@ -104,8 +104,7 @@ def multiply(
     """
     wide, high = layer[INPUTS], layer[OUTPUTS]
     block, blocks = 0, tiles(layer, count)
-    soon, size = ahead[0], lines(ahead[0], blocks)
-    later, most = ahead[1], lines(ahead[1], blocks)
+    some, more = lines(ahead[0], blocks), lines(ahead[1], blocks)
     matrix = weights[layer[WEIGHT] :][: high * wide]
     for first in range(0, high, 5):
         # If fewer than five are left, the last one is repeated and computed twice.
@@ -114,8 +113,8 @@ def multiply(
         u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
         x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
         for row in range(0, count, 2):
-            fetch(soon, block * size, size)
-            fetch(later, block * most, most)
+            fetch(ahead[0], block * some, some)
+            fetch(ahead[1], block * more, more)
             block += 1
             other = min(row + 1, count - 1)
             one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
@@ -154,11 +153,10 @@ def add_products(
     """Add ``factors`` · ``values`` to ``into``: (targets, sources) · (sources, wide).
 
     Five sources and two targets at a time. If fewer than five sources are left, the last one is
-    repeated with factors of zero (see `_send`). Meanwhile the processor fetches ``ahead``.
+    repeated with factors of zero (see `_send_dense`). Meanwhile the processor fetches ``ahead``.
     """
     block, blocks = 0, -(-sources // 5) * max(1, targets // 2)
-    soon, some = ahead[0], lines(ahead[0], blocks)
-    later, most = ahead[1], lines(ahead[1], blocks)
+    some, more = lines(ahead[0], blocks), lines(ahead[1], blocks)
     # Unsigned indices, because Numba would test every signed one for being negative.
     size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
     for first in range(0, sources, 5):
@@ -172,8 +170,8 @@ def add_products(
             f, g, h, i, j = _five(factors[pair + 1], first)
             one = np.uint64(pair * wide)
             two = one + size
-            fetch(soon, block * some, some)
-            fetch(later, block * most, most)
+            fetch(ahead[0], block * some, some)
+            fetch(ahead[1], block * more, more)
             block += 1
             for k in range(size):
                 u, v, w = values[p + k], values[q + k], values[r + k]
