@@ -1,8 +1,7 @@
 """SGD on chains of layers, as loops over numbers that Numba translates.
 
-A mini-batch has few rows. BLAS libraries rearrange matrices before they multiply them, which takes
-longer than these products, and a model leaves the processor's nearest caches between operations.
-Here one model stays there from its first step to its last.
+Between the operations of a library, a model leaves the processor's nearest caches. Here one model
+stays there from its first step to its last.
 
 All numbers of a network are one array, with a table of its layers (see `layout`). Nothing here
 allocates, raises or uses Python, so the result is machine code that runs without Numba. `native`
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_ext.training.batched.dense import tiles
 from flower_ext.training.batched.layout import (
     ACROSS,
     BATCH_SIZE,
@@ -53,7 +53,7 @@ from flower_ext.training.batched.passes import (
     forward,
     weight_size,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, portion, tiles
+from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, nothing, portion
 
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
@@ -73,7 +73,7 @@ def train(
     size: int,
     outputs: Any,
     slopes: Any,
-    factors: Any,
+    beside: Any,
     norms: Any,
     spare: Any,
 ) -> None:
@@ -91,7 +91,7 @@ def train(
     depth, size : int
         Number of layers, and of numbers in a network.
     outputs, slopes : float32 (rows of a mini-batch · widths of inputs and layers,)
-    factors : float32 (as many numbers as the passes need beside that,)
+    beside : float32 (as many numbers as the passes need besides,)
     norms : float32 (2 · rows of a mini-batch · widths of inputs and layers,)
         Outputs of norms before weight and bias, and the scales of their groups.
     spare : float32 (3 · size,)
@@ -118,7 +118,7 @@ def train(
             carray(numbers[own + OFFSET], size),
             outputs,
             slopes,
-            factors,
+            beside,
             norms,
             room,
             (
@@ -158,7 +158,7 @@ def _descend(
     offset: np.ndarray,
     working: Any,
     sloping: Any,
-    factors: Any,
+    beside: Any,
     norms: Any,
     room: np.ndarray,
     ahead: tuple[np.ndarray, np.ndarray],
@@ -172,14 +172,14 @@ def _descend(
     last = len(layers) - 1
     width = layers[last, ACROSS] + layers[last, INPUTS] + layers[last, OUTPUTS]
     outputs, slopes = carray(working, most * width), carray(sloping, most * width)
-    arrays = outputs, slopes, carray(norms, 2 * most * width), factors
+    arrays = outputs, slopes, carray(norms, 2 * most * width), beside
     rate, beta = np.float32(rates[LEARNING_RATE]), np.float32(rates[MOMENTUM])
     radius, pull = np.float32(rates[SAM_RADIUS]), np.float32(rates[PULL])
     plain = beta == 0 and radius == 0 and not has_terms
     velocity, climb, climbed = room[0], room[1], room[2]
     if not plain:
         fill(velocity, ZERO)
-    none = ahead[0][:0], ahead[1][:0]
+    none = nothing(weights)
     # The forward pass fetches before each tile. If that is too much at once, both passes do.
     bursts = counts[STEPS] * tiles(layers[0], most)
     passes = 1 + int(len(ahead[0]) + len(ahead[1]) > _BURST * bursts)

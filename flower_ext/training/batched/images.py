@@ -7,8 +7,6 @@ numbers, and each pass is a product of matrices that reads images in place.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from flower_ext.training.batched.layout import (
@@ -33,50 +31,23 @@ from flower_ext.training.batched.layout import (
     WEIGHT,
     WIDTH,
 )
-from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops
+from flower_ext.training.batched.products import (
+    NEXT,
+    ONE,
+    STAY,
+    ZERO,
+    add_product,
+    copy,
+    fill,
+    loops,
+)
 from flower_ext.training.batched.tiles import (
-    HIGH,
     LANES,
-    WIDE,
     find_largest,
     find_sum,
-    multiply_tile,
     send_to_all,
     send_to_largest,
 )
-
-STAY: Any = np.int64(0)
-NEXT: Any = np.int64(1)
-"""0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
-
-
-@loops
-def add_product(
-    into: np.ndarray,
-    left: np.ndarray,
-    right: np.ndarray,
-    shape: tuple[int, int, int, int],
-    steps: tuple[int, int, int, int, int, int],
-    factor: np.float32,
-) -> None:
-    """Do as `multiply_tile`, for any number of rows and columns."""
-    rows, columns, inner, outer = shape
-    into_row, left_row = steps[0], steps[1]
-    vectors = (columns + LANES - 1) // LANES
-    pieces, bands = (vectors + WIDE - 1) // WIDE, (rows + HIGH - 1) // HIGH
-    for piece in range(pieces):  # of similar width
-        column = piece * vectors // pieces * LANES
-        wide = min(columns, (piece + 1) * vectors // pieces * LANES) - column
-        for band in range(bands):
-            row, end = band * rows // bands, (band + 1) * rows // bands
-            multiply_tile(
-                into[row * into_row + column :],
-                left[row * left_row :],
-                right[column:],
-                (end - row, wide, inner, outer),
-                steps,
-                factor,
-            )
 
 
 @loops

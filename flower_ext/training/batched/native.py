@@ -29,8 +29,8 @@ log = getLogger("flwr")
 
 _HERE = Path(__file__).parent
 _SOURCES = [
-    *(_HERE / f"{name}.py" for name in ("between", "compiled", "images", "layout", "native")),
-    *(_HERE / f"{name}.py" for name in ("passes", "products", "tiles")),
+    *(_HERE / f"{name}.py" for name in ("between", "compiled", "dense", "images")),
+    *(_HERE / f"{name}.py" for name in ("layout", "native", "passes", "products", "tiles")),
     _HERE.parent / "dropout.py",
 ]
 _LONGEST = 600.0

@@ -30,7 +30,6 @@ from flower_ext.training.batched.chain import Layer, Part, chain
 from flower_ext.training.batched.layout import (
     CHANNELS,
     COLUMNS,
-    DENSE,
     DROP,
     IMAGE_NORM,
     LINE,
@@ -214,10 +213,9 @@ class CompiledNetwork:
     def _sizes(self, rows: int) -> list[int]:
         """Return the sizes of outputs, slopes, other needs of passes, norms, and three models."""
         widths = [layer.outputs for layer in self.layers]
-        widest = max((layer.outputs for layer in self.layers if layer.kind == DENSE), default=0)
         numbers = rows * (self.layers[0].inputs + sum(widths))
         norms = 2 * numbers if any(layer.kind in (NORM, IMAGE_NORM) for layer in self.layers) else 0
-        beside = max((rows + 4) * (widest + 4), *(layer.scratch for layer in self.layers))
+        beside = max(layer.scratch for layer in self.layers)
         return [numbers, numbers, beside, norms, 3 * self.size]
 
     def _working(self, job: Job) -> int:

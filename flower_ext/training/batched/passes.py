@@ -5,7 +5,6 @@ All outputs are kept, those of a layer for one example after the other.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numba
@@ -21,6 +20,7 @@ from flower_ext.training.batched.between import (
     through_image_norm,
     through_norm,
 )
+from flower_ext.training.batched.dense import multiply, send_dense, through_dense
 from flower_ext.training.batched.images import (
     convolve,
     padded_size,
@@ -33,7 +33,6 @@ from flower_ext.training.batched.images import (
 from flower_ext.training.batched.layout import (
     ACROSS,
     ACTIVATION,
-    BIAS,
     CHANNELS,
     CONVOLUTION,
     DENSE,
@@ -56,10 +55,9 @@ from flower_ext.training.batched.products import (
     ONE,
     ZERO,
     activate,
-    add_products,
-    fill,
+    exponential,
     loops,
-    multiply,
+    nothing,
     through,
 )
 
@@ -98,7 +96,7 @@ def forward(
         below, here = most * layer[ACROSS], most * (layer[ACROSS] + layer[INPUTS])
         inputs = outputs[below:][: count * layer[INPUTS]]
         if layer[KIND] == DENSE:
-            soon = ahead if below == 0 else (ahead[0][:0], ahead[1][:0])
+            soon = ahead if below == 0 else nothing(inputs)
             multiply(weights, layer, outputs, below, here, count, soon)
         elif layer[KIND] == NORM:
             scales = normed[len(outputs) + here :]
@@ -122,19 +120,31 @@ def forward(
             _forward_images(weights, layer, count, inputs, outputs[here:], room)
         activate(outputs[here:][: count * layer[OUTPUTS]], layer[ACTIVATION])
     classes = layers[-1, OUTPUTS]
-    for place, row in enumerate(rows):
-        start = here + place * classes
-        logits, slope = outputs[start:][:classes], slopes[start:][:classes]
-        largest = logits[0]
-        for label in range(1, classes):
+    _slopes_of_loss(outputs[here:][: count * classes], slopes[here:], targets, rows)
+
+
+@loops
+def _slopes_of_loss(
+    logits: np.ndarray, slopes: np.ndarray, targets: np.ndarray, rows: np.ndarray
+) -> None:
+    """Write the slope of the mean cross-entropy by the logits of a mini-batch."""
+    count = len(rows)
+    classes = len(logits) // count
+    for start in range(0, len(logits), classes):
+        largest = logits[start]
+        for label in range(start + 1, start + classes):
             largest = max(largest, logits[label])
+        for label in range(start, start + classes):
+            slopes[label] = logits[label] - largest
+    exponential(slopes[: len(logits)])
+    for place, row in enumerate(rows):
+        slope = slopes[place * classes :][:classes]
         total = ZERO
         for label in range(classes):
-            slope[label] = math.exp(logits[label] - largest)
             total += slope[label]
-        share = ONE / (total * np.float32(count))
+        portion = ONE / (total * np.float32(count))
         for label in range(classes):
-            slope[label] *= share
+            slope[label] *= portion
         slope[targets[row]] -= ONE / np.float32(count)
 
 
@@ -206,9 +216,9 @@ def backward(
                 send_image_norm(layer, slope, unscaled, into, factor, spare)
         elif layer[KIND] == DENSE:
             if number > lowest:  # before the weights change
-                _through_dense(weights, layer, count, own, down, room)
-            soon = ahead if below == 0 else (ahead[0][:0], ahead[1][:0])
-            _send_dense(layer, count, outputs[below:], own, into, factor, room, soon)
+                through_dense(weights, layer, count, own, down)
+            soon = ahead if below == 0 else nothing(own)
+            send_dense(layer, count, outputs[below:], own, into, factor, soon)
         elif layer[KIND] == CONVOLUTION:
             if number > lowest:
                 _through_convolutions(weights, layer, count, own, down, room)
@@ -223,44 +233,6 @@ def backward(
                     turn(slope, wide // layer[SETTING], down[row * wide :])
                 else:
                     through_pool(layer, image, slope, down[row * wide :])
-
-
-@loops
-def _through_dense(
-    weights: np.ndarray, layer: np.ndarray, count: int, own: np.ndarray, down: np.ndarray, room: Any
-) -> None:
-    wide, high = layer[INPUTS], layer[OUTPUTS]
-    fill(down[: count * wide], ZERO)
-    factors = carray(room, (count, high + -high % 5))
-    for row in range(count):
-        for place in range(factors.shape[1]):
-            factors[row, place] = own[row * high + place] if place < high else ZERO
-    add_products(down, factors, count, weights[layer[WEIGHT] :], high, wide, (own[:0], own[:0]))
-
-
-@loops
-def _send_dense(
-    layer: np.ndarray,
-    count: int,
-    inputs: np.ndarray,
-    own: np.ndarray,
-    into: np.ndarray,
-    factor: np.float32,
-    room: Any,
-    ahead: tuple[np.ndarray, np.ndarray],
-) -> None:
-    wide, high = layer[INPUTS], layer[OUTPUTS]
-    if layer[TRAINS_WEIGHT]:
-        factors = carray(room, (high, count + -count % 5))
-        for place in range(high):
-            for row in range(factors.shape[1]):
-                scale = own[row * high + place] if row < count else ZERO
-                factors[place, row] = factor * scale
-        add_products(into[layer[WEIGHT] :], factors, high, inputs, count, wide, ahead)
-    if layer[TRAINS_BIAS]:
-        for row in range(count):
-            for place in range(high):
-                into[layer[BIAS] + place] += factor * own[row * high + place]
 
 
 @loops

@@ -1,7 +1,4 @@
-"""Products of small matrices, and activations, as loops over numbers that Numba translates.
-
-For the few rows of a mini-batch these are faster than a BLAS library, which rearranges matrices.
-"""
+"""Products, exponentials and activations, as loops over numbers that Numba translates."""
 
 from __future__ import annotations
 
@@ -13,21 +10,27 @@ from llvmlite import ir
 from numba import extending, njit, types
 
 from flower_ext.training.batched.layout import (
-    BIAS,
-    INPUTS,
     LINE,
-    OUTPUTS,
     RELU,
     SIGMOID,
     TANH,
-    WEIGHT,
 )
+from flower_ext.training.batched.tiles import HIGH, LANES, WIDE, multiply_tile
 
 ONE, ZERO = np.float32(1), np.float32(0)
+STAY: Any = np.int64(0)
+NEXT: Any = np.int64(1)
+"""0 and 1 with a type: Numba would compile `add_product` again for each literal in a call."""
 
 loops = njit(error_model="numpy")
 # Allows sums in any order, as vector registers need; NaN and infinity keep their meaning.
 sums = njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+_HALF, _LEAST = np.float32(0.5), np.float32(-87)
+_PER_LN2 = np.float32(1 / math.log(2))
+_LN2_HIGH = np.float32(0.693359375)  # so few digits that its products with n are exact
+_LN2_LOW = np.float32(math.log(2) - 0.693359375)
+_C2, _C3, _C4, _C5, _C6, _C7 = (np.float32(1 / math.factorial(n)) for n in range(2, 8))
 
 
 @extending.intrinsic
@@ -62,6 +65,12 @@ def lines(values: np.ndarray, parts: int) -> int:
 
 
 @loops
+def nothing(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two empty arrays, in place of what a processor is to fetch meanwhile."""
+    return values[:0], values[:0]
+
+
+@loops
 def portion(values: np.ndarray, number: int, of: int) -> np.ndarray:
     """Return one of several parts of about equal length."""
     size = len(values) // of + 1
@@ -83,113 +92,52 @@ def fill(into: np.ndarray, value: np.float32) -> None:
 
 
 @loops
-def tiles(layer: np.ndarray, count: int) -> int:
-    """Return the number of tiles in which `multiply` computes the outputs of ``count`` rows."""
-    return int(-(-layer[OUTPUTS] // 5) * -(-count // 2))
-
-
-@sums
-def multiply(
-    weights: np.ndarray,
-    layer: np.ndarray,
-    values: np.ndarray,
-    below: int,
-    here: int,
-    count: int,
-    ahead: tuple[np.ndarray, np.ndarray],
-) -> None:
-    """Write x Wᵀ + b for rows x of a layer's inputs: two rows and five neurons at a time.
-
-    Meanwhile the processor fetches ``ahead``, which the next training needs, into its caches.
-    """
-    wide, high = layer[INPUTS], layer[OUTPUTS]
-    block, blocks = 0, tiles(layer, count)
-    some, more = lines(ahead[0], blocks), lines(ahead[1], blocks)
-    matrix = weights[layer[WEIGHT] :][: high * wide]
-    for first in range(0, high, 5):
-        # If fewer than five are left, the last one is repeated and computed twice.
-        p, q, r = first, min(first + 1, high - 1), min(first + 2, high - 1)
-        s, t = min(first + 3, high - 1), min(first + 4, high - 1)
-        u, v, w = matrix[p * wide :][:wide], matrix[q * wide :][:wide], matrix[r * wide :][:wide]
-        x, y = matrix[s * wide :][:wide], matrix[t * wide :][:wide]
-        for row in range(0, count, 2):
-            fetch(ahead[0], block * some, some)
-            fetch(ahead[1], block * more, more)
-            block += 1
-            other = min(row + 1, count - 1)
-            one, two = values[below + row * wide :][:wide], values[below + other * wide :][:wide]
-            a = b = c = d = e = f = g = h = i = j = ZERO
-            for k in range(wide):
-                a += one[k] * u[k]
-                b += one[k] * v[k]
-                c += one[k] * w[k]
-                d += one[k] * x[k]
-                e += one[k] * y[k]
-                f += two[k] * u[k]
-                g += two[k] * v[k]
-                h += two[k] * w[k]
-                i += two[k] * x[k]
-                j += two[k] * y[k]
-            outputs = values[here + row * high :][:high]
-            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = a, b, c, d, e
-            outputs = values[here + other * high :][:high]
-            outputs[p], outputs[q], outputs[r], outputs[s], outputs[t] = f, g, h, i, j
-    if layer[BIAS] >= 0:
-        for row in range(count):
-            for place in range(high):
-                values[here + row * high + place] += weights[layer[BIAS] + place]
-
-
-@sums
-def add_products(
+def add_product(
     into: np.ndarray,
-    factors: np.ndarray,
-    targets: int,
-    values: np.ndarray,
-    sources: int,
-    wide: int,
-    ahead: tuple[np.ndarray, np.ndarray],
+    left: np.ndarray,
+    right: np.ndarray,
+    shape: tuple[int, int, int, int],
+    steps: tuple[int, int, int, int, int, int],
+    factor: np.float32,
 ) -> None:
-    """Add ``factors`` · ``values`` to ``into``: (targets, sources) · (sources, wide).
-
-    Five sources and two targets at a time. If fewer than five sources are left, the last one is
-    repeated with factors of zero (see `_send_dense`). Meanwhile the processor fetches ``ahead``.
-    """
-    block, blocks = 0, -(-sources // 5) * max(1, targets // 2)
-    some, more = lines(ahead[0], blocks), lines(ahead[1], blocks)
-    # Unsigned indices, because Numba would test every signed one for being negative.
-    size, last = np.uint64(wide), np.uint64((sources - 1) * wide)
-    for first in range(0, sources, 5):
-        p = np.uint64(first * wide)
-        q = min(p + size, last)
-        r = min(q + size, last)
-        s = min(r + size, last)
-        t = min(s + size, last)
-        for pair in range(0, targets - 1, 2):
-            a, b, c, d, e = _five(factors[pair], first)
-            f, g, h, i, j = _five(factors[pair + 1], first)
-            one = np.uint64(pair * wide)
-            two = one + size
-            fetch(ahead[0], block * some, some)
-            fetch(ahead[1], block * more, more)
-            block += 1
-            for k in range(size):
-                u, v, w = values[p + k], values[q + k], values[r + k]
-                x, y = values[s + k], values[t + k]
-                into[one + k] += a * u + b * v + c * w + d * x + e * y
-                into[two + k] += f * u + g * v + h * w + i * x + j * y
-        if targets % 2:
-            a, b, c, d, e = _five(factors[targets - 1], first)
-            one = np.uint64((targets - 1) * wide)
-            for k in range(size):
-                u, v, w = values[p + k], values[q + k], values[r + k]
-                x, y = values[s + k], values[t + k]
-                into[one + k] += a * u + b * v + c * w + d * x + e * y
+    """Do as `multiply_tile`, for any number of rows and columns."""
+    rows, columns, inner, outer = shape
+    into_row, left_row = steps[0], steps[1]
+    high, wide = share(rows, HIGH), LANES * share(-(-columns // LANES), WIDE)
+    for column in range(0, columns, wide):
+        for row in range(0, rows, high):
+            multiply_tile(
+                into[row * into_row + column :],
+                left[row * left_row :],
+                right[column:],
+                (min(high, rows - row), min(wide, columns - column), inner, outer),
+                steps,
+                factor,
+            )
 
 
 @loops
-def _five(row: np.ndarray, first: int) -> tuple[float, float, float, float, float]:
-    return row[first], row[first + 1], row[first + 2], row[first + 3], row[first + 4]
+def share(count: int, most: int) -> int:
+    """Return the size of parts that are about equal and as large as ``most`` permits."""
+    parts = -(-count // most)
+    return -(-count // parts)
+
+
+@loops
+def exponential(values: np.ndarray) -> None:
+    """Apply e^x in place for x ≤ 0, within one unit in the last place; below −87 as for −87.
+
+    With n the integer nearest to x / ln 2, and r = x − n ln 2, it is e^x = 2ⁿ e^r, and e^r comes
+    from its Taylor series. This needs no branch, so a processor computes several at once.
+    """
+    bits = values.view(np.int32)
+    for i in range(len(values)):
+        x = _LEAST if values[i] < _LEAST else values[i]  # NaN stays
+        n = np.floor(x * _PER_LN2 + _HALF)
+        r = x - n * _LN2_HIGH - n * _LN2_LOW
+        series = _C4 + r * (_C5 + r * (_C6 + r * _C7))
+        values[i] = ONE + r * (ONE + r * (_C2 + r * (_C3 + r * series)))
+        bits[i] += np.int32(n) << np.int32(23)  # adds n to the exponent
 
 
 @loops

@@ -20,8 +20,9 @@ from numba.extending import intrinsic
 _MANY = llvm.get_host_cpu_features().get("avx512f", False)
 LANES = 16 if _MANY else 8
 """Numbers in a vector of this processor."""
-HIGH, WIDE = (8, 3) if _MANY else (4, 2)
-"""Most rows of a tile, and most vectors in a row; all of a tile's sums fit the registers."""
+HIGH, WIDE = (5, 5) if _MANY else (6, 2)
+"""Most rows of a tile, and most vectors in a row (columns for `dot_tile`); all of a tile's sums fit
+the registers."""
 
 _REAL, _WHOLE, _NARROW = ir.FloatType(), ir.IntType(64), ir.IntType(32)
 _VECTOR, _MASK = ir.VectorType(_REAL, LANES), ir.VectorType(ir.IntType(1), LANES)
@@ -83,6 +84,13 @@ class _Vectors:
     def fused(self, a: Any, b: Any, c: Any) -> Any:
         """Return a · b + c, rounded once."""
         return self._call(f"llvm.fma.v{LANES}f32", _VECTOR, [a, b, c])
+
+    def total(self, vector: Any) -> Any:
+        """Return the sum of a vector's numbers, in any order."""
+        kind = ir.FunctionType(_REAL, [_REAL, _VECTOR])
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        made = cgutils.get_or_insert_function(self.builder.module, kind, name)  # type: ignore[no-untyped-call]
+        return self.builder.call(made, [_REAL(0), vector], fastmath=("reassoc",))
 
     def product(self, x: Any, y: Any) -> Any:
         return self.builder.mul(_WHOLE(x) if isinstance(x, int) else x, y)
@@ -182,6 +190,63 @@ def _tile(
             target = vectors.place(begin, number * LANES)
             value = vectors.fused(scale, builder.load(place), vectors.load(target, masks[number]))
             vectors.store(value, target, masks[number])
+
+
+def _dotted(typing_context: Any, into: Any, left: Any, right: Any, shape: Any, steps: Any) -> Any:
+    """Write a tile of a product of rows; see `dot_tile`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        starts = [_start(context, builder, signature.args[i], arguments[i]) for i in range(3)]
+        shape, steps = (
+            cgutils.unpack_tuple(builder, arguments[i], len(signature.args[i]))  # type: ignore[no-untyped-call]
+            for i in (3, 4)
+        )
+        rows, columns, inner = shape
+        end = builder.append_basic_block()
+        choice = builder.add(rows, builder.mul(columns, _WHOLE(HIGH + 1)))
+        switch = builder.switch(choice, end)
+        for wide in range(1, WIDE + 1):
+            for high in range(1, HIGH + 1):
+                tile = builder.append_basic_block()
+                switch.add_case(_WHOLE(high + (HIGH + 1) * wide), tile)
+                builder.position_at_end(tile)
+                _dot_tile(_Vectors(builder), high, wide, inner, starts, steps)
+                builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(into, left, right, shape, steps), generate
+
+
+def _dot_tile(
+    vectors: _Vectors, high: int, wide: int, inner: Any, starts: Sequence[Any], steps: Sequence[Any]
+) -> None:
+    """Write the code for a tile of ``high`` rows and ``wide`` columns."""
+    builder = vectors.builder
+    into, left, right = starts
+    into_row, left_row, right_row = steps
+    lefts = [vectors.place(left, vectors.product(row, left_row)) for row in range(high)]
+    rights = [vectors.place(right, vectors.product(row, right_row)) for row in range(wide)]
+    sums = [[vectors.variable() for _ in rights] for _ in lefts]
+
+    def add(step: Any, mask: Any | None) -> None:
+        own = [vectors.load(vectors.place(begin, step), mask) for begin in rights]
+        for begin, places in zip(lefts, sums, strict=True):
+            value = vectors.load(vectors.place(begin, step), mask)
+            for other, place in zip(own, places, strict=True):
+                builder.store(vectors.fused(value, other, builder.load(place)), place)
+
+    whole = builder.sdiv(inner, _WHOLE(LANES))
+    with vectors.loop(whole) as number:
+        add(vectors.product(LANES, number), None)
+    done = vectors.product(LANES, whole)
+    rest = builder.sub(inner, done)
+    with builder.if_then(builder.icmp_signed(">", rest, _WHOLE(0))):
+        add(done, vectors.mask(rest, 0))
+    for row, places in enumerate(sums):
+        begin = vectors.place(into, vectors.product(row, into_row))
+        for column, place in enumerate(places):
+            builder.store(vectors.total(builder.load(place)), vectors.place(begin, column))
 
 
 def _summed(
@@ -292,6 +357,13 @@ and k of ``left[r · left_row + k · left_inner + u · left_outer] ·
 right[n + k · right_inner + u · right_outer]`` is added to ``into[r · into_row + n]``, row after
 row, so that rows may overlap. ``shape`` is (rows, columns, inner, outer); ``steps`` is (into_row,
 left_row, left_inner, left_outer, right_inner, right_outer).
+"""
+dot_tile: Any = intrinsic(_dotted)
+"""``dot_tile(into, left, right, (rows, columns, inner), (into_row, left_row, right_row))``.
+
+Write a product with a transposed matrix: for all rows r and columns n of a tile,
+``into[r · into_row + n]`` is the sum over k of ``left[r · left_row + k] ·
+right[n · right_row + k]``. A tile has up to `HIGH` rows and `WIDE` columns.
 """
 find_largest: Any = intrinsic(_largest)
 """``find_largest(into, values, columns, (high, wide), (down, right))``: maxima over a window.
