@@ -182,13 +182,13 @@ def run_in_process(
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep up to 32 MB of freed memory for the next round.
+    """Let the C library keep up to 64 MB of freed memory for the next round.
 
     Otherwise it may return the arrays of each round to the system, which clears every page before
     the next round gets it. glibc keeps twice as much as the largest array, up to 32 MB, that was
     freed before; other libraries ignore this.
     """
-    np.empty(2**24, np.uint8)
+    np.empty(2**25 - 2**16, np.uint8)  # with its header, just below 32 MB
 
 
 @contextmanager
