@@ -90,7 +90,7 @@ def main(
             name: [
                 by_turns(
                     here,
-                    Workload(model=name, clients=10_000, cohort=1_000, rounds=3),
+                    Workload(model=name, clients=10_000, cohort=1_000, rounds=8),
                     turns=1,
                     timeout=timeout,
                 )
