@@ -15,6 +15,7 @@ from flower_ext.auditing.secure_rounds import SecureTranscript, is_secure
 from flower_ext.federation import FederationNotReady, InProcessGrid, records
 from flower_ext.federation.cohort import asks_identity, partition_of
 from flower_ext.federation.engines.in_process import modules_uncollected
+from flower_ext.federation.uploads import UploadReply
 
 
 def observe(
@@ -128,6 +129,9 @@ def _upload(reply: Message, sent: Arrays) -> Arrays | None:
     """Return the model that a client sent minus the one it received; None for other replies."""
     if reply.has_error():
         return None
+    # The content would turn an upload into records, and the server would go another way.
+    if isinstance(reply, UploadReply) and (upload := reply.upload) is not None:
+        return _wide(upload.arrays)
     if records.UPDATE in reply.content:
         return _arrays(reply.content[records.UPDATE])
     model = _arrays(reply.content.get(records.MODEL))
@@ -138,8 +142,8 @@ def _arrays(record: object) -> Arrays:
     return _wide(records.to_arrays(record)) if isinstance(record, ArrayRecord) else {}
 
 
-def _wide(arrays: Arrays) -> Arrays:
-    return {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items()}
+def _wide(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    return {name: np.array(array, dtype=np.float64) for name, array in arrays.items()}
 
 
 @contextmanager

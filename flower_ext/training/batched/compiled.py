@@ -54,6 +54,7 @@ from flower_ext.training.batched.passes import (
     weight_size,
 )
 from flower_ext.training.batched.products import ONE, ZERO, copy, fill, loops, nothing, portion
+from flower_ext.training.batched.sums import add, square
 
 _MOST_AHEAD = 2**16
 """Most features, and weights, of the next job that are fetched in advance: 256 kB of each."""
@@ -265,5 +266,7 @@ EXPORTS: dict[Any, str] = {
         "CPointer(float32), CPointer(float32))"
     ),
     are_classes: "void(CPointer(CPointer(int64)), CPointer(int64), int64, int64, CPointer(int64))",
+    square: "void(CPointer(float32), int64, CPointer(float64))",
+    add: "void(CPointer(float32), int64, CPointer(float64), CPointer(float64))",
 }
 """Functions to compile, and the types of their arguments."""

@@ -30,12 +30,12 @@ log = getLogger("flwr")
 _HERE = Path(__file__).parent
 _SOURCES = [
     *(_HERE / f"{name}.py" for name in ("between", "compiled", "dense", "images")),
-    *(_HERE / f"{name}.py" for name in ("layout", "native", "passes", "products", "tiles")),
+    *(_HERE / f"{name}.py" for name in ("layout", "native", "passes", "products", "sums", "tiles")),
     _HERE.parent / "dropout.py",
 ]
 _LONGEST = 600.0
 """Longest time for compiling, in seconds; it usually takes some twenty."""
-_ARGUMENTS = {"train": 14, "are_classes": 5}
+_ARGUMENTS = {"train": 14, "are_classes": 5, "square": 3, "add": 4}
 # Nothing is allocated, so there are no references to count.
 _UNCOUNTED = """
 define void @NRT_incref(ptr %p) alwaysinline { ret void }
@@ -58,6 +58,8 @@ class Library:
         self._engine = _loaded(_code(_folders()))
         self.train = self._function("train")
         self.are_classes = self._function("are_classes")
+        self.square = self._function("square")
+        self.add = self._function("add")
 
     def _function(self, name: str) -> Callable[..., None]:
         """Wrap a function as Numba calls it, with unused places for a result and an error."""

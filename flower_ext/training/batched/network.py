@@ -300,6 +300,11 @@ def _library() -> Any:
         return None
 
 
+def loaded() -> Any:
+    """Return the functions of `compiled` if a training has loaded them here, else None."""
+    return _library() if _library.cache_info().currsize else None
+
+
 @lru_cache(maxsize=64)
 def _network(
     build: Callable[[], nn.Module], shape: torch.Size, parameters: Sizes
