@@ -35,7 +35,7 @@ from flower_ext.privacy.updates import (
     Update,
     as_float64,
     check_arrays,
-    is_row_of,
+    is_fast,
     l2_norm,
     laid_out,
     scaled_norm,
@@ -139,7 +139,7 @@ def sum_clipped(
                 count += update.count
                 continue
             check_arrays(update)
-            if is_row_of(update, layout, summed):
+            if is_fast(update, layout, summed):
                 norm = update.length() / clipping_norm
                 if 1e-100 < norm < 1e100:
                     update.add_to(summed, min(1.0, _MARGIN / norm))

@@ -57,19 +57,6 @@ class Row(Mapping[str, np.ndarray]):
         """As `l2_norm`."""
         return l2_norm(self)
 
-    def length(self) -> float:
-        """Return the L2 norm, computed in float64: NaN or infinite if a number is."""
-        wide = self.numbers.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return math.sqrt(float(wide @ wide))
-
-    def add_to(self, total: np.ndarray, factor: float = 1.0) -> None:
-        """Add ``factor`` times all numbers to ``total``, a float64 array of the same shape."""
-        wide = self.numbers.astype(np.float64)
-        if factor != 1.0:
-            wide *= factor
-        total += wide
-
     def __getitem__(self, name: str) -> np.ndarray:
         place, shape = self.layout[name]
         return self.numbers[place].reshape(shape)
@@ -79,6 +66,23 @@ class Row(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.layout)
+
+
+class FastRow(Row):
+    """A row with its own code for what sums need, which a subclass provides."""
+
+    __slots__ = ()
+
+    def length(self) -> float:
+        """Return the L2 norm, computed in float64: NaN or infinite if a number is."""
+        raise NotImplementedError
+
+    def add_to(self, total: np.ndarray, factor: float = 1.0) -> None:
+        """Add ``factor`` times all numbers to ``total``, a float64 array of the same shape.
+
+        Each product and each sum is rounded to float64.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +187,7 @@ def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str
     wide, count = summed * 0.0, 0
     for update in updates:
         part = update if isinstance(update, Summed) else Summed(value=update, count=1)
-        if is_row_of(part.value, layout, summed):
+        if is_fast(part.value, layout, summed):
             part.value.add_to(summed)
         else:
             write_numbers(part.value, like, layout, wide)
@@ -192,9 +196,9 @@ def total(updates: Iterable[Update | Summed], *, like: Update) -> tuple[dict[str
     return taken_apart(summed, layout, like), count
 
 
-def is_row_of(update: Update, layout: Layout, total: Any) -> TypeGuard[Row]:
-    """Return True if an update is a `Row` that can `add_to` this total of all numbers."""
-    return isinstance(update, Row) and isinstance(total, np.ndarray) and update.layout == layout
+def is_fast(update: Update, layout: Layout, total: Any) -> TypeGuard[FastRow]:
+    """Return True if an update can add itself to this total of all numbers."""
+    return isinstance(update, FastRow) and isinstance(total, np.ndarray) and update.layout == layout
 
 
 def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> None:
@@ -205,6 +209,9 @@ def write_numbers(update: Update, like: Update, layout: Layout, into: Any) -> No
     ValueError
         Names or shapes differ from those of ``like``.
     """
+    if isinstance(update, Row) and isinstance(into, np.ndarray) and update.layout == layout:
+        into[:] = update.numbers
+        return
     check_like(update, like)
     for name, (place, _) in layout.items():
         into[place] = update[name].reshape(-1)
@@ -258,7 +265,7 @@ def taken_apart(numbers: Any, layout: Layout, like: Update) -> dict[str, Any]:
 
 def scaled_norm(update: Update) -> tuple[float, float]:
     """Return (m, s) with norm = m·s; m exceeds 1 only where squares might overflow."""
-    if isinstance(update, Row) and 1e-100 < (norm := update.length()) < 1e100:
+    if isinstance(update, FastRow) and 1e-100 < (norm := update.length()) < 1e100:
         return 1.0, norm
     wide = {name: as_float64(array) for name, array in update.items()}
     if 1e-100 < (norm := _norm(wide)) < 1e100:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
@@ -44,9 +45,10 @@ define void @NRT_decref(ptr %p) alwaysinline { ret void }
 
 
 class Library:
-    """The functions of `compiled` as machine code; arguments that are arrays become addresses.
+    """The functions of `compiled` as machine code.
 
-    Other threads continue while a function runs.
+    ``train`` and ``are_classes`` take arrays, the others take addresses of arrays. While a function
+    runs, other threads continue.
 
     Raises
     ------
@@ -56,8 +58,8 @@ class Library:
 
     def __init__(self) -> None:
         self._engine = _loaded(_code(_folders()))
-        self.train = self._function("train")
-        self.are_classes = self._function("are_classes")
+        self.train = _of_arrays(self._function("train"))
+        self.are_classes = _of_arrays(self._function("are_classes"))
         self.square = self._function("square")
         self.add = self._function("add")
 
@@ -66,14 +68,17 @@ class Library:
         address = self._engine.get_function_address(name)
         numbers = [ctypes.c_int64] * _ARGUMENTS[name]
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *numbers)(address)
-        nowhere = ctypes.c_int64()
-        where = ctypes.byref(nowhere)
+        nowhere = ctypes.byref(ctypes.c_int64())
+        return partial(call, nowhere, nowhere)
 
-        def run(*arguments: int | np.ndarray) -> None:
-            own = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-            call(where, where, *own)
 
-        return run
+def _of_arrays(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that takes arrays in place of their addresses."""
+
+    def run(*arguments: int | np.ndarray) -> None:
+        function(*(a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments))
+
+    return run
 
 
 def _loaded(code: bytes) -> Any:
