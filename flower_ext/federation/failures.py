@@ -103,15 +103,18 @@ def each(step: Callable[..., R], *columns: Sequence[Any]) -> list[R | Exception]
     Each column holds one argument for every client. If a client's argument is an exception, an
     earlier step failed for this client, and the exception is its result.
     """
-    made: list[R | Exception] = []
+    return list(in_turn(step, *columns))
+
+
+def in_turn(step: Callable[..., R], *columns: Sequence[Any]) -> Iterator[R | Exception]:
+    """Yield the results of `each`, one client's before the next one's step begins."""
     for row in zip(*columns, strict=True):
         for value in row:
             if isinstance(value, Exception):
-                made.append(value)
+                yield value
                 break
         else:
-            made.append(attempted(step, *row))
-    return made
+            yield attempted(step, *row)
 
 
 def _place(error: Exception) -> tuple[str, int]:

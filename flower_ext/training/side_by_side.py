@@ -123,7 +123,7 @@ Steps = Generator[Training, Any, T]
 
 
 def side_by_side(
-    runs: Sequence[T | Steps[T] | Exception],
+    runs: Iterable[T | Steps[T] | Exception],
     finish: Callable[[int, T], R],
     *,
     memory_limit: int = MEMORY_LIMIT,
@@ -132,7 +132,8 @@ def side_by_side(
 
     Trainings for which runs wait are batched. Each run is finished as soon as it has ended: its
     numbers are still in the processor's caches, and the next models do not exist yet. An error of
-    one training is raised in its own run; all others continue.
+    one training is raised in its own run; all others continue. A run without a training is finished
+    before the next one is taken from ``runs``.
     """
     results: dict[int, R | Exception] = {}
     waiting: dict[int, tuple[Steps[T], Training]] = {}

@@ -46,6 +46,22 @@ def test_an_error_is_of_its_own_run_and_all_others_end_as_alone():
         torch.testing.assert_close(value, alone[name])
 
 
+def test_a_run_without_a_training_is_finished_before_the_next_one_is_made():
+    steps = []
+
+    def made():
+        for number in range(3):
+            steps.append(f"make {number}")
+            yield number
+
+    assert side_by_side(made(), lambda index, value: steps.append(f"end {value}") or value) == [
+        0,
+        1,
+        2,
+    ]
+    assert steps == ["make 0", "end 0", "make 1", "end 1", "make 2", "end 2"]
+
+
 def test_a_training_that_nobody_waits_for_is_refused_in_place_of_a_model():
     waiting = local_training(task(), job(1), lambda name: True)
     with pytest.raises(ValueError, match=r"model = yield work\.train"):

@@ -35,7 +35,7 @@ from flower_ext.federation.client.requests import Request, reader
 from flower_ext.federation.client.scores import plain_scores, scores_of
 from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
 from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
-from flower_ext.federation.failures import each
+from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.protection import (
     OF_UPLOADS,
     HiddenSum,
@@ -129,7 +129,7 @@ class ClientSide:
                 return unmoved_by_errors(self.method.local_update, work, request.protection)
             return self.method.local_update(work)
 
-        runs = each(begin, requests, works)
+        runs = in_turn(begin, requests, works)
         return side_by_side(runs, finish, memory_limit=memory_limit)
 
     def score(
@@ -251,7 +251,7 @@ class ClientSide:
             check_whole(model, work.task)
             return model
 
-        runs = each(self.method.local_model, works)
+        runs = in_turn(self.method.local_model, works)
         return side_by_side(runs, finish, memory_limit=memory_limit)
 
     def _policy(self, context: Context) -> NodePolicy:
