@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.models import ArgumentInfo
 
-from flower_ext import __version__
+import flower_ext
 from flower_ext.cli.screen import Command, console
 
 COMMANDS = {
@@ -92,7 +92,7 @@ def _restore_help(command: click.Command, function: Callable[..., object]) -> No
 
 def _print_version(asked: bool) -> None:
     if asked:
-        console.print(f"flower-ext {__version__}", highlight=False)
+        console.print(f"flower-ext {flower_ext.__version__}", highlight=False)
         raise typer.Exit
 
 

@@ -248,6 +248,23 @@ def test_the_version_is_that_of_the_package():
     done = call("--version")
     assert (done.exit_code, done.output) == (0, f"flower-ext {version('flower-ext')}\n")
     assert flower_ext.__version__ == version("flower-ext")
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = flower_ext.other
+
+
+def test_apps_can_be_imported_while_the_installed_package_cannot_be_found():
+    """As in Flower's simulation, where another thread takes an entry from `sys.path` meanwhile."""
+    code = """
+from importlib import metadata
+found = metadata.version
+def version(name):
+    if name == "flower-ext":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+import flower_ext.algorithms, flower_ext.federation, flower_ext.runs
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_resuming_what_is_no_run_fails(tmp_path):
