@@ -117,7 +117,7 @@ def test_a_planted_fault_is_found(name, plant, rounds, trials, monkeypatch):
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_sums_as_machine_code_are_clipped(clips, monkeypatch):
-    """Their models train as batches, which do not load machine code."""
+    """The other audits add up by NumPy, as no training of theirs loads machine code."""
     if network._library() is None:
         pytest.skip("no machine code here")
     used = []

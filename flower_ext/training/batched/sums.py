@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from flower_ext.training.batched.passes import carray
 from flower_ext.training.batched.products import loops, sums
-
-carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
 def square(values: Any, count: int, found: Any) -> None:
