@@ -29,8 +29,8 @@ import torch
 from flwr.app import Context, Message
 
 from flower_ext.federation import recording, records, run_in_process
+from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.engines.run_app import load_app
-from flower_ext.federation.engines.virtual import Answer, CohortApp
 from flower_ext.federation.state.sealed import unpack
 from flower_ext.privacy import AdversaryView, Release, privacy_loss_of
 from flower_ext.privacy.participations import Participations

@@ -6,16 +6,12 @@ from collections.abc import Callable, Sequence
 
 from flwr.app import Context, Message, RecordDict
 
-from flower_ext.federation import records
-from flower_ext.federation.client import sum_member
+from flower_ext.federation.client.cohort_app import Answer, CohortApp
 from flower_ext.federation.client.method import ClientMethod
+from flower_ext.federation.client.questions import answer_question
 from flower_ext.federation.client.side import ClientSide
-from flower_ext.federation.cohort import IDENTITY, check_addressee, identity
-from flower_ext.federation.engines.virtual import CohortApp
-from flower_ext.federation.uploads import Upload
-from flower_ext.training import (
-    Task,
-)
+from flower_ext.federation.cohort import IDENTITY, identity
+from flower_ext.training import Task
 
 
 class MethodsApp(CohortApp):
@@ -66,16 +62,7 @@ def client_app(
 
         @app.query(method.name)
         def _(message: Message, context: Context, side: ClientSide = side) -> Message:
-            if records.SECURE_SUM in message.content:
-                check_addressee(message, context)
-                return sum_member.answer(message, context, side.method.name)
-            if records.QUESTION in message.content:
-                return side.tell(message, context)
-            if records.COMPANY in message.content:
-                return side.tell_company(message, context)
-            if records.FROZEN in message.content:
-                return side.tell_frozen(message, context)
-            return side.tell_state(message, context)
+            return answer_question(side, message, context)
 
     return app
 
@@ -86,7 +73,7 @@ def _identities(
     return [identity(context.node_config) for context in contexts]
 
 
-def _own_reply(message: Message, made: Sequence[RecordDict | Upload | Exception]) -> Message:
+def _own_reply(message: Message, made: Sequence[Answer]) -> Message:
     (own,) = made
     if isinstance(own, Exception):
         raise own

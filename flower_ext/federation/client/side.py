@@ -29,7 +29,6 @@ from flower_ext.federation.client.method import (
     ClientMethod,
     ClientWork,
     LocalResult,
-    Question,
 )
 from flower_ext.federation.client.requests import Request, reader
 from flower_ext.federation.client.scores import plain_scores, scores_of
@@ -59,7 +58,6 @@ from flower_ext.training import (
     Params,
     Task,
     difference,
-    trains_apart,
 )
 from flower_ext.training.side_by_side import Steps, check_whole, side_by_side
 
@@ -156,7 +154,7 @@ class ClientSide:
         if len(work.data.test):
             models, also = self._used([work], MEMORY_LIMIT), asks_training_loss(request)
             (scores,) = plain_scores([work], models, also_training=also)
-        policy = self._policy(context)
+        policy = self.policy(context)
         return masked_scores(scores, request, context, self.method.name, policy)
 
     def used(self, message: Message, context: Context) -> Params:
@@ -173,73 +171,6 @@ class ClientSide:
             raise model
         return model
 
-    def tell(self, message: Message, context: Context) -> Message:
-        """Answer a question of the method."""
-        check_addressee(message, context)
-        if self.method.answer is None:
-            raise tellable(InvalidValue(f"{self.method.name} answers no questions: ask it none"))
-        partition, content = partition_of(context.node_config), message.content
-        question = Question(
-            data=self.task_of(context).data(partition),
-            partition=partition,
-            asked=dict(content.config_records[records.QUESTION]),
-            arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
-            vault=ClientVault(context, self.method.name),
-            may_simulate=self._policy(context).may_simulate,
-        )
-        told = records.to_record(self.method.answer(question))
-        return Message(RecordDict({records.ANSWER: told}), reply_to=message)
-
-    def tell_state(self, message: Message, context: Context) -> Message:
-        """Answer with the training round of this client's newest memory, or 0 without any.
-
-        The client loads the memory to make sure that it is readable. With ``report-size``, the
-        answer includes the number of training examples, as a reply to a training does.
-        """
-        check_addressee(message, context)
-        facts = message.content.config_records[records.ROUND]
-        before = int(facts["number"]) + 1  # type: ignore[arg-type]
-        memory = ClientMemory(context, self.method.name, str(facts["run"]))
-        told = {"version": memory.newest(before) if memory.load(before) is not None else 0}
-        if facts.get("report-size"):
-            data = self.task_of(context).data(partition_of(context.node_config))
-            told["num-examples"] = len(data.train)
-        answer = records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
-        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
-
-    def tell_company(self, message: Message, context: Context) -> Message:
-        """Answer True if the described trainings would run one by one on this machine.
-
-        The answer depends on the shape of the data only.
-        """
-        check_addressee(message, context)
-        task = self.task_of(context)
-        data = task.data(partition_of(context.node_config)).train
-        trainings = records.read_trainings(message.content).values()
-        apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
-        answer = records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
-        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
-
-    def tell_frozen(self, message: Message, context: Context) -> Message:
-        """Confirm that this node's model has the frozen part that the server names.
-
-        Raises
-        ------
-        ValueError
-            The node's model has another frozen part.
-        """
-        check_addressee(message, context)
-        expected = message.content.config_records[records.FROZEN]["fingerprint"]
-        if (own := self.task_of(context).fingerprint) != expected:
-            raise tellable(
-                InvalidValue(
-                    f"the frozen part of this node's model has the fingerprint {own!r}: "
-                    f"expected {expected!r}; install the same base model on all nodes"
-                )
-            )
-        answer = records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
-        return Message(RecordDict({records.ANSWER: answer}), reply_to=message)
-
     def _used(
         self, works: Sequence[ClientWork | Exception], memory_limit: int
     ) -> list[Params | Exception]:
@@ -254,7 +185,8 @@ class ClientSide:
         runs = in_turn(self.method.local_model, works)
         return side_by_side(runs, finish, memory_limit=memory_limit)
 
-    def _policy(self, context: Context) -> NodePolicy:
+    def policy(self, context: Context) -> NodePolicy:
+        """Return what the node's owner permits."""
         return NodePolicy(context, self.allow_seeded_noise)
 
     def task_of(self, context: Context) -> Task:
@@ -321,7 +253,7 @@ class ClientSide:
             spare = result.memory is None and result.model is not work.received
             minus = partial(rows.difference, spare=spare)
         own = result.bounded(work.received, whole=whole, minus=minus)
-        noise = self._policy(context).noise(request.facts, OF_UPLOADS)
+        noise = self.policy(context).noise(request.facts, OF_UPLOADS)
         update = protected(own, work.received, request.protection, noise)
         sent = None
         if isinstance(request.protection, ClipToCells):
@@ -354,7 +286,7 @@ class ClientSide:
         return reply, memory
 
     def _work(self, request: Request, context: Context, task: Task, *, steady: bool) -> ClientWork:
-        policy, phase = self._policy(context), self.method.upload_phase
+        policy, phase = self.policy(context), self.method.upload_phase
         with knowing_no_data():
             if request.kind == "train":
                 policy.check(request.protection)

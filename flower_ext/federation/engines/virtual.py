@@ -3,44 +3,30 @@
 A message costs Flower 7 to 25 ms besides any training. A `VirtualGrid` shows a strategy
 ``clients_per_node`` clients for every node, packs the messages to clients of one node into one, and
 unpacks the reply. A `CohortApp` on the node answers for all of them. Neither the strategy nor a
-client notices, because each client has its own partition, state, noise and errors.
+client notices.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, count
 from logging import getLogger
 from math import inf
 from typing import Any
 
-from flwr.app import (
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-    UserConfig,
-)
-from flwr.clientapp import ClientApp
+from flwr.app import Error, Message, RecordDict, UserConfig
 from flwr.serverapp import Grid
 
-from flower_ext.errors import InvalidValue, tellable
+from flower_ext.errors import InvalidValue
 from flower_ext.federation import _flower_private as private
-from flower_ext.federation.cohort import partition_of
-from flower_ext.federation.failures import failed
-from flower_ext.federation.uploads import Upload, UploadReply, payload_bytes
+from flower_ext.federation.packing import TOGETHER, packed, unpacked
+from flower_ext.federation.uploads import payload_bytes
 from flower_ext.runs.settings import integer
 from flower_ext.training import MEMORY_LIMIT
 
 log = getLogger(__name__)
 
-_TOGETHER = "together"
-"""Last part of the type of a message to several clients, and the record that lists them."""
 _FIRST_ID = 1_000
 """First id of virtual clients, above the server's id."""
 _UNREADABLE = 1
@@ -48,106 +34,10 @@ _UNREADABLE = 1
 _SHARE_OF_REPLIES = 4
 """Waiting replies may take the memory limit of trainings divided by this number."""
 
-Record = ArrayRecord | ConfigRecord | MetricRecord
-Answer = RecordDict | Upload | Exception
-"""One client's answer in a list of several clients' answers."""
-
 
 def together(message: Message, memory_limit: int) -> int:
     """Return the number of replies that fit into memory if each is as large as the message."""
     return max(1, memory_limit // _SHARE_OF_REPLIES // max(1, payload_bytes([message])))
-
-
-class CohortApp(ClientApp):
-    """A ClientApp that can also answer for several clients of this process at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.together: dict[str, Callable[..., Sequence[Answer]]] = {}
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message, for one client or for all that a `VirtualGrid` packed into it.
-
-        An error becomes a reply, which reveals no more than `failed` permits.
-        """
-        if message.metadata.message_type.endswith(f".{_TOGETHER}"):
-            return _answered(self, message, context, partial(_answer_packed, self))
-        return _answered(self, message, context, self._answer_alone)
-
-    def _answer_alone(self, message: Message, context: Context) -> Message:
-        kind = message.metadata.message_type
-        if not private.answers(self, kind):
-            raise tellable(
-                InvalidValue(
-                    f"this ClientApp answers no {kind!r}: build it with the client_app of the "
-                    "server's method"
-                )
-            )
-        return super().__call__(message, context)
-
-    def answer(
-        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
-    ) -> list[Message]:
-        """Return replies in the order of ``messages``, all of one type that is in ``together``."""
-        before = [context.state.copy() if context.state else None for context in contexts]
-        answer = self.together[messages[0].metadata.message_type]
-        contents: Sequence[Answer]
-        try:
-            contents = answer(messages, contexts, memory_limit=memory_limit)
-        except Exception as error:  # in a shared part, such as the task
-            contents = [error] * len(messages)
-        replies = []
-        for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
-            if isinstance(own, Exception):
-                context.state = RecordDict() if state is None else state
-                replies.append(failed(self, message, context, own))
-            elif isinstance(own, Upload):
-                replies.append(UploadReply(message, own))
-            else:
-                replies.append(private.reply_to(message, own))
-        return replies
-
-
-def answer_all(
-    app: ClientApp,
-    messages: Sequence[Message],
-    contexts: Sequence[Context],
-    *,
-    memory_limit: int = MEMORY_LIMIT,
-) -> list[Message]:
-    """Return replies in the order of ``messages``; answer for a cohort at once if the app can.
-
-    If a client raises, its reply is an error and its changes to its state are undone. The other
-    clients' answers do not depend on it.
-    """
-    kinds = {message.metadata.message_type for message in messages}
-    if (
-        isinstance(app, CohortApp)
-        and len(kinds) == 1
-        and kinds <= set(app.together)
-        and len({id(context) for context in contexts}) == len(contexts)
-    ):
-        return app.answer(messages, contexts, memory_limit=memory_limit)
-    return [_answer(app, *each) for each in zip(messages, contexts, strict=True)]
-
-
-def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    message.content = message.content.copy()  # several messages may share one
-    return _answered(app, message, context, app)
-
-
-def _answered(
-    app: ClientApp,
-    message: Message,
-    context: Context,
-    answer: Callable[[Message, Context], Message],
-) -> Message:
-    before = context.state.copy()
-    try:
-        return answer(message, context)
-    except Exception as error:  # whatever a ClientApp raises becomes an error reply
-        context.state = before
-        return failed(app, message, context, error)
 
 
 def clients_of(grid: Grid, config: UserConfig) -> Grid:
@@ -215,8 +105,8 @@ class VirtualGrid(Grid):
         for message, parcel in zip(messages, self._parcels(messages), strict=True):
             ids.append(f"virtual-{next(self._ids)}")
             parcels[parcel][ids[-1]] = message
-        packed = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
-        self._packed |= zip(self._grid.push_messages(packed), parcels.values(), strict=True)
+        sent = [self._pack(node, list(own.values())) for (_, node), own in parcels.items()]
+        self._packed |= zip(self._grid.push_messages(sent), parcels.values(), strict=True)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -260,13 +150,13 @@ class VirtualGrid(Grid):
     def _answered(
         self, by_node: Mapping[int, Sequence[Message]], timeout: float | None
     ) -> list[Message]:
-        packed = {node: self._pack(node, own) for node, own in by_node.items()}
+        asked = {node: self._pack(node, own) for node, own in by_node.items()}
         singles: list[Message] = []
-        for reply in private.replies(self._grid, list(packed.values()), timeout=timeout):
+        for reply in private.replies(self._grid, list(asked.values()), timeout=timeout):
             node = reply.metadata.src_node_id
             # Unpacked replies look like answers to our messages, so unpack only real answers.
-            if node in packed and _answers(reply, packed[node]):
-                del packed[node]
+            if node in asked and _answers(reply, asked[node]):
+                del asked[node]
                 singles += self._unpack(reply, by_node[node])
             else:
                 log.warning("node %d: the server ignores its reply to no open message", node)
@@ -290,9 +180,9 @@ class VirtualGrid(Grid):
         }
         kind = messages[0].metadata.message_type.partition(".")[0]
         return Message(
-            _packed([message.content for message in messages], facts),
+            packed([message.content for message in messages], facts),
             dst_node_id=node,
-            message_type=f"{kind}.{_TOGETHER}",
+            message_type=f"{kind}.{TOGETHER}",
             group_id=messages[0].metadata.group_id,
         )
 
@@ -301,7 +191,7 @@ class VirtualGrid(Grid):
         if reply.has_error():
             return [Message(reply.error, reply_to=message) for message in asked]
         try:
-            contents, facts = _unpacked(reply.content)
+            contents, facts = unpacked(reply.content)
             codes, reasons = list(facts["error-code"]), list(facts["error-reason"])
             answers: list[RecordDict | Error] = [
                 Error(code=code, reason=reason) if code else content
@@ -321,84 +211,3 @@ def _answers(reply: Message, question: Message) -> bool:
         and own.message_type == asked.message_type
         and asked.message_id in ("", own.reply_to_message_id)
     )
-
-
-def _check_packed(facts: Mapping[str, Any]) -> None:
-    per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
-    numbers = all(type(place) is int and 0 <= place < per_node for place in places)
-    if not numbers or len(set(places)) < len(places):
-        raise InvalidValue(f"places {places}: expected different integers >= 0 below {per_node}")
-    if any(kind.endswith(f".{_TOGETHER}") for kind in kinds):
-        raise InvalidValue(
-            "a message to several clients holds another such message: expected plain ones"
-        )
-
-
-def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
-    """Return one reply for all clients of a message; each has its own part of the state."""
-    contents, facts = _unpacked(message.content)
-    _check_packed(facts)
-    per_node, places = int(facts["clients-per-node"]), list(facts["place"])
-    node = partition_of(context.node_config)
-    nodes = int(context.node_config.get("num-partitions", node + 1))
-    states = {str(place): RecordDict() for place in places}
-    held = [key for key in context.state if key.partition("/")[0] in states]
-    for key in held:
-        number, _, name = key.partition("/")
-        states[number][name] = context.state[key]
-    contexts = [
-        Context(
-            run_id=context.run_id,
-            node_id=context.node_id + place,
-            node_config={
-                **context.node_config,
-                "partition-id": node * per_node + place,
-                "num-partitions": nodes * per_node,
-            },
-            state=states[str(place)],
-            run_config=context.run_config,
-        )
-        for place in places
-    ]
-    messages = [
-        private.message_like(message, content, message_type=kind)
-        for content, kind in zip(contents, facts["type"], strict=True)
-    ]
-    replies = answer_all(app, messages, contexts)
-    for key in held:
-        del context.state[key]
-    for own, place in zip(contexts, places, strict=True):
-        for name, record in own.state.items():
-            context.state[f"{place}/{name}"] = record
-    told = {
-        "error-code": [reply.error.code if reply.has_error() else 0 for reply in replies],
-        "error-reason": [reply.error.reason if reply.has_error() else "" for reply in replies],
-    }
-    answers = [RecordDict() if reply.has_error() else reply.content for reply in replies]
-    return Message(_packed(answers, told), reply_to=message)
-
-
-def _packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDict:
-    """Return contents and facts as one content; a record that several share is sent once."""
-    numbers: dict[int, int] = {}
-    packed: dict[str, Record] = {}
-    names: list[str] = []
-    for content in contents:
-        for record in content.values():
-            if id(record) not in numbers:
-                numbers[id(record)] = len(numbers)
-                packed[str(numbers[id(record)])] = record
-        names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
-    packed[_TOGETHER] = ConfigRecord({**facts, "records": names})
-    return RecordDict(packed)
-
-
-def _unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
-    """Undo `_packed`; contents that held the same records are one object."""
-    facts: Mapping[str, Any] = content.config_records[_TOGETHER]
-    known: dict[str, RecordDict] = {}
-    for names in facts["records"]:
-        if names not in known:
-            pairs = (line.partition(" ") for line in names.splitlines())
-            known[names] = RecordDict({name: content[number] for number, _, name in pairs})
-    return [known[names] for names in facts["records"]], facts

@@ -6,7 +6,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from flower_ext.algorithms import DP2FedSAM, DPFedAvg, FedAMP, Scaffold
 from flower_ext.federation import InProcessGrid, VirtualGrid, client_app, records
-from flower_ext.federation.engines.virtual import CohortApp
+from flower_ext.federation.client.cohort_app import CohortApp
 from flower_ext.federation.failures import STAYS_THERE
 from flower_ext.privacy import FixedSizeSampling, NonPrivatePlan, ReleasePlan
 from flower_ext.training import LocalTraining

@@ -1,0 +1,173 @@
+"""A ClientApp that answers for many clients of its process at a time, and trains them in batches.
+
+In the server's process it answers for a cohort (`engines.in_process`), on a node for the clients
+whose messages a `VirtualGrid` packed into one. Each client has its own partition, state, noise and
+errors, as on a node of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation import _flower_private as private
+from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.failures import failed
+from flower_ext.federation.packing import TOGETHER, packed, unpacked
+from flower_ext.federation.uploads import Upload, UploadReply
+from flower_ext.training import MEMORY_LIMIT
+
+Answer = RecordDict | Upload | Exception
+"""One client's answer in a list of several clients' answers."""
+
+
+class CohortApp(ClientApp):
+    """A ClientApp that can also answer for several clients of this process at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together: dict[str, Callable[..., Sequence[Answer]]] = {}
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message, for one client or for all that a `VirtualGrid` packed into it.
+
+        An error becomes a reply, which reveals no more than `failed` permits.
+        """
+        if message.metadata.message_type.endswith(f".{TOGETHER}"):
+            return _answered(self, message, context, partial(_answer_packed, self))
+        return _answered(self, message, context, self._answer_alone)
+
+    def _answer_alone(self, message: Message, context: Context) -> Message:
+        kind = message.metadata.message_type
+        if not private.answers(self, kind):
+            raise tellable(
+                InvalidValue(
+                    f"this ClientApp answers no {kind!r}: build it with the client_app of the "
+                    "server's method"
+                )
+            )
+        return super().__call__(message, context)
+
+    def answer(
+        self, messages: Sequence[Message], contexts: Sequence[Context], *, memory_limit: int
+    ) -> list[Message]:
+        """Return replies in the order of ``messages``, all of one type that is in ``together``."""
+        before = [context.state.copy() if context.state else None for context in contexts]
+        answer = self.together[messages[0].metadata.message_type]
+        contents: Sequence[Answer]
+        try:
+            contents = answer(messages, contexts, memory_limit=memory_limit)
+        except Exception as error:  # in a shared part, such as the task
+            contents = [error] * len(messages)
+        replies = []
+        for message, context, state, own in zip(messages, contexts, before, contents, strict=True):
+            if isinstance(own, Exception):
+                context.state = RecordDict() if state is None else state
+                replies.append(failed(self, message, context, own))
+            elif isinstance(own, Upload):
+                replies.append(UploadReply(message, own))
+            else:
+                replies.append(private.reply_to(message, own))
+        return replies
+
+
+def answer_all(
+    app: ClientApp,
+    messages: Sequence[Message],
+    contexts: Sequence[Context],
+    *,
+    memory_limit: int = MEMORY_LIMIT,
+) -> list[Message]:
+    """Return replies in the order of ``messages``; answer for a cohort at once if the app can.
+
+    If a client raises, its reply is an error and its changes to its state are undone. The other
+    clients' answers do not depend on it.
+    """
+    kinds = {message.metadata.message_type for message in messages}
+    if (
+        isinstance(app, CohortApp)
+        and len(kinds) == 1
+        and kinds <= set(app.together)
+        and len({id(context) for context in contexts}) == len(contexts)
+    ):
+        return app.answer(messages, contexts, memory_limit=memory_limit)
+    return [_answer(app, *each) for each in zip(messages, contexts, strict=True)]
+
+
+def _answer(app: ClientApp, message: Message, context: Context) -> Message:
+    message.content = message.content.copy()  # several messages may share one
+    return _answered(app, message, context, app)
+
+
+def _answered(
+    app: ClientApp,
+    message: Message,
+    context: Context,
+    answer: Callable[[Message, Context], Message],
+) -> Message:
+    before = context.state.copy()
+    try:
+        return answer(message, context)
+    except Exception as error:  # whatever a ClientApp raises becomes an error reply
+        context.state = before
+        return failed(app, message, context, error)
+
+
+def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
+    """Return one reply for all clients of a message; each has its own part of the state."""
+    contents, facts = unpacked(message.content)
+    _check_facts(facts)
+    per_node, places = int(facts["clients-per-node"]), list(facts["place"])
+    node = partition_of(context.node_config)
+    nodes = int(context.node_config.get("num-partitions", node + 1))
+    states = {str(place): RecordDict() for place in places}
+    held = [key for key in context.state if key.partition("/")[0] in states]
+    for key in held:
+        number, _, name = key.partition("/")
+        states[number][name] = context.state[key]
+    contexts = [
+        Context(
+            run_id=context.run_id,
+            node_id=context.node_id + place,
+            node_config={
+                **context.node_config,
+                "partition-id": node * per_node + place,
+                "num-partitions": nodes * per_node,
+            },
+            state=states[str(place)],
+            run_config=context.run_config,
+        )
+        for place in places
+    ]
+    messages = [
+        private.message_like(message, content, message_type=kind)
+        for content, kind in zip(contents, facts["type"], strict=True)
+    ]
+    replies = answer_all(app, messages, contexts)
+    for key in held:
+        del context.state[key]
+    for own, place in zip(contexts, places, strict=True):
+        for name, record in own.state.items():
+            context.state[f"{place}/{name}"] = record
+    told = {
+        "error-code": [reply.error.code if reply.has_error() else 0 for reply in replies],
+        "error-reason": [reply.error.reason if reply.has_error() else "" for reply in replies],
+    }
+    answers = [RecordDict() if reply.has_error() else reply.content for reply in replies]
+    return Message(packed(answers, told), reply_to=message)
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
+    numbers = all(type(place) is int and 0 <= place < per_node for place in places)
+    if not numbers or len(set(places)) < len(places):
+        raise InvalidValue(f"places {places}: expected different integers >= 0 below {per_node}")
+    if any(kind.endswith(f".{TOGETHER}") for kind in kinds):
+        raise InvalidValue(
+            "a message to several clients holds another such message: expected plain ones"
+        )

@@ -1,0 +1,98 @@
+"""Answers to the server's questions: messages for which a client neither trains nor evaluates."""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation import records
+from flower_ext.federation.client import sum_member
+from flower_ext.federation.client.method import Question
+from flower_ext.federation.client.side import ClientSide
+from flower_ext.federation.cohort import check_addressee, partition_of
+from flower_ext.federation.state.memory import ClientMemory, ClientVault
+from flower_ext.training import trains_apart
+
+
+def answer_question(side: ClientSide, message: Message, context: Context) -> Message:
+    """Return the reply to a question, which the records of the message tell apart.
+
+    Raises
+    ------
+    ValueError
+        The question is for another client, or this client cannot answer it.
+    """
+    check_addressee(message, context)
+    if records.SECURE_SUM in message.content:
+        return sum_member.answer(message, context, side.method.name)
+    asked = (answer for record, answer in _ANSWERS.items() if record in message.content)
+    answer = next(asked, _state)
+    return Message(RecordDict({records.ANSWER: answer(side, message, context)}), reply_to=message)
+
+
+def _of_method(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer a question of the method."""
+    if side.method.answer is None:
+        raise tellable(InvalidValue(f"{side.method.name} answers no questions: ask it none"))
+    partition, content = partition_of(context.node_config), message.content
+    question = Question(
+        data=side.task_of(context).data(partition),
+        partition=partition,
+        asked=dict(content.config_records[records.QUESTION]),
+        arrays={name: records.to_arrays(r) for name, r in content.array_records.items()},
+        vault=ClientVault(context, side.method.name),
+        may_simulate=side.policy(context).may_simulate,
+    )
+    return records.to_record(side.method.answer(question))
+
+
+def _state(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer with the training round of this client's newest memory, or 0 without any.
+
+    The client loads the memory to make sure that it is readable. With ``report-size``, the answer
+    includes the number of training examples, as a reply to a training does.
+    """
+    facts = message.content.config_records[records.ROUND]
+    before = int(facts["number"]) + 1  # type: ignore[arg-type]
+    memory = ClientMemory(context, side.method.name, str(facts["run"]))
+    told = {"version": memory.newest(before) if memory.load(before) is not None else 0}
+    if facts.get("report-size"):
+        data = side.task_of(context).data(partition_of(context.node_config))
+        told["num-examples"] = len(data.train)
+    return records.to_record({n: np.array(v, dtype=np.int64) for n, v in told.items()})
+
+
+def _company(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Answer 1 if the described trainings would run one by one on this machine, else 0.
+
+    The answer depends on the shape of the data only.
+    """
+    task = side.task_of(context)
+    data = task.data(partition_of(context.node_config)).train
+    trainings = records.read_trainings(message.content).values()
+    apart = len(data) > 0 and any(trains_apart(task, data, each) for each in trainings)
+    return records.to_record({records.COMPANY: np.array(apart, dtype=np.int64)})
+
+
+def _frozen(side: ClientSide, message: Message, context: Context) -> ArrayRecord:
+    """Confirm that this node's model has the frozen part that the server names.
+
+    Raises
+    ------
+    ValueError
+        The node's model has another frozen part.
+    """
+    expected = message.content.config_records[records.FROZEN]["fingerprint"]
+    if (own := side.task_of(context).fingerprint) != expected:
+        raise tellable(
+            InvalidValue(
+                f"the frozen part of this node's model has the fingerprint {own!r}: "
+                f"expected {expected!r}; install the same base model on all nodes"
+            )
+        )
+    return records.to_record({records.FROZEN: np.array(1, dtype=np.int64)})
+
+
+# By the record that asks; a message with none of them asks for the state.
+_ANSWERS = {records.QUESTION: _of_method, records.COMPANY: _company, records.FROZEN: _frozen}

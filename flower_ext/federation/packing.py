@@ -1,0 +1,39 @@
+"""Several clients' messages packed into one message to their node, and their replies into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+TOGETHER = "together"
+"""Last part of the type of a message to several clients, and the record that lists them."""
+
+Record = ArrayRecord | ConfigRecord | MetricRecord
+
+
+def packed(contents: Sequence[RecordDict], facts: Mapping[str, Any]) -> RecordDict:
+    """Return contents and facts as one content; a record that several share is sent once."""
+    numbers: dict[int, int] = {}
+    every: dict[str, Record] = {}
+    names: list[str] = []
+    for content in contents:
+        for record in content.values():
+            if id(record) not in numbers:
+                numbers[id(record)] = len(numbers)
+                every[str(numbers[id(record)])] = record
+        names.append("\n".join(f"{numbers[id(record)]} {name}" for name, record in content.items()))
+    every[TOGETHER] = ConfigRecord({**facts, "records": names})
+    return RecordDict(every)
+
+
+def unpacked(content: RecordDict) -> tuple[list[RecordDict], Mapping[str, Any]]:
+    """Undo `packed`; contents that held the same records are one object."""
+    facts: Mapping[str, Any] = content.config_records[TOGETHER]
+    known: dict[str, RecordDict] = {}
+    for names in facts["records"]:
+        if names not in known:
+            pairs = (line.partition(" ") for line in names.splitlines())
+            known[names] = RecordDict({name: content[number] for number, _, name in pairs})
+    return [known[names] for names in facts["records"]], facts
