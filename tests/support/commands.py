@@ -59,8 +59,17 @@ class Command:
             texts = [(self.home.parent / name).read_text() for name in ("out", "err")]
         return status, *texts
 
-    def left(self) -> list[str]:
-        """Return the processes that still run and have the test's folder in their environment."""
+    def left(self, *, patience: float = 20.0) -> list[str]:
+        """Return the processes of the test that still run after ``patience`` seconds at most.
+
+        They have its folder in their environment. Ray's workers end a moment after the command.
+        """
+        end = time.monotonic() + patience
+        while (found := self._running()) and time.monotonic() < end:
+            time.sleep(0.2)
+        return found
+
+    def _running(self) -> list[str]:
         found = []
         for process in psutil.process_iter():
             try:
