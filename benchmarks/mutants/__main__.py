@@ -30,6 +30,11 @@ from scipy import stats
 from benchmarks.mutants.faults import Fault, faults_of
 
 ROOT = Path(__file__).parents[2]
+_OF_PROTECTION = (
+    "federation/test_protection.py",
+    "federation/test_record_level_plan.py",
+    "federation/test_mods.py",
+)
 TESTS = {
     "privacy/accounting.py": ("privacy/test_renyi.py", "privacy/test_accounting.py"),
     "privacy/renyi.py": ("privacy/test_renyi.py",),
@@ -37,11 +42,8 @@ TESTS = {
     "privacy/updates.py": ("privacy/test_updates.py", "privacy/test_bounds.py"),
     "privacy/noise.py": ("privacy/test_noise.py", "privacy/test_randomness.py"),
     "privacy/sampling.py": ("privacy/test_sampling.py",),
-    "federation/protection.py": (
-        "federation/test_protection.py",
-        "federation/test_record_level_plan.py",
-        "federation/test_mods.py",
-    ),
+    "federation/protection.py": _OF_PROTECTION,
+    "federation/client/protecting.py": _OF_PROTECTION,
 }
 _COPIED = ("flower_ext", "tests", "apps", "benchmarks", "pyproject.toml")
 _SLOW_TO_IMPORT = ("torch", "flwr.serverapp", "flwr.clientapp", "dp_accounting.pld", "opacus")

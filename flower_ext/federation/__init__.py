@@ -8,6 +8,7 @@ from flower_ext.federation.client import (
     client_app,
     unmoved_by_errors,
 )
+from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.client_level_mod import client_level_dp_mod
 from flower_ext.federation.cohort import FederationNotReady
 from flower_ext.federation.drop_in import recorded
@@ -16,7 +17,6 @@ from flower_ext.federation.engines.virtual import VirtualGrid, clients_of
 from flower_ext.federation.flower_accountant import PldAccountant
 from flower_ext.federation.mods import objective_perturbation_term, output_perturbation_mod
 from flower_ext.federation.progress import Remaining
-from flower_ext.federation.protection import HiddenSum
 from flower_ext.federation.recording import (
     first_config,
     recorded_run,

@@ -37,10 +37,11 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flower_ext.errors import InvalidValue, knowing_no_data
 from flower_ext.federation import records
 from flower_ext.federation._flower_private import message_like
+from flower_ext.federation.client.protecting import OF_UPLOADS, NodePolicy
 from flower_ext.federation.client.unmoved import log_unmoved
 from flower_ext.federation.cohort import asks_identity, check_addressee, identity
 from flower_ext.federation.failures import failed, hidden_errors
-from flower_ext.federation.protection import OF_UPLOADS, NodePolicy, check_facts
+from flower_ext.federation.protection import check_facts
 from flower_ext.privacy import NoiseSource
 from flower_ext.privacy.protections import ClipUpdate, ProtectedByServer, Protection
 from flower_ext.privacy.updates import l2_norm

@@ -19,14 +19,8 @@ from flower_ext.federation import (
     LocalResult,
     records,
 )
-from flower_ext.federation.protection import (
-    NodePolicy,
-    check_facts,
-    from_facts,
-    protected,
-    protects,
-    to_facts,
-)
+from flower_ext.federation.client.protecting import NodePolicy, protected, protects
+from flower_ext.federation.protection import check_facts, from_facts, to_facts
 from flower_ext.privacy import (
     ClippedSteps,
     FixedSizeSampling,

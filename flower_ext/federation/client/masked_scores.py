@@ -10,8 +10,8 @@ from flwr.app import Context, RecordDict
 from flower_ext.errors import InvalidValue, is_tellable, knowing_no_data, tellable
 from flower_ext.federation import records
 from flower_ext.federation.client import sum_member
+from flower_ext.federation.client.protecting import NodePolicy
 from flower_ext.federation.client.requests import Request
-from flower_ext.federation.protection import NodePolicy
 from flower_ext.privacy.protections import ClipToCells
 from flower_ext.privacy.secure_scores import Bounds, scores_vector
 

@@ -15,7 +15,7 @@ import torch
 from flower_ext.data import ClientData
 from flower_ext.errors import InvalidValue, tellable
 from flower_ext.federation import records
-from flower_ext.federation.protection import HiddenSum
+from flower_ext.federation.client.protecting import HiddenSum
 from flower_ext.federation.state.memory import ClientVault
 from flower_ext.privacy import NoiseSource, SecureNoise
 from flower_ext.privacy.bounds import BoundedSum

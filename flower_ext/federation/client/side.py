@@ -30,12 +30,7 @@ from flower_ext.federation.client.method import (
     ClientWork,
     LocalResult,
 )
-from flower_ext.federation.client.requests import Request, reader
-from flower_ext.federation.client.scores import plain_scores, scores_of
-from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
-from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
-from flower_ext.federation.failures import each, in_turn
-from flower_ext.federation.protection import (
+from flower_ext.federation.client.protecting import (
     OF_UPLOADS,
     HiddenSum,
     NodePolicy,
@@ -46,6 +41,11 @@ from flower_ext.federation.protection import (
     protects,
     step_noise,
 )
+from flower_ext.federation.client.requests import Request, reader
+from flower_ext.federation.client.scores import plain_scores, scores_of
+from flower_ext.federation.client.unmoved import check_finite, unmoved_by_errors
+from flower_ext.federation.cohort import PARTITION, check_addressee, partition_of
+from flower_ext.federation.failures import each, in_turn
 from flower_ext.federation.state.memory import ClientMemory, ClientVault
 from flower_ext.federation.uploads import Rows, Upload, content_of
 from flower_ext.privacy.bounds import BoundedSum

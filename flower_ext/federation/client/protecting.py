@@ -1,0 +1,266 @@
+"""What a client does to its upload before it leaves, and what its node's owner permits.
+
+There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
+*update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
+the model, in each local step, or in the objective. The mechanisms are in `privacy.protections`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context
+
+from flower_ext.errors import InvalidValue, tellable
+from flower_ext.federation.cohort import partition_of
+from flower_ext.federation.mods import objective_perturbation_term
+from flower_ext.federation.protection import SEEDED
+from flower_ext.privacy import (
+    NoiseSource,
+    ObjectivePerturbation,
+    SecureNoise,
+    SeededNoise,
+)
+from flower_ext.privacy.bounds import BoundedSum
+from flower_ext.privacy.cells import CellSum
+from flower_ext.privacy.guarantee import PreconditionFailed
+from flower_ext.privacy.protections import (
+    ClipSteps,
+    ClipUnits,
+    ClipUnitsToCells,
+    PerturbObjective,
+    Protection,
+)
+from flower_ext.training import Linear, Params, StepNoise
+
+OF_UPLOADS = "client-noise"
+"""Name of the noise that protects an upload, on the upload or in the training behind it."""
+
+
+@dataclass(frozen=True)
+class NodePolicy:
+    """Limits that the owner of a node, and the developer of its ClientApp, set.
+
+    The owner of a SuperNode sets these values with ``--node-config``:
+
+    * ``require-secure-noise=true``: the client refuses anything that protects nobody, as seeded
+      noise does.
+    * ``least-noise-multiplier=0.1``: the smallest noise that the client itself adds, in clipping
+      norms. The client then refuses training whose upload it does not noise itself. It also
+      refuses objective perturbation, which has no noise multiplier.
+
+    Parameters
+    ----------
+    context : Context
+    allow_seeded_noise : bool
+        True if the ClientApp was built for simulation.
+    """
+
+    context: Context
+    allow_seeded_noise: bool
+
+    @property
+    def may_simulate(self) -> bool:
+        """True if this client accepts what protects nobody: seeded noise and small keys."""
+        return self.allow_seeded_noise and not self.context.node_config.get("require-secure-noise")
+
+    def check(self, protection: Protection | None) -> None:
+        """Refuse training with less noise than the node's owner requires.
+
+        Raises
+        ------
+        PermissionError
+            The node's owner requires more noise.
+        """
+        least = float(self.context.node_config.get("least-noise-multiplier", 0.0))
+        own = 0.0 if protection is None else protection.noise_multiplier
+        if not own >= least:
+            raise PermissionError(
+                f"the server asks for a noise multiplier of {own:g} on this client's upload: the "
+                f"owner of this node requires least-noise-multiplier={least:g}"
+            )
+
+    def noise(self, facts: Mapping[str, Any], purpose: str) -> NoiseSource:
+        """Return secure noise, or seeded noise if the server asks and this client allows it.
+
+        Seeded noise is independent for each ``purpose``.
+
+        Raises
+        ------
+        PermissionError
+            The server asks for seeded noise, but this client does not allow it.
+        """
+        if not facts.get(SEEDED):
+            return SecureNoise()
+        if not self.may_simulate:
+            raise tellable(
+                PermissionError(
+                    "the server asks for seeded noise, which this client does not allow: in "
+                    "simulation, build the ClientApp by client_app(..., allow_seeded_noise=True); "
+                    "elsewhere, set seeded_noise=False on the server"
+                )
+            )
+        partition = partition_of(self.context.node_config)
+        return SeededNoise(facts["seed"], purpose, partition, facts["number"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenSum:
+    """A sum over units that leaves the client only in encrypted form.
+
+    Parameters
+    ----------
+    bound : float
+        Largest distance by which one unit can move the sum, as in `BoundedSum`.
+    encrypt : Callable[[Params], Mapping[str, np.ndarray]]
+        Function that takes this client's share of the noise, in float64, and returns the encrypted
+        upload: values plus noise, in whole numbers of public steps. The function itself rounds the
+        noise to these steps. Noise that was rounded before to coarser multiples would leave the
+        steps between them without noise.
+    """
+
+    bound: float
+    encrypt: Callable[[Params], Mapping[str, np.ndarray]]
+
+
+def protects(protection: Protection | None) -> bool:
+    """Return True if the client or the server protects the upload as a whole.
+
+    The bound then covers this client only, so no other client may be able to change the upload.
+    """
+    return protection is not None and protection.bounds_uploads
+
+
+def bounds_models(protection: Protection | None) -> bool:
+    """Return True if a client's whole model, rather than its update, is clipped and noised."""
+    return protection is not None and protection.bounds_models
+
+
+def check_size(num_examples: int, protection: Protection | None) -> None:
+    """Refuse to train on another number of examples than the guarantee assumes.
+
+    Raises
+    ------
+    PreconditionFailed
+        The server's plan assumes another number.
+    """
+    agreed = None if protection is None else protection.num_examples
+    if agreed is not None and num_examples != agreed:
+        raise tellable(
+            PreconditionFailed(
+                f"this client trains on another number of examples than the plan's num_examples="
+                f"{agreed}, which holds for all clients: give every client that many, or change "
+                "the plan"
+            )
+        )
+
+
+def step_noise(protection: Protection | None, noise: NoiseSource) -> StepNoise | None:
+    """Return the clipping and noise of each local step, if the server asks for them."""
+    if not isinstance(protection, ClipSteps):
+        return None
+    return StepNoise(
+        clipping_norm=protection.gradient_clipping_norm,
+        stddev=protection.noise_stddev,
+        source=noise,
+    )
+
+
+def objective_terms(
+    params: Params, num_examples: int, protection: Protection | None, noise: NoiseSource
+) -> tuple[Linear, ...]:
+    """Return ⟨n, w⟩ with fresh noise n if the server asks for objective perturbation.
+
+    Raises
+    ------
+    PreconditionFailed
+        This client has too few examples for the noise to protect one of them.
+    """
+    if not isinstance(protection, PerturbObjective):
+        return ()
+    if num_examples < protection.least_examples:
+        raise tellable(
+            PreconditionFailed(
+                "this client trains on too few examples: objective perturbation needs at least "
+                f"{protection.least_examples:.0f} = 2u₂/μ of them (Theorem 6.3); take a larger "
+                "proximal_weight"
+            )
+        )
+    perturbation = ObjectivePerturbation(rate=protection.rate)
+    return (objective_perturbation_term(params, perturbation, noise),)
+
+
+def protected(
+    update: Params | BoundedSum | CellSum | HiddenSum,
+    received: Params,
+    protection: Protection | None,
+    noise: NoiseSource,
+) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
+    """Return the update as it leaves the client.
+
+    If the protection `bounds_models`, ``update`` is the whole trained model. Rebuilding that model
+    from the received one and a difference would add rounding that the sensitivity bound does not
+    cover.
+
+    Raises
+    ------
+    InvalidValue
+        The plan bounds each unit's part of the update and the method does not, or the method does
+        and the plan asks for something else.
+    """
+    if isinstance(protection, ClipUnitsToCells) or isinstance(update, CellSum):
+        return _noised_cells(update, protection, noise)
+    if isinstance(protection, ClipUnits) or isinstance(update, BoundedSum | HiddenSum):
+        return _noised_sum(update, received, protection, noise)
+    if protection is None:
+        return update
+    released = protection.released(update, noise)
+    if not protection.bounds_models:
+        return released
+    return {name: value - received[name] for name, value in released.items()}
+
+
+def _noised_cells(
+    update: Params | BoundedSum | CellSum | HiddenSum,
+    protection: Protection | None,
+    noise: NoiseSource,
+) -> Mapping[str, np.ndarray]:
+    """Return a sum over units, each bounded and rounded already, with this client's share."""
+    if not isinstance(update, CellSum):
+        error = "the plan asks for a sum over units in whole numbers of cells; the method made none"
+    elif not isinstance(protection, ClipUnitsToCells):
+        error = "the update is a sum in whole numbers of cells, which the plan does not ask for"
+    elif update.bound > protection.clipping_norm or update.cell != protection.cell:
+        error = (
+            f"each unit's part of the update has a bound of {update.bound:g} in cells of "
+            f"{update.cell:g}; the plan asks for {protection.clipping_norm:g} in cells of "
+            f"{protection.cell:g}"
+        )
+    else:
+        return protection.noised(update.value, noise)
+    raise tellable(InvalidValue(error))
+
+
+def _noised_sum(
+    update: Params | BoundedSum | HiddenSum,
+    received: Params,
+    protection: Protection | None,
+    noise: NoiseSource,
+) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
+    """Return a sum over units, each bounded by the method, with this client's share of noise."""
+    asked = protection if isinstance(protection, ClipUnits) else None
+    norm = 0.0 if asked is None else asked.clipping_norm
+    if asked is None or not isinstance(update, BoundedSum | HiddenSum) or not update.bound <= norm:
+        own = update.bound if isinstance(update, BoundedSum | HiddenSum) else None
+        bound = "none" if own is None else f"a bound of {own:g}"
+        error = f"each unit's part of the update has {bound}: the plan expects {norm:g}"
+        raise tellable(InvalidValue(error))
+    if isinstance(update, HiddenSum):
+        nothing = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in received.items()}
+        return update.encrypt(noise.gaussian(nothing, asked.noise_stddev))
+    noised = asked.noised(update.value, noise)
+    return {name: value.to(received[name].dtype) for name, value in noised.items()}
