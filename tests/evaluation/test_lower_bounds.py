@@ -55,14 +55,14 @@ def test_choosing_the_threshold_on_the_same_trials_would_fail_that_very_check(mo
 
 
 def test_a_gaussian_bound_reaches_most_of_the_true_epsilon():
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     found = if_gaussian(*sampled(rng, 2.0, 20_000), delta=DELTA, confidence=0.999)
     assert 0.9 * epsilon(2.0) < found.epsilon <= epsilon(2.0)
 
 
 def test_rates_reach_most_of_the_epsilon_of_randomised_response():
     """One threshold decides everything: the worlds differ by a factor e^ε in one event."""
-    rng, true = np.random.default_rng(), 2.0
+    rng, true = np.random.default_rng(0), 2.0
     truth = 1 / (1 + math.exp(-true))
     scores = [(rng.random(20_000) < p).astype(float) for p in (1 - truth, truth)]
     found = by_rates(*scores, delta=0.0, confidence=0.999)
@@ -71,14 +71,14 @@ def test_rates_reach_most_of_the_epsilon_of_randomised_response():
 
 def test_an_event_that_only_the_world_without_has_is_found_by_the_opposite_test():
     """P0 has an event of probability 0.2 that P1 lacks; P1 has no event that P0 lacks."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     without = np.where(rng.random(4000) < 0.2, -1.0, 0.0)
     found = by_rates(without, np.zeros(4000), delta=DELTA, confidence=0.999)
     assert found.epsilon > 3
 
 
 def test_a_quarter_of_the_noise_is_found():
-    rng, printed = np.random.default_rng(), epsilon(0.5)
+    rng, printed = np.random.default_rng(0), epsilon(0.5)
     facts = {"delta": DELTA, "confidence": 0.999, "together": 10, "printed": printed}
     found = [bound(*sampled(rng, 4 * 0.5, 2000), **facts) for bound in (by_rates, if_gaussian)]
     assert any(each.exceeds for each in found)
@@ -115,13 +115,13 @@ def test_one_run_exceeds_the_true_epsilon_no_more_often_than_it_says(true):
 
 
 def test_one_run_reaches_most_of_the_epsilon_of_randomised_response():
-    scores, included = randomised_response(np.random.default_rng(), 10_000, 2.0)
+    scores, included = randomised_response(np.random.default_rng(0), 10_000, 2.0)
     found = in_one_run(scores, included, guesses=9_000, delta=0.0, confidence=0.999)
     assert 1.7 < found.epsilon <= 2.0
 
 
 def test_a_larger_delta_lowers_what_one_run_shows():
-    scores, included = randomised_response(np.random.default_rng(), 1000, 2.0)
+    scores, included = randomised_response(np.random.default_rng(0), 1000, 2.0)
     small, large = (
         in_one_run(scores, included, guesses=500, delta=delta, confidence=0.95).epsilon
         for delta in (1e-9, 1e-3)

@@ -1,4 +1,4 @@
-"""What a client does to its upload before it leaves, and what its node's owner permits.
+"""Protection of an upload before it leaves its client, and what the node's owner permits.
 
 There are two kinds of protection. Client- and user-level privacy bounds and noises a client's
 *update*. Record-level privacy protects the records behind the client's whole *model*, by noise on
