@@ -121,7 +121,7 @@ def _answered(
 def _answer_packed(app: CohortApp, message: Message, context: Context) -> Message:
     """Return one reply for all clients of a message; each has its own part of the state."""
     contents, facts = unpacked(message.content)
-    _check_facts(facts)
+    _check_places(facts)
     per_node, places = int(facts["clients-per-node"]), list(facts["place"])
     node = partition_of(context.node_config)
     nodes = int(context.node_config.get("num-partitions", node + 1))
@@ -162,7 +162,7 @@ def _answer_packed(app: CohortApp, message: Message, context: Context) -> Messag
     return Message(packed(answers, told), reply_to=message)
 
 
-def _check_facts(facts: Mapping[str, Any]) -> None:
+def _check_places(facts: Mapping[str, Any]) -> None:
     per_node, places, kinds = facts["clients-per-node"], facts["place"], facts["type"]
     numbers = all(type(place) is int and 0 <= place < per_node for place in places)
     if not numbers or len(set(places)) < len(places):
