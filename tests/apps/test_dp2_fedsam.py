@@ -155,7 +155,7 @@ SECURE = {"aggregation": "secure", "evaluation": "secure", "sampling": "fixed-si
 
 @pytest.mark.report
 def test_scores_in_secure_sums_are_paid_for_and_reported_as_means(tmp_path):
-    clients = 48  # five standard deviations of the noise: a count below 1 has no means
+    clients = 48  # five times the noise's standard deviation: below a count of 1 are no means
     settings = {"epsilon": 3.0, "evaluation_loss_bound": 4.0, "clients": clients, **SECURE}
     run_ = run(tmp_path / "run", **settings)
     rows = run_.metrics()

@@ -59,12 +59,12 @@ class Command:
             texts = [(self.home.parent / name).read_text() for name in ("out", "err")]
         return status, *texts
 
-    def left(self, *, patience: float = 20.0) -> list[str]:
-        """Return the processes of the test that still run after ``patience`` seconds at most.
+    def left(self) -> list[str]:
+        """Return the test's processes, if some still run after 20 seconds.
 
         They have its folder in their environment. Ray's workers end a moment after the command.
         """
-        end = time.monotonic() + patience
+        end = time.monotonic() + 20
         while (found := self._running()) and time.monotonic() < end:
             time.sleep(0.2)
         return found
