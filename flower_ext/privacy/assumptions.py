@@ -29,6 +29,11 @@ SECURE_SUM = (
     "the server follows the protocol of secure aggregation, the keys in its messages reach the "
     "clients unaltered, and X25519, HKDF-SHA256, ChaCha20 and ChaCha20-Poly1305 are secure"
 )
+ONE_ANSWER = (
+    "resist_equivocation is off: the server calls no client answered to some neighbours and lost "
+    "to others, which could show it that client's upload"
+)
+"""The assumption about secure sums whose threshold is below the one that prevents this attack."""
 NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
 """The assumption about sums that are protected by noise in their parts."""

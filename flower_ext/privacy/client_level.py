@@ -156,12 +156,15 @@ def client_level_guarantees(
 
 def of_secure_sum(plan: NoisedSum, sums: SecureSum) -> tuple[str, ...]:
     """Return the assumptions about a secure sum, for a server that sees what the sum shows."""
-    found = plan.sum_parameters
+    found, clients = plan.sum_parameters, plan.num_clients
+    drawn = "" if found.members == clients else ", all but surely (1 - 2^-40 a run)"
     return (
         SECURE_SUM,
-        f"at most {found.colluders} of each cohort of {found.members} collude with the server "
-        f"({sums.colluding:.3g}); each client has {found.neighbors} neighbours, of whom "
-        f"{found.threshold} could unmask it",
+        *(() if sums.resist_equivocation else (ONE_ANSWER,)),
+        f"at most {sums.colluders_among(clients)} of {clients} clients collude with the server "
+        f"({sums.colluding:.3g}), who were fixed before cohorts and neighbours were drawn at "
+        f"random: then at most {found.colluders} of each cohort of {found.members} collude{drawn}; "
+        f"each client has {found.neighbors} neighbours, of whom {found.threshold} could unmask it",
         "the server sees who was asked, who took part and when, and sums of at least "
         f"{found.least_answers} uploads",
     )

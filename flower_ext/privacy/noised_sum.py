@@ -150,10 +150,17 @@ class NoisedSum(PrivacyPlan):
         return round(self.sampling.expected_cohort_size) if self.silos is None else self.silos
 
     @property
+    def num_clients(self) -> int:
+        """Number of clients from which the members of secure sums are drawn."""
+        return self.sampling.population if self.silos is None else self.silos
+
+    @property
     def sum_parameters(self) -> SumParameters:
-        """Parameters of the secure sums."""
+        """Parameters of the secure sums, for cohorts from all clients and for all rounds."""
         assert self.secure_aggregation is not None
-        return self.secure_aggregation.for_cohort(self.cohort_size)
+        return self.secure_aggregation.for_cohort(
+            self.cohort_size, population=self.num_clients, rounds=self.rounds
+        )
 
     @property
     def cells_protection(self) -> ClipToCells:

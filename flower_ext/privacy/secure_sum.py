@@ -1,15 +1,38 @@
-"""Parameters of a secure sum, from the shares of members that may collude or be lost.
+"""Parameters of a secure sum, from the shares of clients that may collude or be lost.
 
 Source: Bonawitz et al. 2017; Bell et al. 2020 for neighbours on a random graph.
 `flower_ext.secure.aggregation` has the protocol.
+
+A run has T rounds. Each draws n of N clients, of whom K = ⌈γN⌉ collude, and places them on a circle
+in random order. A cohort then holds C ~ Hypergeometric(N, K, n) colluders, and c is the least
+number with T P(C > c) ≤ 2⁻⁴⁰. D = ⌈δn⌉ members may be lost. Of a member's k neighbours
+X ~ Hypergeometric(N - 1, K, k) collude, and if it stays, Y ~ Hypergeometric(n - 1, n - 1 - D, k)
+stay. The graph has the least k with a t such that
+
+* T n P(X ≥ t) ≤ 2⁻⁴⁰: no honest member has t colluding neighbours, who could unmask it.
+* T n P(X ≥ 2t - k) ≤ 2⁻⁴⁰: the server might call a member answered to some neighbours and lost to
+  the others. Each honest neighbour then gives one kind of share, each colluder gives both, so the
+  server has at most k + X shares, and t of each kind if X ≥ 2t - k.
+* T n(n-1)/2 P(k given places are empty) ≤ 2⁻⁴⁰: what honest members remain is connected. A circle
+  with k/2 neighbours on each side splits only at two gaps of k/2 places. There are n(n-1)/2 pairs
+  of gaps. Places are empty if their members collude or do not answer, at most c and
+  n - ``least_answers`` of n.
+* T n P(Y < t) ≤ 2⁻²⁰: enough shares arrive, or the round is discarded.
+
+In a complete graph all members are neighbours, and nothing is random but C: c < t ≤ n - 1 - D, and
+2t > n - 1 + c.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
@@ -19,9 +42,13 @@ COMPLETE = 64
 LEAST_MEMBERS = 3
 """Least members of a sum. Of two members, each could subtract its vector and see the other's."""
 _INSECURE, _FAILED = 2.0**-40, 2.0**-20
-"""Probability of a graph that colluders break, and of a round that fails for lost members."""
+"""Probability that colluders break one round of a run, and that one fails for lost members."""
+_RIPPLE = 16
+"""Number of smaller even k that are tried below the k that bisection finds, as t is rounded."""
 _NOISE_STDDEVS = 11.0
 """Room for a sum's noise: 2⁴⁰ numbers all stay below it except with probability 2⁻⁴⁰."""
+
+Degrees = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +66,8 @@ class SumParameters:
     least_answers : int
         Least number of masked vectors; with fewer, the round is discarded.
     colluders : int
-        Number of members that may share everything they know with the server.
+        Number of members that may share everything they know with the server, c. In no round of a
+        run are there more, except with probability 2⁻⁴⁰.
     """
 
     members: int
@@ -64,18 +92,23 @@ class SecureSum:
     Parameters
     ----------
     colluding : float
-        γ: share of a cohort that may collude with the server. A guarantee against the server counts
-        only the noise of the others.
+        γ: share of the population that may collude with the server, rounded up. Cohorts are random,
+        so one of them may hold a larger share. A guarantee against the server counts only the noise
+        of the others.
     dropouts : float
         δ: share of a cohort that may be lost during a round, rounded up. If more are lost, the
         round is discarded.
     threshold, neighbors : int, optional
-        t and k for cohorts of every size. By default they follow from γ, δ and a cohort's size, so
-        that the sum is secure except with probability 2⁻⁴⁰, and fails for lost members with
-        probability at most 2⁻²⁰.
+        t and k for cohorts of every size. By default they follow from γ, δ, the sizes of cohort and
+        population and the number of rounds, so that each bound on security fails in a run with
+        probability at most 2⁻⁴⁰, and sums fail for lost members with probability at most 2⁻²⁰.
     least_answers : int, optional
         Least number of answers, for which the clients' noise is scaled. By default a cohort's size
         minus its dropouts.
+    resist_equivocation : bool
+        Choose t so large that a server which calls a client answered to some neighbours, and lost
+        to the others, cannot collect both of its secrets. Without it graphs have fewer neighbours,
+        and more clients may be lost.
 
     Raises
     ------
@@ -88,6 +121,7 @@ class SecureSum:
     threshold: int | None = None
     neighbors: int | None = None
     least_answers: int | None = None
+    resist_equivocation: bool = True
 
     def __post_init__(self) -> None:
         for name in ("colluding", "dropouts"):
@@ -102,8 +136,25 @@ class SecureSum:
             if getattr(self, name) is not None:
                 require_at_least_one(name, getattr(self, name))
 
-    def for_cohort(self, members: int) -> SumParameters:
-        """Return the parameters for a cohort of ``members`` clients.
+    def colluders_among(self, population: int) -> int:
+        """Return the number of clients of a population that may collude: γN, rounded up."""
+        return math.ceil(self.colluding * population - 1e-9)
+
+    def for_cohort(
+        self, members: int, *, population: int | None = None, rounds: int = 1
+    ) -> SumParameters:
+        """Return the parameters for cohorts of ``members`` clients.
+
+        Parameters
+        ----------
+        members : int
+            Number of clients in each cohort.
+        population : int, optional
+            Number of clients from which cohorts are drawn uniformly. By default all clients are
+            members in every round.
+        rounds : int
+            Number of rounds of the run, for which all bounds together hold. A run that goes on
+            beyond exceeds them in proportion.
 
         Raises
         ------
@@ -116,23 +167,30 @@ class SecureSum:
                 f"a cohort of {members}: expected at least {LEAST_MEMBERS} for a secure sum; take "
                 "more clients, or a larger share of them"
             )
-        colluders = math.floor(self.colluding * members + 1e-9)
+        population = members if population is None else population
+        corrupt = self.colluders_among(population)
+        colluders = _most_colluders(members, population, corrupt, rounds)
         lost = math.ceil(self.dropouts * members - 1e-9)
         least = members - lost if self.least_answers is None else self.least_answers
-        neighbors, threshold = self._graph(members, colluders, lost)
-        if not _sound(members, colluders, lost, neighbors, threshold):
-            raise InvalidValue(
-                f"neighbors={neighbors} and threshold={threshold} in a cohort of {members}: "
-                f"expected {_parameters(members, colluders, lost)}, or others that withstand "
-                f"{colluders} colluders and {lost} losses"
-            )
         fewest = max(colluders + 2, math.ceil(members / 4))
         if not fewest <= least <= members:
             raise InvalidValue(
                 f"least_answers={least}: expected {fewest} to {members} in a cohort of {members} "
-                f"with {colluders} colluders, so that two honest members and a quarter of all "
-                "answer; lower dropouts"
+                f"from {population} clients with up to {colluders} colluders, so that two honest "
+                "members and a quarter of all answer; lower dropouts or colluding, or take larger "
+                "cohorts"
             )
+        cohort = _Cohort(
+            members=members,
+            population=population,
+            corrupt=corrupt,
+            colluders=colluders,
+            lost=lost,
+            absent=members - least,
+            rounds=rounds,
+            equivocation=self.resist_equivocation,
+        )
+        neighbors, threshold = self._graph(cohort)
         return SumParameters(
             members=members,
             neighbors=neighbors,
@@ -141,17 +199,34 @@ class SecureSum:
             colluders=colluders,
         )
 
-    def _graph(self, members: int, colluders: int, lost: int) -> tuple[int, int]:
+    def _graph(self, cohort: _Cohort) -> tuple[int, int]:
         """Return k and t, as given or as they follow from the shares."""
-        if self.neighbors is not None:
-            neighbors = min(self.neighbors + self.neighbors % 2, members - 1)
-            return neighbors, self.threshold or neighbors // 2 + 1
-        if (found := _parameters(members, colluders, lost)) is None:
+        graph = _parameters(cohort)
+        if graph is None and self.neighbors is None:
+            without = replace(cohort, equivocation=False)
             raise InvalidValue(
-                f"no secure sum of {members} members withstands colluding={self.colluding:g} and "
-                f"dropouts={self.dropouts:g}: lower one of them, or take larger cohorts"
+                f"no secure sum of {cohort.members} members withstands colluding="
+                f"{self.colluding:g} and dropouts={self.dropouts:g} ({cohort.colluders} colluders "
+                f"and {cohort.lost} losses): lower one of them, or take larger cohorts"
+                + (
+                    ", or set SecureSum(resist_equivocation=False)"
+                    if cohort.equivocation and _parameters(without) is not None
+                    else ""
+                )
             )
-        return found[0], self.threshold or found[1]
+        if self.neighbors is not None:
+            neighbors = min(self.neighbors + self.neighbors % 2, cohort.members - 1)
+            threshold = self.threshold or cohort.threshold(neighbors) or neighbors
+        else:
+            assert graph is not None
+            neighbors, threshold = graph[0], self.threshold or graph[1]
+        if not cohort.withstands(neighbors, threshold):
+            raise InvalidValue(
+                f"neighbors={neighbors} and threshold={threshold} in a cohort of {cohort.members}: "
+                f"expected {graph}, or others that withstand {cohort.colluders} colluders and "
+                f"{cohort.lost} losses"
+            )
+        return neighbors, threshold
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -183,56 +258,106 @@ def ring_bits(cells: float, noise_stddev: float) -> int:
     )
 
 
-def _sound(members: int, colluders: int, lost: int, neighbors: int, threshold: int) -> bool:
-    """Return True if a graph withstands these numbers of colluders and losses."""
-    others = members - 1
-    if neighbors == others:
-        return colluders < threshold <= others - lost
-    colluding, staying, without = _neighbours(members, colluders, lost, neighbors)
-    return bool(
-        1 <= threshold <= neighbors < others
-        and members * without.pmf(neighbors) <= _INSECURE
-        and members * colluding.sf(threshold - 1) <= _INSECURE
-        and members * staying.cdf(threshold - 1) <= _FAILED
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Cohort:
+    """Cohorts of one size, and what their graphs must withstand; see the top of this module."""
 
+    members: int
+    population: int
+    corrupt: int
+    colluders: int
+    lost: int
+    absent: int
+    rounds: int
+    equivocation: bool
 
-def _neighbours(members: int, colluders: int, lost: int, neighbors: int) -> tuple[Any, Any, Any]:
-    """Return the distributions of colluding, remaining, and lost or colluding neighbours."""
-    from scipy.stats import hypergeom  # takes half a second
+    def threshold(self, neighbors: int) -> int:
+        """Return the largest t for a graph with k = ``neighbors``; 0 if no t suffices."""
+        if neighbors == self.members - 1:
+            threshold = max(0, neighbors - self.lost)
+            return threshold if self.withstands(neighbors, threshold) else 0
+        return int(self.thresholds(np.array([neighbors]))[0])
 
-    others = members - 1
-    return (
-        hypergeom(others, colluders, neighbors),
-        hypergeom(others, others - lost, neighbors),
-        hypergeom(others, min(colluders + lost, others), neighbors),
-    )
+    def thresholds(self, degrees: Degrees) -> Degrees:
+        """Return the largest t for each even k of random graphs; 0 where no t suffices.
+
+        A larger t is better against colluders, so the largest t with which rounds succeed decides.
+        """
+        low, high = np.zeros_like(degrees), degrees.copy()
+        while np.any(low < high):
+            middle = (low + high + 1) // 2
+            enough = self._succeed(degrees, middle)
+            low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
+        secure = (low > 0) & self._secure(degrees, low)
+        return np.where(secure, low, 0)
+
+    def withstands(self, neighbors: int, threshold: int) -> bool:
+        """Return True if a graph withstands the colluders and the losses."""
+        others = self.members - 1
+        if neighbors == others:
+            shares = 2 * threshold - others if self.equivocation else threshold
+            return self.colluders < shares and threshold <= others - self.lost
+        degrees, thresholds = np.array([neighbors]), np.array([threshold])
+        return bool(
+            1 <= threshold <= neighbors < others
+            and self._succeed(degrees, thresholds).all()
+            and self._secure(degrees, thresholds).all()
+        )
+
+    def _succeed(self, degrees: Degrees, thresholds: Degrees) -> NDArray[np.bool_]:
+        """Return where all members that stay keep t neighbours in all rounds."""
+        others = self.members - 1
+        few = _hypergeometric().cdf(thresholds - 1, others, others - self.lost, degrees)
+        return np.asarray(self.rounds * self.members * few <= _FAILED)
+
+    def _secure(self, degrees: Degrees, thresholds: Degrees) -> NDArray[np.bool_]:
+        """Return where colluders can unmask nobody, and the graph stays connected."""
+        law, members = _hypergeometric(), self.members
+        shares = 2 * thresholds - degrees if self.equivocation else thresholds
+        unmasked = members * law.sf(shares - 1, self.population - 1, self.corrupt, degrees)
+        empty = min(self.colluders + self.absent, members)
+        split = members * (members - 1) / 2 * law.pmf(degrees, members, empty, degrees)
+        return np.asarray(self.rounds * np.maximum(unmasked, split) <= _INSECURE)
 
 
 @lru_cache(maxsize=1024)
-def _parameters(members: int, colluders: int, lost: int) -> tuple[int, int] | None:
-    """Return the least k and its t for these numbers of members, colluders and losses."""
-    others = members - 1
-    if members <= COMPLETE:
-        return (others, others - lost) if others - lost > colluders else None
-    for neighbors in [*range(2, others, 2), others]:
-        if (threshold := threshold_of(members, colluders, lost, neighbors)) is not None:
-            return neighbors, threshold
-    return None
+def _parameters(cohort: _Cohort) -> tuple[int, int] | None:
+    """Return the least k and its t for a cohort; None if no graph withstands its losses."""
+    others = cohort.members - 1
+    half = (others - 1) // 2  # the largest even k below the complete graph is twice this
+    if cohort.members > COMPLETE and cohort.threshold(2 * half):
+        found = _least(lambda pairs: cohort.threshold(2 * pairs) > 0, 1, half)
+        degrees = 2 * np.arange(max(1, found - _RIPPLE), found + 1)
+        thresholds = cohort.thresholds(degrees)
+        first = int(np.argmax(thresholds > 0))
+        return int(degrees[first]), int(thresholds[first])
+    threshold = cohort.threshold(others)
+    return (others, threshold) if threshold else None
 
 
-def threshold_of(members: int, colluders: int, lost: int, neighbors: int) -> int | None:
-    """Return the largest t for a random graph with k = ``neighbors``; None if no t suffices.
+@lru_cache(maxsize=1024)
+def _most_colluders(members: int, population: int, corrupt: int, rounds: int) -> int:
+    """Return c, which no cohort of a run exceeds except with probability 2⁻⁴⁰."""
+    if members == population:
+        return corrupt
+    law = _hypergeometric()
+    return _least(
+        lambda number: rounds * law.sf(number, population, corrupt, members) <= _INSECURE,
+        0,
+        min(members, corrupt),
+    )
 
-    Of an honest member's k neighbours, X collude, Y remain, and Z are lost or collude, all
-    hypergeometric. Then n P(X ≥ t) ≤ 2⁻⁴⁰, n P(Y < t) ≤ 2⁻²⁰, and n P(Z = k) ≤ 2⁻⁴⁰ must hold.
-    """
-    colluding, staying, without = _neighbours(members, colluders, lost, neighbors)
-    if members * without.pmf(neighbors) > _INSECURE:
-        return None
-    for threshold in range(neighbors, 0, -1):
-        if members * colluding.sf(threshold - 1) > _INSECURE:
-            return None
-        if members * staying.cdf(threshold - 1) <= _FAILED:
-            return threshold
-    return None
+
+def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the least number that ``holds``, by bisection; it must hold at ``high``."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return high
+
+
+def _hypergeometric() -> Any:
+    """Return SciPy's hypergeometric distribution, whose import takes half a second."""
+    from scipy.stats import hypergeom
+
+    return hypergeom

@@ -247,7 +247,7 @@ def test_who_sees_sums_needs_no_assumption_that_the_run_does_not_meet():
     before, after = sums_only(plain), sums_only(secure)
     assert any("which this run does not provide" in a for a in before.assumptions)
     assert not any("which this run does not provide" in a for a in after.assumptions)
-    assert any("at most 0 of each cohort of 8 collude" in a for a in after.assumptions)
+    assert any("at most 0 of each cohort of 8 collude;" in a for a in after.assumptions)
     assert any("discrete Gaussian" in a for a in after.assumptions)
     # Eight clients without collusion: the least number of answers has all of the noise.
     assert after.epsilon == pytest.approx(before.epsilon)
