@@ -7,9 +7,11 @@ import pytest
 from scipy.stats import chi2
 
 from flower_ext.errors import InvalidValue
-from flower_ext.secure.aggregation import masks, member
+from flower_ext.privacy import SecureSum
+from flower_ext.secure.aggregation import Delivery, Keys, Question, masks, member
 from flower_ext.secure.aggregation.masks import apply_mask, self_mask_key
-from flower_ext.secure.aggregation.shamir import combine
+from flower_ext.secure.aggregation.messages import OF_SEED
+from flower_ext.secure.aggregation.shamir import SHARE_BYTES, combine
 from tests.support.secure_sum import Round, round_context
 
 
@@ -87,3 +89,113 @@ def test_no_two_streams_of_rounds_and_members_have_one_key(monkeypatch):
         one.mask(one.share(one.advertise()))
     assert len(set(used)) == len(used) == 2 * 6 * 5
     assert len({key for key, _ in used}) == 2 * (6 + 6 * 4 // 2)
+
+
+class Equivocating:
+    """A server that keeps everything, and tells each member around member 0 another story."""
+
+    def __init__(self, parameters):
+        self.context = context = round_context(
+            parameters.members,
+            parameters.neighbors,
+            parameters.threshold,
+            parameters.least_answers,
+            length=8,
+        )
+        graph, circles = context.graph, [{0}]
+        for _ in range(3):
+            circles.append(circles[-1].union(*(graph[index] for index in circles[-1])))
+        self.near, self.around, everybody = circles[1:]
+        self.values = np.arange(8, dtype=context.dtype)
+        self.members = {index: member.Member(context, index) for index in everybody}
+        self.public = {index: one.advertise().keys for index, one in self.members.items()}
+        sealed = {}
+        for index in self.around:
+            keys = {other: self.public[other] for other in (index, *graph[index])}
+            sealed[index] = self.members[index].share(Keys(digest=context.digest, keys=keys)).sealed
+        self.masking = set()
+        for index in self.around:
+            shares = {other: sealed[other][index] for other in {*graph[index]} & self.around}
+            if len(shares) < parameters.threshold:
+                continue
+            masked = self.members[index].mask(
+                Delivery(digest=context.digest, sealed=shares), self.values
+            )
+            self.masking.add(index)
+            if index == 0:
+                self.upload = np.frombuffer(masked.values, dtype=context.dtype).copy()
+        self.seeds, self.keys = {}, {}
+
+    def ask(self, index, lost):
+        """Keep what one member reveals to a question that names these members as lost."""
+        absent = {*self.context.graph[index]} - self.members[index]._state.held.keys()
+        lost = lost & {*self.context.graph[index]} - absent
+        answered = set(range(self.context.members)) - lost - absent
+        question = Question(
+            digest=self.context.digest,
+            answered=dict.fromkeys(answered, b""),
+            lost=dict.fromkeys(lost, b""),
+        )
+        for owner, share in self.members[index].unmask(question).shares.items():
+            kept = self.seeds if share[:1] == OF_SEED else self.keys
+            kept.setdefault(owner, {})[index + 1] = share[1:]
+
+    def corrupt(self, index):
+        """Keep both shares that a colluding member holds of each secret of its neighbours."""
+        for owner, both in self.members[index]._state.held.items():
+            self.seeds.setdefault(owner, {})[index + 1] = both[:SHARE_BYTES]
+            self.keys.setdefault(owner, {})[index + 1] = both[SHARE_BYTES:]
+
+    def opens(self, owners):
+        """Return True if member 0's seed and the mask keys of ``owners`` open its upload."""
+        context, left = self.context, self.upload.copy()
+        with suppress(InvalidValue):
+            seed = combine(self.seeds[0], context.threshold)
+            apply_mask(self_mask_key(context.digest, seed, 0), left, subtract=True)
+            for other in context.graph[0]:
+                owner, public_owner = (0, other) if owners == {0} else (other, 0)
+                key = masks.pair_mask_key(
+                    context.digest,
+                    combine(self.keys[owner], context.threshold),
+                    member=owner,
+                    other=public_owner,
+                    other_public=self.public[public_owner][:32],
+                )
+                apply_mask(key, left, subtract=other > 0)
+        return bool(np.array_equal(left, self.values))
+
+
+@pytest.mark.parametrize(
+    ("colluding", "neighbours"),
+    [(0.05, 0), pytest.param(0.1, 2, marks=pytest.mark.full)],
+    ids=["the server", "with two of 22"],
+)
+def test_a_server_that_calls_a_member_answered_and_lost_gets_one_of_its_secrets_alone(
+    colluding, neighbours
+):
+    """Planted: the smaller thresholds that suffice for a server that tells all the same."""
+    for resist in (True, False):
+        sums = SecureSum(colluding=colluding, dropouts=0.1, resist_equivocation=resist)
+        parameters = sums.for_cohort(100)
+        server = Equivocating(parameters)
+        near = server.context.graph[0]
+        most = 2 * parameters.threshold - parameters.neighbors - 1  # one more has it all
+        colluders = near[: most if resist else neighbours]
+        for index in colluders:
+            server.corrupt(index)
+        for place, index in enumerate(near[len(colluders) :]):
+            server.ask(index, {0} if place % 2 else set())
+        assert server.opens({0}) is not resist
+
+
+def test_a_server_that_calls_all_neighbours_lost_to_each_other_is_stopped_by_no_threshold():
+    """The documentation names this limit: nobody's two secrets are revealed."""
+    parameters = SecureSum(colluding=0.0, dropouts=0.1).for_cohort(300)
+    server = Equivocating(parameters)
+    near = server.near - {0}
+    assert len(near) - 1 <= 300 - parameters.least_answers  # so every question passes
+    for index in server.masking - {0}:
+        server.ask(index, near)
+    assert server.opens(near)
+    assert 0 not in server.keys
+    assert not near & {owner for owner, shares in server.seeds.items() if owner in server.keys}
