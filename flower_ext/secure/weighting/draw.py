@@ -17,6 +17,11 @@ class DrawSettings(Protocol):
     """Settings of a protocol that may draw users in secret."""
 
     @property
+    def context(self) -> bytes:
+        """Hash of all settings, the run's name among them."""
+        ...
+
+    @property
     def users(self) -> int:
         """Number of users."""
         ...
@@ -71,6 +76,7 @@ def chooser(
     return Receiver(
         public,
         derive(seed, "draw", number),
+        run=settings.context,
         transfers=settings.users,
         choices=_choices(settings),
         workers=workers,

@@ -10,7 +10,8 @@ sender                k_j = H((B · A^-j)^a) for every j, and each text sealed u
 receiver              k_c = H(A^b)
 ====================  =====================================================================
 
-B is uniform for every c. To compute a second key, the receiver would need g^(a²).
+H hashes the run, A, B, and the numbers of transfer and place as well, so that keys of different
+runs and answers have nothing in common. B is uniform for every c. To compute a second key, the receiver would need g^(a²).
 
 All of the receiver's randomness comes from one key. Several parties that share this key therefore
 act as one receiver: one of them answers, and all of them open the same texts.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
 
 import gmpy2
 from cryptography.exceptions import InvalidTag
@@ -54,9 +56,18 @@ ORDER = (PRIME - 1) // 2
 
 
 class Sender:
-    """One party's side of many transfers: it has P texts for each, and learns no choice."""
+    """One party's side of many transfers: it has P texts for each, and learns no choice.
 
-    def __init__(self, *, exponent: int | None = None) -> None:
+    Parameters
+    ----------
+    run : bytes
+        Name of the run, the same at the receiver.
+    exponent : int, optional
+        a of an earlier sender; by default a fresh one.
+    """
+
+    def __init__(self, run: bytes, *, exponent: int | None = None) -> None:
+        self._run = run
         drawn = 1 + secrets.randbelow(int(ORDER) - 1) if exponent is None else exponent
         self._exponent = mpz(drawn)
         self._public = _power(_GENERATOR, self._exponent)
@@ -114,15 +125,16 @@ class Sender:
         """
         answers = _elements(answer, len(choices), name="answer")
         step = gmpy2.invert(_power(self._public, self._exponent), PRIME)
-        public = self.public
+        run, public = self._run, self.public
 
         def derived(transfers: Sequence[int]) -> list[bytes]:
             found = []
             for transfer in transfers:
+                element = _to_bytes(answers[transfer])
                 shared = _power(answers[transfer], self._exponent)
                 own = []
                 for place in range(choices[transfer]):
-                    own.append(_key(public, shared, transfer, place))
+                    own.append(_key(run, public, element, shared, transfer, place))
                     shared = shared * step % PRIME
                 found.append(b"".join(own))
             return found
@@ -140,6 +152,8 @@ class Receiver:
     key : bytes
         32 bytes that the sender does not know and that serve no other purpose. Uniform choices
         derive from it and from ``public``, so that choices for different senders are independent.
+    run : bytes
+        Name of the run, the same at the sender.
     transfers, choices : int
         Number of transfers, and P.
 
@@ -150,8 +164,16 @@ class Receiver:
     """
 
     def __init__(
-        self, public: bytes, key: bytes, *, transfers: int, choices: int, workers: int = 1
+        self,
+        public: bytes,
+        key: bytes,
+        *,
+        run: bytes,
+        transfers: int,
+        choices: int,
+        workers: int = 1,
     ) -> None:
+        self._run = run
         (self._offered,) = _elements(public, 1, name="offer")
         self._public = public
         self._choices = uniform_residues(derive(key, "choices", public), transfers, mpz(choices))
@@ -161,17 +183,21 @@ class Receiver:
     @property
     def answer(self) -> bytes:
         """Return B of every transfer, for the sender."""
+        return b"".join(self._answers)
 
-        def blind(transfers: Sequence[int]) -> list[mpz]:
+    @cached_property
+    def _answers(self) -> list[bytes]:
+        def blind(transfers: Sequence[int]) -> list[bytes]:
             return [
-                _power(_GENERATOR, self._exponents[at])
-                * gmpy2.powmod(self._offered, self._choices[at], PRIME)
-                % PRIME
+                _to_bytes(
+                    _power(_GENERATOR, self._exponents[at])
+                    * gmpy2.powmod(self._offered, self._choices[at], PRIME)
+                    % PRIME
+                )
                 for at in transfers
             ]
 
-        blinded = map_slices(blind, range(len(self._choices)), workers=self._workers)
-        return b"".join(_to_bytes(element) for element in blinded)
+        return map_slices(blind, range(len(self._choices)), workers=self._workers)
 
     @property
     def choices(self) -> list[int]:
@@ -180,11 +206,14 @@ class Receiver:
 
     def keys(self) -> list[bytes]:
         """Return the key of the chosen place of each transfer, of `Sender.keys`."""
+        answers = self._answers
 
         def derived(transfers: Sequence[int]) -> list[bytes]:
             return [
                 _key(
+                    self._run,
                     self._public,
+                    answers[at],
                     _power(self._offered, self._exponents[at]),
                     at,
                     int(self._choices[at]),
@@ -211,8 +240,10 @@ class Receiver:
             raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
-def _key(public: bytes, shared: mpz, transfer: int, place: int) -> bytes:
-    return derive(_to_bytes(shared), "transfer", public, transfer, place)
+def _key(
+    run: bytes, public: bytes, answer: bytes, shared: mpz, transfer: int, place: int
+) -> bytes:
+    return derive(_to_bytes(shared), "transfer", run, public, answer, transfer, place)
 
 
 def _power(base: mpz, exponent: mpz) -> mpz:

@@ -198,7 +198,7 @@ class WeightingServer:
             raise ProtocolError(
                 "offer_draw: the settings have no draw_choices; call open_round instead"
             )
-        sender = Sender()
+        sender = Sender(self.settings.context)
         self._drawing = round_number, sender
         return DrawOffer(round_number=round_number, public=sender.public)
 

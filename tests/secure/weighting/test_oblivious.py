@@ -15,7 +15,7 @@ from flower_ext.secure.weighting.oblivious import (
     Sender,
 )
 
-KEY = bytes(range(32))
+KEY, RUN = bytes(range(32)), b"a run"
 
 
 def texts(transfers, choices):
@@ -37,8 +37,8 @@ def test_the_group_is_that_of_squares_modulo_a_safe_prime_which_two_generates():
 
 @pytest.mark.parametrize("choices", [2, 3, 7])
 def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(choices):
-    sender = Sender()
-    receiver = Receiver(sender.public, KEY, transfers=12, choices=choices)
+    sender = Sender(RUN)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=12, choices=choices)
     sealed = sender.seal(receiver.answer, texts(12, choices), workers=2)
     chosen = [int(choice) for choice in receiver._choices]
     assert receiver.open(sealed) == [f"{at}:{place}".encode() for at, place in enumerate(chosen)]
@@ -47,8 +47,8 @@ def test_the_receiver_gets_the_text_of_its_choice_in_every_transfer(choices):
 
 
 def test_no_other_text_can_be_opened_with_what_the_receiver_has():
-    sender = Sender()
-    receiver = Receiver(sender.public, KEY, transfers=4, choices=3)
+    sender = Sender(RUN)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=4, choices=3)
     sealed = sender.seal(receiver.answer, texts(4, 3))
     right = list(receiver._choices)
     for turn in (1, 2):  # each transfer has a key of its own, at every other place
@@ -66,8 +66,8 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
 
 
 def test_parties_with_one_key_are_one_receiver():
-    sender = Sender()
-    one, other = (Receiver(sender.public, KEY, transfers=6, choices=5) for _ in range(2))
+    sender = Sender(RUN)
+    one, other = (Receiver(sender.public, KEY, run=RUN, transfers=6, choices=5) for _ in range(2))
     assert one.answer == other.answer
     assert one.open(sender.seal(other.answer, texts(6, 5))) == other.open(
         sender.seal(one.answer, texts(6, 5))
@@ -76,7 +76,7 @@ def test_parties_with_one_key_are_one_receiver():
 
 def test_a_key_makes_other_choices_and_other_answers_for_every_offer():
     """Two offers answered with one choice and one exponent would reveal the choice."""
-    receivers = [Receiver(Sender().public, KEY, transfers=40, choices=4) for _ in range(2)]
+    receivers = [Receiver(Sender(RUN).public, KEY, run=RUN, transfers=40, choices=4) for _ in range(2)]
     one, other = receivers
     assert not set(one._exponents) & set(other._exponents)
     assert list(one._choices) != list(other._choices)
@@ -84,8 +84,8 @@ def test_a_key_makes_other_choices_and_other_answers_for_every_offer():
 
 def test_an_answer_does_not_depend_on_the_choice():
     """For any answer and any choice there is an exponent that gives it: B / A^c is in the group."""
-    sender = Sender()
-    receiver = Receiver(sender.public, KEY, transfers=3, choices=4)
+    sender = Sender(RUN)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=3, choices=4)
     (offered,) = elements(sender.public)
     for answer, exponent, choice in zip(
         elements(receiver.answer), receiver._exponents, receiver._choices, strict=True
@@ -97,18 +97,18 @@ def test_an_answer_does_not_depend_on_the_choice():
 
 
 def test_choices_are_uniform_to_whoever_lacks_the_key():
-    receiver = Receiver(Sender().public, KEY, transfers=5000, choices=5)
+    receiver = Receiver(Sender(RUN).public, KEY, run=RUN, transfers=5000, choices=5)
     counts = np.bincount([int(choice) for choice in receiver._choices], minlength=5)
     assert stats.chisquare(counts).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("wrong", [0, 1, PRIME - 1, PRIME, 5, PRIME - 4])
 def test_what_is_not_in_the_group_is_refused(wrong):
-    sender = Sender()
+    sender = Sender(RUN)
     data = int(wrong).to_bytes(ELEMENT_BYTES, "big")
     assert gmpy2.legendre(wrong, PRIME) != 1 or wrong in (1, PRIME - 1)
     with pytest.raises(ValueError, match="offer: expected squares"):
-        Receiver(data, KEY, transfers=1, choices=2)
+        Receiver(data, KEY, run=RUN, transfers=1, choices=2)
     with pytest.raises(ValueError, match="answer: expected squares"):
         sender.seal(data, texts(1, 2))
     with pytest.raises(ValueError, match="expected 1 group elements of 384 bytes"):

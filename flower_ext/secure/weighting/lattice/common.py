@@ -49,6 +49,7 @@ class CommonSecrets:
         self._receiver = Receiver(
             transfer,
             derive(seed, "transfer"),
+            run=settings.context,
             transfers=settings.users,
             choices=settings.choices,
             workers=workers,

@@ -16,6 +16,7 @@ from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.lattice.ring import RESIDUE_BYTES
 from flower_ext.secure.weighting.lattice.settings import (
     FIRST_WORD_BYTES,
+    NONCE_BYTES,
     SECOND_WORD_BYTES,
     LatticeSettings,
 )
@@ -105,7 +106,7 @@ class _Message:
 class ServerKey(_Message):
     """The server's public facts, for all silos.
 
-    ``public_seed`` determines pk1 and every a_u. ``nonce`` enters the silos' seed. ``transfer`` is
+    ``public_seed`` determines pk1, and every a_u together with the nonce of its weights. ``nonce`` enters the silos' seed. ``transfer`` is
     the sender's element of the oblivious transfer. ``words`` holds the words of pk0.
     """
 
@@ -220,7 +221,8 @@ class DrawAnswer(_Message):
 class LatticeWeights(_Message):
     """One epoch's encrypted weights, for all silos.
 
-    ``words`` holds all words of b_u except the constant one. ``sealed`` holds, for each user, M
+    ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them,
+    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds, for each user, M
     candidates for that word; the silos can open one of them. If the draw is secret, there are two
     columns of candidates, ``columns`` holds their sealed keys, and ``offer`` is the server's offer
     for which silo 0 made all silos' choices. Otherwise these two are empty.
@@ -228,9 +230,10 @@ class LatticeWeights(_Message):
 
     kind = b"LWew"
     integers = ("epoch",)
-    parts = ("words", "sealed", "offer", "columns")
+    parts = ("nonce", "words", "sealed", "offer", "columns")
 
     epoch: int
+    nonce: bytes
     words: bytes
     sealed: bytes
     offer: bytes = b""
@@ -240,6 +243,7 @@ class LatticeWeights(_Message):
     def _lengths(cls, settings: LatticeSettings) -> tuple[int, ...]:
         word = 2 * RESIDUE_BYTES
         return (
+            NONCE_BYTES,
             settings.users * (DEGREE - 1) * word,
             settings.users * settings.choices * settings.columns * word,
             settings.offer_bytes,

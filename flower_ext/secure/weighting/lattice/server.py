@@ -68,7 +68,7 @@ class LatticeServer(Party[ServerStage]):
         self._key_seed = secrets.token_bytes(SEED_BYTES)
         self._public_seed = secrets.token_bytes(SEED_BYTES)
         self._nonce = secrets.token_bytes(SEED_BYTES)
-        self._sender = Sender()
+        self._sender = Sender(settings.context)
         self._answer = b""
         self._keys: list[bytes] | None = None
         self._shifted: list[int] = []
@@ -216,7 +216,7 @@ class LatticeServer(Party[ServerStage]):
                 "offer_draw: the settings have no draw_choices; call open_epoch instead"
             )
         self._use_epoch()
-        sender = Sender()
+        sender = Sender(self.settings.context)
         self._drawing = self._last_epoch, sender
         return DrawOffer(epoch=self._last_epoch, public=sender.public)
 
@@ -355,7 +355,7 @@ class LatticeServer(Party[ServerStage]):
         server._key_seed = kept.key_seed
         server._public_seed = kept.public_seed
         server._nonce = kept.nonce
-        server._sender = Sender(exponent=kept.exponent)
+        server._sender = Sender(settings.context, exponent=kept.exponent)
         server._answer = kept.answer
         server._shifted = kept.shifted
         server._last_epoch = kept.last_epoch

@@ -15,6 +15,8 @@ from flower_ext.secure.weighting.draw import check_draw
 from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.oblivious import ELEMENT_BYTES, KEY_BYTES, SEAL_BYTES
 
+NONCE_BYTES = 32
+"""Length in bytes of the random bytes in every set of weights."""
 WEIGHT_BITS = 56
 """k: weights are multiples of 2⁻ᵏ."""
 FRACTION_BITS = 30
@@ -226,7 +228,7 @@ class LatticeSettings:
     def weights_bytes(self) -> int:
         """Bytes that each silo receives in every epoch, without the header of 12 bytes."""
         entries = 12 * self.users * (DEGREE - 1 + self.columns * self.choices)
-        return entries + self.offer_bytes + self.draw_bytes
+        return NONCE_BYTES + entries + self.offer_bytes + self.draw_bytes
 
     @cached_property
     def context(self) -> bytes:

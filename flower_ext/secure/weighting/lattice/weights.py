@@ -5,11 +5,16 @@ The server encrypts y_u · ⌊2^k / N_u⌋ without knowing N_u, where y_u is 1 i
 it sends the word β_u + y_u · W[x_u - i] under a key of its own. The silos hold only the key at
 i = ρ_u = x_u - N_u. If nobody may know who is drawn, every entry has two columns (see `draw`), and
 opening an entry takes the key of its column as well.
+
+The a_u and all pads depend on 32 random bytes that every set of weights carries. Two sets of one
+epoch, of a server that was restored from an older state, then have nothing in common: under the
+same a_u and pads, their difference would be y_u · ⌊2^k / N_u⌋ with an error, which shows N_u.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +29,7 @@ from flower_ext.secure.weighting.lattice.layout import DEGREE
 from flower_ext.secure.weighting.lattice.messages import LatticeWeights
 from flower_ext.secure.weighting.lattice.ring import PRIMES, RESIDUE_BYTES, Reals
 from flower_ext.secure.weighting.lattice.samplers import Stream, public_polynomial
-from flower_ext.secure.weighting.lattice.settings import WEIGHT_BITS, LatticeSettings
+from flower_ext.secure.weighting.lattice.settings import NONCE_BYTES, WEIGHT_BITS, LatticeSettings
 from flower_ext.secure.weighting.oblivious import KEY_BYTES
 
 _ENTRY_BYTES = 2 * RESIDUE_BYTES
@@ -49,13 +54,12 @@ def encrypt(
     columns: Columns,
     keys: Sequence[bytes],
 ) -> LatticeWeights:
-    """Return the weights of an epoch, with fresh a_u and e_u.
+    """Return the weights of an epoch, with fresh a_u, e_u and pads.
 
     Parameters
     ----------
     epoch : int
-        A number never used before. It determines the a_u, and two sets of weights under the same
-        a_u and e_u reveal N_u.
+        A number never used before, by which silos tell sets of weights apart.
     shifted : Sequence of int
         x_u of every place in the silos' secret order.
     columns : Columns
@@ -66,10 +70,12 @@ def encrypt(
     users, choices = settings.users, settings.choices
     table, errors = weight_table(choices), Stream.fresh()
     words, sealed = np.empty((2, users, DEGREE)), bytearray()
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    label = _label(epoch, nonce)
     for start in range(0, users, _TOGETHER):
         places = range(start, min(start + _TOGETHER, users))
         drawn_errors = errors.errors(len(places) * DEGREE).reshape(-1, DEGREE).astype(np.float64)
-        masks = _masks(public_seed, epoch, places)
+        masks = _masks(public_seed, label, places)
         words[:, places.start : places.stop] = secret.encryptions(masks, drawn_errors)
     for place in range(users):
         weights = table[(shifted[place] - np.arange(choices)) % choices, None]
@@ -79,15 +85,17 @@ def encrypt(
         ]
         text = np.frombuffer(ring.to_words(np.stack(entries, axis=2)), np.uint8)
         pads = b"".join(
-            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], epoch, place, i)
+            _pad(settings, keys[place][KEY_BYTES * i : KEY_BYTES * (i + 1)], label, place, i)
             for i in range(choices)
         )
         text = text ^ np.frombuffer(pads, np.uint8)
         if columns.keys:
-            own = [_column_pad(settings, key, epoch, place) for key in columns.keys[place]]
+            own = [_column_pad(settings, key, label, place) for key in columns.keys[place]]
             text ^= np.stack(own, axis=1).reshape(-1)
         sealed += text.tobytes()
-    return LatticeWeights(epoch=epoch, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed))
+    return LatticeWeights(
+        epoch=epoch, nonce=nonce, words=ring.to_words(words[:, :, 1:]), sealed=bytes(sealed)
+    )
 
 
 class OpenedWeights:
@@ -120,6 +128,7 @@ class OpenedWeights:
     ) -> None:
         self.epoch = message.epoch
         self._public_seed = public_seed
+        self._label = label = _label(message.epoch, message.nonce)
         users = settings.users
         shape = (2, users, DEGREE - 1)
         ring.from_words(message.words, shape, name="weights")  # refuses
@@ -129,10 +138,10 @@ class OpenedWeights:
             column = columns[place][0] if columns else 0
             at = (place * settings.choices + choice) * settings.columns + column
             entry = np.frombuffer(message.sealed, np.uint8, _ENTRY_BYTES, at * _ENTRY_BYTES)
-            pads = np.frombuffer(_pad(settings, key, message.epoch, place, choice), np.uint8)
+            pads = np.frombuffer(_pad(settings, key, label, place, choice), np.uint8)
             entry = entry ^ pads.reshape(settings.columns, _ENTRY_BYTES)[column]
             if columns:
-                entry ^= _column_pad(settings, columns[place][1], message.epoch, place)[choice]
+                entry ^= _column_pad(settings, columns[place][1], label, place)[choice]
             opened += entry.tobytes()
         raw = np.frombuffer(opened, np.uint8).reshape(users, 2, RESIDUE_BYTES).swapaxes(0, 1)
         try:
@@ -154,23 +163,30 @@ class OpenedWeights:
         words[:, :, 0] = self._constants[:, places]
         raw = np.ascontiguousarray(self._words[:, places])
         words[:, :, 1:] = ring.from_words(raw.reshape(-1), raw.shape[:3], name="weights")
-        return key_pairs(words, _masks(self._public_seed, self.epoch, places))
+        return key_pairs(words, _masks(self._public_seed, self._label, places))
 
 
-def _masks(public_seed: bytes, epoch: int, places: Sequence[int]) -> Reals:
+def _label(epoch: int, nonce: bytes) -> bytes:
+    """Return the label of one set of weights, 40 bytes, from which its a_u and pads derive."""
+    return epoch.to_bytes(8, "big") + nonce
+
+
+def _masks(public_seed: bytes, label: bytes, places: Sequence[int]) -> Reals:
     """Return the transforms (2, places, DEGREE) of a_u."""
-    made = [public_polynomial(public_seed, "weights", epoch, place) for place in places]
+    made = [public_polynomial(public_seed, "weights", label, place) for place in places]
     return np.stack(made, axis=1)
 
 
-def _pad(settings: LatticeSettings, key: bytes, epoch: int, place: int, choice: int) -> bytes:
+def _pad(settings: LatticeSettings, key: bytes, label: bytes, place: int, choice: int) -> bytes:
     """Return the pad of one entry, for all columns: BLAKE2b, a pseudorandom function of its key."""
-    label = b"%s entry %d %d %d" % (settings.context, epoch, place, choice)
+    entry = b"%s entry %s %d %d" % (settings.context, label, place, choice)
     size = settings.columns * _ENTRY_BYTES
-    return hashlib.blake2b(label, key=key, digest_size=size).digest()
+    return hashlib.blake2b(entry, key=key, digest_size=size).digest()
 
 
-def _column_pad(settings: LatticeSettings, key: bytes, epoch: int, place: int) -> NDArray[np.uint8]:
+def _column_pad(
+    settings: LatticeSettings, key: bytes, label: bytes, place: int
+) -> NDArray[np.uint8]:
     """Return the pad (M, bytes of an entry) of one column's entries: a stream under its key."""
-    stream = Stream(derive(key, "column", settings.context, epoch, place))
+    stream = Stream(derive(key, "column", settings.context, label, place))
     return stream.octets(settings.choices * _ENTRY_BYTES).reshape(settings.choices, _ENTRY_BYTES)

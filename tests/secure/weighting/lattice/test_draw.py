@@ -120,7 +120,7 @@ def server_guesses(monkeypatch, settings):
             hits.append(np.random.default_rng(len(hits)).permutation(len(places))[:count].tolist())
             return hits[-1]
 
-    made, sender = draw.columns(settings), Sender()
+    made, sender = draw.columns(settings), Sender(settings.context)
     chosen = draw.draw.chooser(settings, bytes(32), 1, sender.public, workers=1)
     with monkeypatch.context() as patch:
         patch.setattr("secrets.SystemRandom", Watched)
@@ -149,7 +149,7 @@ def guesses(settings, monkeypatch, made=None):
     if made is not None:
         monkeypatch.setattr(draw, "columns", made)
     order = draw.columns(settings)
-    sender = Sender()
+    sender = Sender(settings.context)
     chosen = chooser(settings, bytes(32), 1, sender.public, workers=1)
     sealed = draw.sealed(settings, order, sender, chosen.answer, workers=1)
     taken = draw.opened(settings, chosen, sealed)
@@ -176,12 +176,13 @@ def test_a_silo_can_open_one_column_of_one_entry_of_each_user(world):
     table = {int(w) % q for w in weights.weight_table(own.choices)}
     candidates = table | {-w % q for w in table}
     raw = np.frombuffer(message.sealed, np.uint8).reshape(own.users, own.choices, 2, ENTRY)
+    label = weights._label(message.epoch, message.nonce)
     for place, (column, key) in enumerate(columns(silo, message)):
         shift = silo._shared.shifts[place]
         entry_key = silo._shared.entry_keys[place]
-        of_column = weights._column_pad(own, key, message.epoch, place)
+        of_column = weights._column_pad(own, key, label, place)
         for choice in range(own.choices):
-            pads = weights._pad(own, entry_key, message.epoch, place, choice)
+            pads = weights._pad(own, entry_key, label, place, choice)
             pads = np.frombuffer(pads, np.uint8).reshape(2, ENTRY)
             for other in range(2):
                 found = raw[place, choice, other] ^ pads[other] ^ of_column[choice]
@@ -206,7 +207,7 @@ def test_a_silo_cannot_open_the_columns_that_it_did_not_choose(world):
 
 def test_choices_are_fresh_in_every_epoch_even_for_the_same_offer(world):
     own, seed = facts(users=200), world.silos[0]._shared.seed
-    public = Sender().public
+    public = Sender(b"run").public
     first, second = (chooser(own, seed, epoch, public, workers=1).choices for epoch in (1, 2))
     same = sum(a == b for a, b in zip(first, second, strict=True))
     assert stats.binomtest(same, 200, 1 / 3).pvalue > 1e-6
@@ -273,7 +274,7 @@ def test_settings_with_and_without_a_secret_draw_do_not_mix(rng, world):
         world.server.open_epoch()
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.server.offer_draw()
-    offer = DrawOffer(epoch=1, public=Sender().public)
+    offer = DrawOffer(epoch=1, public=Sender(b"run").public)
     with pytest.raises(ProtocolError, match="the settings have no draw_choices"):
         known.silos[0].answer_draw(offer)
     with pytest.raises(ProtocolError, match="expected offer_draw for this epoch"):
