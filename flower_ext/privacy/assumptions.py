@@ -34,6 +34,11 @@ ONE_ANSWER = (
     "to others, which could show it that client's upload"
 )
 """The assumption about secure sums whose threshold is below the one that prevents this attack."""
+HONEST_COUNTS = (
+    "all silos and the server follow the protocol: one silo or server that lies about counts voids "
+    "ε for the users of all silos, whose updates then count up to N_max times"
+)
+"""The assumption about weights that nobody sees, and that nobody can therefore check."""
 NONE_OF_THEM = "the adversary is none of those who add noise: each could subtract its own share"
 WHOLE_UPLOADS = "uploads have single precision or wider, so that they add up on the grid"
 """The assumption about sums that are protected by noise in their parts."""

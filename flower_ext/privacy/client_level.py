@@ -20,6 +20,7 @@ from flower_ext.privacy.assumptions import (
     NOISE_OF_OTHERS,
     NONE_OF_THEM,
     ON_A_GRID,
+    ONE_ANSWER,
     SECURE_SUM,
     TELLS,
     WHOLE_UPLOADS,

@@ -17,6 +17,7 @@ from flower_ext.privacy import (
     SecureSum,
 )
 from flower_ext.privacy import secure_sum as module
+from flower_ext.privacy.client_level import of_secure_sum
 from flower_ext.privacy.secure_sum import SumParameters, ring_bits
 from flower_ext.secure.aggregation.graph import neighbours_of
 from tests.support.pages import DOCS
@@ -47,7 +48,10 @@ def bounds(sums, members, population, rounds, neighbors, threshold):
     pairs = Fraction(members * (members - 1), 2)
     few = 1 - at_least(threshold, others, stay, neighbors)
     return {
-        "unmasked": rounds * members * at_least(both, population - 1, corrupt, neighbors) / INSECURE,
+        "unmasked": rounds
+        * members
+        * at_least(both, population - 1, corrupt, neighbors)
+        / INSECURE,
         "split": rounds * pairs * at_least(neighbors, members, empty, neighbors) / INSECURE,
         "failed": rounds * members * few / FAILED,
     }
@@ -206,7 +210,7 @@ def test_in_random_cohorts_colluders_get_the_shares_that_unmask_as_seldom_as_pla
     colluding = rng.permuted(everyone, axis=1)[:, :members].astype(np.int16)
     around = np.concatenate([colluding[:, -half:], colluding, colluding[:, :half]], axis=1)
     ahead = np.cumsum(np.pad(around, ((0, 0), (1, 0))), axis=1)
-    near = ahead[:, 2 * half + 1 :] - ahead[:, : members] - colluding
+    near = ahead[:, 2 * half + 1 :] - ahead[:, :members] - colluding
     both = 2 * found.threshold - found.neighbors if resist else found.threshold
     broken = np.any((near >= both) & (colluding == 0), axis=1)
     assert 0.0001 < np.mean(broken) < 0.0155
@@ -290,6 +294,18 @@ def plan(**changes):
         "secure_aggregation": SecureSum(),
     }
     return ReleasePlan(**{**facts, **changes})
+
+
+def test_a_guarantee_names_the_clients_that_may_collude_and_a_server_that_must_not_equivocate():
+    sampling = FixedSizeSampling(population=1_000, size=100)
+    for resist in (True, False):
+        sums = SecureSum(resist_equivocation=resist)
+        drawn = plan(sampling=sampling, rounds=60, secure_aggregation=sums)
+        text = "; ".join(of_secure_sum(drawn, sums))
+        assert "at most 100 of 1000 clients collude" in text
+        assert "at most 36 of each cohort of 100 collude, all but surely" in text
+        assert ("resist_equivocation is off" in text) is not resist
+    assert "all but surely" not in "; ".join(of_secure_sum(plan(), SecureSum()))
 
 
 @pytest.mark.parametrize(("members", "noise"), [(100, 1.0), (1_000, 0.5), (10_000, 0.01)])

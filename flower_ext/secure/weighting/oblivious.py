@@ -11,7 +11,8 @@ receiver              k_c = H(A^b)
 ====================  =====================================================================
 
 H hashes the run, A, B, and the numbers of transfer and place as well, so that keys of different
-runs and answers have nothing in common. B is uniform for every c. To compute a second key, the receiver would need g^(a²).
+runs and answers have nothing in common. B is uniform for every c. To compute a second key, the
+receiver would need g^(a²).
 
 All of the receiver's randomness comes from one key. Several parties that share this key therefore
 act as one receiver: one of them answers, and all of them open the same texts.
@@ -240,9 +241,7 @@ class Receiver:
             raise InvalidValue("sealed texts: expected those sealed for this answer") from error
 
 
-def _key(
-    run: bytes, public: bytes, answer: bytes, shared: mpz, transfer: int, place: int
-) -> bytes:
+def _key(run: bytes, public: bytes, answer: bytes, shared: mpz, transfer: int, place: int) -> bytes:
     return derive(_to_bytes(shared), "transfer", run, public, answer, transfer, place)
 
 

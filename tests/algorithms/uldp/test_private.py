@@ -35,6 +35,7 @@ from flower_ext.privacy import (
     PoissonSampling,
     gaussian_loss,
 )
+from flower_ext.privacy.assumptions import HONEST_COUNTS
 from flower_ext.secure import ProtocolError
 from flower_ext.secure.fixed_point import from_residue
 from tests.support.private_silos import (
@@ -668,6 +669,9 @@ def test_guarantees_say_what_the_protocol_shows_and_what_it_rests_on():
     start(strategy := make(sampling=PoissonSampling(USERS, 0.5)))
     sums = next(g for g in strategy.guarantees() if g.view is AdversaryView.SUM_ONLY)
     assert any("Paillier" in text for text in sums.assumptions)
+    for guarantee in strategy.guarantees():
+        if guarantee.basis == "provable":
+            assert HONEST_COUNTS in guarantee.assumptions
     shown = " ".join(sums.not_covered)
     assert "how many users have no record" in shown
     assert "how many records each user has" not in shown

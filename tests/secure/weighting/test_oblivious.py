@@ -65,6 +65,21 @@ def test_no_other_text_can_be_opened_with_what_the_receiver_has():
             receiver.open(moved)
 
 
+def test_a_key_belongs_to_one_run_one_answer_and_one_place():
+    sender = Sender(RUN)
+    receiver = Receiver(sender.public, KEY, run=RUN, transfers=2, choices=2)
+    sealed = sender.seal(receiver.answer, texts(2, 2))
+    other = Receiver(sender.public, KEY, run=b"another run", transfers=2, choices=2)
+    assert other.answer == receiver.answer
+    with pytest.raises(ValueError, match="expected those sealed for this answer"):
+        other.open(sealed)
+    (offered,) = elements(sender.public)
+    moved = int(elements(receiver.answer)[0] * offered % PRIME).to_bytes(ELEMENT_BYTES, "big")
+    one, beside = (sender.keys(data, [2])[0] for data in (receiver.answer[:ELEMENT_BYTES], moved))
+    # B·A at place 1 has the same power of A as B at place 0.
+    assert len({one[:32], one[32:], beside[:32], beside[32:]}) == 4
+
+
 def test_parties_with_one_key_are_one_receiver():
     sender = Sender(RUN)
     one, other = (Receiver(sender.public, KEY, run=RUN, transfers=6, choices=5) for _ in range(2))
@@ -76,7 +91,9 @@ def test_parties_with_one_key_are_one_receiver():
 
 def test_a_key_makes_other_choices_and_other_answers_for_every_offer():
     """Two offers answered with one choice and one exponent would reveal the choice."""
-    receivers = [Receiver(Sender(RUN).public, KEY, run=RUN, transfers=40, choices=4) for _ in range(2)]
+    receivers = [
+        Receiver(Sender(RUN).public, KEY, run=RUN, transfers=40, choices=4) for _ in range(2)
+    ]
     one, other = receivers
     assert not set(one._exponents) & set(other._exponents)
     assert list(one._choices) != list(other._choices)

@@ -61,6 +61,7 @@ from flower_ext.checks import require_at_least_one
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
 from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy.assumptions import HONEST_COUNTS
 from flower_ext.secure.weighting.lattice.messages import (
     DrawAnswer,
     LatticeSum,
@@ -152,7 +153,7 @@ class LatticeWeighting(WeightingProtocol):
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
         """Return the assumptions of a provable guarantee besides ``secure_sum``."""
-        common = ("all silos and the server follow the protocol", _CHANNELS)
+        common = (HONEST_COUNTS, _CHANNELS)
         if view is AdversaryView.SUM_ONLY:
             return common
         if view is AdversaryView.RELEASED_MODELS:

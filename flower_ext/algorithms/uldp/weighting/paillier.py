@@ -56,6 +56,7 @@ from flower_ext.algorithms.uldp.weighting.protocol import (
 from flower_ext.errors import InvalidValue
 from flower_ext.federation import Remaining, records
 from flower_ext.privacy import AdversaryView, ReleasePlan
+from flower_ext.privacy.assumptions import HONEST_COUNTS
 from flower_ext.secure import (
     BlindedCounts,
     DrawAnswer,
@@ -171,8 +172,8 @@ class PrivateWeighting(WeightingProtocol):
         )
 
     def assumptions(self, view: AdversaryView) -> Sequence[str]:
-        """Return the assumption on the users' totals that no silo can check."""
-        return tuple(filter(None, (self.assumed_totals,)))
+        """Return the assumptions on counts: that nobody lies, and the totals no silo can check."""
+        return tuple(filter(None, (HONEST_COUNTS, self.assumed_totals)))
 
     def describe(self) -> str:
         """Return one line for the log."""

@@ -106,8 +106,9 @@ class _Message:
 class ServerKey(_Message):
     """The server's public facts, for all silos.
 
-    ``public_seed`` determines pk1, and every a_u together with the nonce of its weights. ``nonce`` enters the silos' seed. ``transfer`` is
-    the sender's element of the oblivious transfer. ``words`` holds the words of pk0.
+    ``public_seed`` determines pk1, and every a_u together with the nonce of its weights. ``nonce``
+    enters the silos' seed. ``transfer`` is the sender's element of the oblivious transfer.
+    ``words`` holds the words of pk0.
     """
 
     kind = b"LWsk"
@@ -222,10 +223,10 @@ class LatticeWeights(_Message):
     """One epoch's encrypted weights, for all silos.
 
     ``nonce`` is random, and enters every a_u and every pad, so that no two messages share them,
-    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds, for each user, M
-    candidates for that word; the silos can open one of them. If the draw is secret, there are two
-    columns of candidates, ``columns`` holds their sealed keys, and ``offer`` is the server's offer
-    for which silo 0 made all silos' choices. Otherwise these two are empty.
+    even of one epoch. ``words`` holds all words of b_u except the constant one. ``sealed`` holds,
+    for each user, M candidates for that word; the silos can open one of them. If the draw is
+    secret, there are two columns of candidates, ``columns`` holds their sealed keys, and ``offer``
+    is the server's offer for which silo 0 made all silos' choices. Otherwise these two are empty.
     """
 
     kind = b"LWew"

@@ -204,9 +204,7 @@ def weight_sums(world) -> np.ndarray:
     """Σ_s n_su · W of every user, in whole weights, as the silos' encryptions have it."""
     message = world.open_epoch()
     silo = world.silos[0]
-    masks = weights._masks(
-        silo._told.public_seed, label_of(message), range(world.settings.users)
-    )
+    masks = weights._masks(silo._told.public_seed, label_of(message), range(world.settings.users))
     users = world.settings.users
     pairs = np.stack(silo._weights.keys(range(users)))
     own = np.empty((2, users))
