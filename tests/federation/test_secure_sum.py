@@ -301,7 +301,8 @@ def test_a_client_that_names_another_member_is_lost():
 
 def test_clients_of_a_fixed_size_are_drawn_and_summed():
     sampling = FixedSizeSampling(population=CLIENTS, size=5)
-    strategy = strategy_of(plan=plan(sampling=sampling))
+    sums = SecureSum(colluding=0.0, dropouts=0.2)
+    strategy = strategy_of(plan=plan(sampling=sampling, secure_aggregation=sums))
     grid, _ = run(strategy, rounds=3)
     assert sum(stage_of(message) == "train" for message in grid.sent) == 15
     assert strategy.refusals == []
