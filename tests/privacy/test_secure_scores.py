@@ -157,10 +157,10 @@ def test_each_adversary_pays_for_evaluations_by_the_noise_that_it_sees():
 
 
 def test_a_sum_of_scores_is_one_of_all_clients_whoever_trains():
-    own = plan(sampling=FixedSizeSampling(population=100, size=10)).of_scores
+    own = plan(sampling=FixedSizeSampling(population=100, size=40)).of_scores
     assert own.cohort_size == 100
     assert own.sum_parameters.members == 100
-    assert own.release.relation == plan(sampling=FixedSizeSampling(100, 10)).release.relation
+    assert own.release.relation == plan(sampling=FixedSizeSampling(100, 40)).release.relation
     assert own.clipping_norm == pytest.approx(math.sqrt(1.5))
     with pytest.raises(ValueError, match="with Poisson sampling"):
         plan(sampling=PoissonSampling(100, 0.1))
